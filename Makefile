@@ -1,0 +1,42 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Both install first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint types format wheel clean
+.DEFAULT_GOAL := test
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "millrace needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## train a small CNN on the embedded digits
+	$(BIN)/millrace cnn train --config digits_demo
+
+test: $(INSTALLED) lint types  ## everything CI checks
+	$(BIN)/python -m pytest -q
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/basedpyright
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) dist runs

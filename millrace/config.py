@@ -1,0 +1,387 @@
+"""Turn named YAML configurations and command-line flags into frozen dataclasses.
+
+A configuration is a dataclass whose fields carry their help as a docstring. Values
+come from the dataclass, then from the named YAML entry, then from the flags; whatever
+does not fit is a ``ConfigurationError`` before anything is compiled.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union
+
+import yaml
+
+T = TypeVar("T")
+
+_TRUE = {"true", "t", "1", "yes", "y", "on"}
+_FALSE = {"false", "f", "0", "no", "n", "off"}
+
+
+class ConfigurationError(ValueError):
+    """The command or configuration is wrong; the message says what to change."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours: one line, with the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def parse(
+    config_type: type[T],
+    argv: Sequence[str],
+    *,
+    program: str,
+    named_configs: Path | None = None,
+) -> tuple[T, dict[str, Any]]:
+    """Return the configuration that `argv` asks for, and the values it set explicitly.
+
+    Args:
+        config_type: A frozen dataclass.
+        argv: The words after the command's name.
+        program: How the command is called, for ``--help``.
+        named_configs: The YAML file that ``--config NAME`` looks in by default.
+    """
+    parser = _parser(config_type, program, named_configs)
+    flags, unknown = parser.parse_known_args([_hyphenate(word) for word in argv])
+    if unknown:
+        raise ConfigurationError(_unknown_option(unknown[0], parser))
+    given = vars(flags)
+    name, path = given.pop("config", None), given.pop("config_path", named_configs)
+    values = dict(load_named(path, name)) if name else {}
+    values = {_field_name(config_type, key): value for key, value in values.items()}
+    values |= given
+    return build(config_type, values), values
+
+
+def build(config_type: type[T], values: Mapping[str, Any]) -> T:
+    """Make `config_type` from plain `values`, checking names and types."""
+    known = _fields(config_type)
+    hints = typing.get_type_hints(config_type)
+    checked = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigurationError(_unknown_key(name, known))
+        checked[name] = _convert(hints[name], value, _option(name))
+    try:
+        return config_type(**checked)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def load_named(path: str | Path | None, name: str) -> dict[str, Any]:
+    """Return entry `name` of the YAML file at `path`; its keys use either - or _."""
+    if path is None:
+        raise ConfigurationError("--config needs --config-path FILE with this command.")
+    entries = load_yaml(Path(path))
+    if name not in entries:
+        raise ConfigurationError(
+            f"--config {name}: {path} has no such entry. It has: "
+            f"{', '.join(sorted(entries))}."
+        )
+    entry = entries[name] or {}
+    if not isinstance(entry, dict):
+        raise ConfigurationError(f"Entry {name} of {path} is not a mapping of options.")
+    return {str(key).replace("-", "_"): value for key, value in entry.items()}
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping; tags that would build objects are refused."""
+    try:
+        entries = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot read the configuration file {path}: {error.strerror}."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path} is not a plain YAML file: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"{path} must hold a mapping at its top level.")
+    return entries
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """Return a dataclass as plain YAML-able values, for ``config.yml``."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value)
+
+    return {name: plain(getattr(config, name)) for name in _fields(type(config))}
+
+
+def _fields(config_type: Any) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(config_type)}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _hyphenate(word: str) -> str:
+    """Accept ``--config_path`` for ``--config-path``, as the references' texts do."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _field_name(config_type: Any, key: str) -> str:
+    """Resolve an alias used as a YAML key."""
+    for field in dataclasses.fields(config_type):
+        aliases = field.metadata.get("aliases", ())
+        if key.replace("_", "-") in {alias.lstrip("-") for alias in aliases}:
+            return field.name
+    return key
+
+
+def _unknown_key(name: str, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"There is no option {name}.{hint}"
+
+
+def _unknown_option(word: str, parser: argparse.ArgumentParser) -> str:
+    options = [
+        option for action in parser._actions for option in action.option_strings
+    ]
+    nearest = difflib.get_close_matches(word.split("=")[0], options, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else f" See {parser.prog} --help."
+    return f"There is no option {word}.{hint}"
+
+
+def _parser(
+    config_type: Any, program: str, named_configs: Path | None
+) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program,
+        description=inspect.getdoc(config_type),
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if named_configs is not None:
+        parser.add_argument(
+            "--config", metavar="NAME", help="start from this named configuration"
+        )
+        parser.add_argument(
+            "--config-path",
+            metavar="FILE",
+            help=f"YAML file of named configurations (default: {named_configs.name})",
+        )
+    hints = typing.get_type_hints(config_type)
+    helps = field_docs(config_type)
+    for name, field in _fields(config_type).items():
+        text = " ".join(helps.get(name, "").split())
+        if (default := _default(field)) is not None:
+            text += f" (default: {default})"
+        parser.add_argument(
+            _option(name),
+            *field.metadata.get("aliases", ()),
+            dest=name,
+            help=text.replace("%", "%%"),
+            **_argument(hints[name], _option(name)),
+        )
+    return parser
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory() or None
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _argument(hint: Any, option: str) -> dict[str, Any]:
+    """Say how argparse should read an option of this type."""
+    inner = _without_none(hint)
+    if inner is bool:
+        convert = functools.partial(_convert, hint, option=option)
+        return {"nargs": "?", "const": True, "type": convert, "metavar": "BOOL"}
+    if typing.get_origin(inner) is list:
+        (item,) = typing.get_args(inner)
+        convert = functools.partial(_convert, item, option=option)
+        return {"nargs": "*", "type": convert, "metavar": _metavar(item)}
+    convert = functools.partial(_convert, hint, option=option)
+    return {"type": convert, "metavar": _metavar(inner)}
+
+
+def _metavar(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return "|".join(_metavar(inner) for inner in typing.get_args(hint))
+    origin = typing.get_origin(hint) or hint
+    return {int: "INT", float: "NUMBER", str: "TEXT", dict: "DICT", Path: "PATH"}.get(
+        origin, "VALUE"
+    )
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kept = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return kept[0] if len(kept) == 1 else Union[tuple(kept)]  # noqa: UP007
+    return hint
+
+
+def _convert(hint: Any, value: Any, option: str) -> Any:
+    """Bring a YAML value or a command-line word to the type the field declares."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return _convert_union(hint, value, option)
+    if typing.get_origin(hint) is Literal:
+        return _convert_literal(hint, value, option)
+    origin = typing.get_origin(hint) or hint
+    converter = {
+        bool: _to_bool,
+        int: _to_int,
+        float: _to_float,
+        str: _to_text,
+        dict: _to_dict,
+        Path: lambda v: Path(_to_text(v)),
+    }.get(origin)
+    try:
+        if origin is list:
+            items = value if isinstance(value, list | tuple) else [value]
+            (item,) = typing.get_args(hint)
+            return [_convert(item, entry, option) for entry in items]
+        if converter is None:
+            raise ConfigurationError(f"{option} cannot be set from text.")
+        return converter(value)
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        wanted = _metavar(hint).lower() if origin is not bool else "true or false"
+        raise ConfigurationError(
+            f"{option} takes {_article(wanted)}, got {value!r}."
+        ) from error
+
+
+def _article(wanted: str) -> str:
+    names = {"int": "a whole number", "number": "a number", "dict": "a dictionary"}
+    return names.get(wanted, wanted)
+
+
+def _convert_union(hint: Any, value: Any, option: str) -> Any:
+    args = typing.get_args(hint)
+    if type(None) in args and (value is None or value in ("None", "none", "null")):
+        return None
+    errors = []
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return _convert(arg, value, option)
+        except ConfigurationError as error:
+            errors.append(str(error))
+    raise ConfigurationError(errors[0] if len(errors) == 1 else " Or: ".join(errors))
+
+
+def _convert_literal(hint: Any, value: Any, option: str) -> Any:
+    choices = typing.get_args(hint)
+    for choice in choices:
+        if str(value).lower() == str(choice).lower():
+            return choice
+    nearest = difflib.get_close_matches(str(value), map(str, choices), n=1)
+    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigurationError(
+        f"{option} must be one of {', '.join(map(str, choices))}; "
+        f"got {value!r}.{suggestion}"
+    )
+
+
+def _to_bool(value: Any) -> bool:
+    word = str(value).lower()
+    if word in _TRUE | _FALSE:
+        return word in _TRUE
+    raise ValueError(value)
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ValueError(value)
+    return int(value)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    if isinstance(value, str) and value.count("/") == 1:  # 1/3, as in --logs-per-epoch
+        numerator, denominator = value.split("/")
+        if float(denominator) == 0:
+            raise ValueError(value)
+        return float(numerator) / float(denominator)
+    return float(value)
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, dict | list | bool):
+        raise TypeError(value)
+    return str(value)
+
+
+def _to_dict(value: Any) -> dict[str, Any]:
+    loaded = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(loaded, dict):
+        raise TypeError(value)
+    return {str(key): _number(item) for key, item in loaded.items()}
+
+
+def _number(item: Any) -> Any:
+    """YAML reads 1e-5 (no dot) as text; a dictionary of options means the number."""
+    if isinstance(item, list):
+        return [_number(entry) for entry in item]
+    if isinstance(item, str):
+        try:
+            return float(item)
+        except ValueError:
+            return item
+    return item
+
+
+def field_docs(config_type: Any) -> dict[str, str]:
+    """Return the docstring under each field, the base classes' included."""
+    docs: dict[str, str] = {}
+    for cls in reversed(config_type.__mro__):
+        if dataclasses.is_dataclass(cls):
+            docs |= _class_field_docs(cls)
+    return docs
+
+
+def _class_field_docs(cls: type) -> dict[str, str]:
+    source = textwrap.dedent(inspect.getsource(cls))
+    (tree,) = ast.parse(source).body
+    docs = {}
+    body = typing.cast(ast.ClassDef, tree).body
+    for statement, following in zip(body, body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[statement.target.id] = str(following.value.value)
+    return docs
+
+
+def exit_with_usage_error(error: ConfigurationError) -> NoReturn:
+    """Print the mistake as plain lines and leave with status 2."""
+    print(f"millrace: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,1 @@
+"""The stream: samples on the host, in NumPy. Nothing here imports JAX."""

@@ -1,0 +1,24 @@
+"""The handwritten digits that scikit-learn carries: 1,797 pictures of 8 x 8."""
+
+import numpy as np
+
+from millrace.data.source import ArraySource
+
+IMAGE_SHAPE = (8, 8, 1)
+NUM_CLASSES = 10
+_NUM_VALIDATION = 360
+
+
+def load_digits() -> tuple[ArraySource, ArraySource]:
+    """Return training (1,437) and validation (360) digits, split at random once."""
+    from sklearn import datasets  # half a second, and only this function wants it
+
+    digits = datasets.load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    image = (digits.images[order, :, :, None] / 16.0).astype(np.float32)
+    label = digits.target[order].astype(np.int32)
+    held_out, rest = slice(None, _NUM_VALIDATION), slice(_NUM_VALIDATION, None)
+    return (
+        ArraySource({"image": image[rest], "label": label[rest]}),
+        ArraySource({"image": image[held_out], "label": label[held_out]}),
+    )

@@ -1,0 +1,1 @@
+"""The race: all that crosses between host and device, inwards and outwards."""

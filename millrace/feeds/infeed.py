@@ -1,0 +1,305 @@
+"""The queue in: batches read ahead on a thread and staged on the devices in chunks."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+_POLL_SECONDS = 0.05
+_CHUNK_BYTES = 16 << 20
+_CHUNK_ELEMENTS = 256
+
+
+class DatasetEnded(RuntimeError):
+    """The dataset had fewer elements than the loop asked for."""
+
+
+class ElementError(ValueError):
+    """An element of the dataset does not look like the first one."""
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """A dataset that can go straight to its n-th element."""
+
+    def seek(self, position: int) -> None:
+        """Make the next iteration start with element `position`."""
+
+
+class Chunk(NamedTuple):
+    """Elements staged on the devices: leaves are (capacity, ...)."""
+
+    data: Any
+    start: int
+    """The first element that has not been used."""
+    stop: int
+    """The end of the elements; what follows is padding."""
+
+
+class Infeed:
+    """Feeds a compiled loop from any iterable of pytrees of NumPy arrays.
+
+    A thread of its own reads the dataset and moves the next chunk of elements to the
+    devices while the current one is processed. An exception raised by the dataset is
+    raised again where the loop runs, with its own traceback, after the good elements
+    before it have been used.
+
+    Args:
+        dataset: Every element has the same structure, shapes and types.
+        prefetch_depth: Chunks staged ahead of the one in use.
+        on_end: What a loop does when the dataset has too few elements: "error", or
+            "stop" to end the loop there.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        *,
+        prefetch_depth: int = 2,
+        on_end: Literal["error", "stop"] = "error",
+    ) -> None:
+        if prefetch_depth < 1:
+            raise ValueError(f"prefetch_depth must be at least 1, got {prefetch_depth}.")
+        if on_end not in ("error", "stop"):
+            raise ValueError(f"on_end must be 'error' or 'stop', got {on_end!r}.")
+        if not isinstance(dataset, Iterable):
+            raise TypeError(
+                "Infeed takes an iterable of pytrees of NumPy arrays, got "
+                f"{type(dataset).__name__}."
+            )
+        self.dataset = dataset
+        self.prefetch_depth = prefetch_depth
+        self.on_end = on_end
+        self._position = 0
+        self._reader: _Reader | None = None
+        self._chunk: Chunk | None = None
+
+    @property
+    def position(self) -> int:
+        """Elements that loops have taken so far; what a checkpoint saves."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to an element, before or between loops.
+
+        A dataset without a ``seek`` of its own is read from its start up to there.
+        """
+        if position < 0:
+            raise ValueError(f"position must not be negative, got {position}.")
+        if isinstance(self.dataset, Iterator) and self._reader is not None:
+            raise ValueError(
+                "This infeed's dataset is an iterator that has been read from; it "
+                "cannot go to another position. Give Infeed an iterable, or a dataset "
+                "with a seek method."
+            )
+        self.close()
+        self._position = position
+
+    def chunk(
+        self,
+        capacity: int | tuple[int, ...] | None = None,
+        sharding: Any = None,
+        *,
+        only_full: bool = False,
+    ) -> Chunk | None:
+        """Return the chunk to take elements from, waiting for it if need be.
+
+        Args:
+            capacity: Elements per chunk, or the capacities of successive chunks, over
+                and over. If not given, it is chosen from the elements' size, and a
+                chunk that is not full may come when the loop would otherwise wait.
+            sharding: Where the chunk is placed; the default device if not given.
+            only_full: Leave out the last chunk of a dataset that ends within it.
+
+        None says that the dataset has ended.
+        """
+        pattern = (capacity,) if isinstance(capacity, int) else capacity
+        key = (pattern, sharding, only_full)
+        if self._reader is None or self._reader.key != key:
+            self.close()
+            self._reader = _Reader(self, *key)
+        if self._chunk is None or self._chunk.start == self._chunk.stop:
+            self._chunk = self._reader.get()
+        return self._chunk
+
+    def took(self, count: int) -> None:
+        """Note that a loop has used `count` more elements of the current chunk."""
+        assert self._chunk is not None and count <= self._chunk.stop - self._chunk.start
+        self._chunk = self._chunk._replace(start=self._chunk.start + count)
+        self._position += count
+
+    def close(self) -> None:
+        """Stop reading ahead. What was staged but not used is read again later."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+            self._chunk = None
+
+    def __enter__(self) -> "Infeed":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        reader = getattr(self, "_reader", None)
+        if reader is not None:
+            reader.stop.set()
+
+
+class _Reader:
+    """The thread that reads a dataset from a position and stages it."""
+
+    def __init__(
+        self,
+        infeed: Infeed,
+        pattern: tuple[int, ...] | None,
+        sharding: Any,
+        only_full: bool,
+    ) -> None:
+        self.key = (pattern, sharding, only_full)
+        self.stop = threading.Event()
+        self._dataset = infeed.dataset
+        self._start = infeed.position
+        self._pattern = pattern
+        self._only_full = only_full
+        self._sharding = sharding
+        self._ready: queue.Queue[Any] = queue.Queue(infeed.prefetch_depth)
+        self._waiting = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(
+            target=self._run, name="millrace-infeed", daemon=True
+        )
+        self._thread.start()
+
+    def get(self) -> Chunk | None:
+        if self._ended:
+            return None
+        self._waiting.set()
+        while True:
+            try:
+                item = self._ready.get(timeout=_POLL_SECONDS)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive() and self._ready.empty():
+                    raise RuntimeError("The infeed was closed while in use.") from None
+        self._waiting.clear()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = item is None
+        return item
+
+    def close(self) -> None:
+        self.stop.set()
+        self._thread.join()
+
+    def _offer(self, item: Any) -> None:
+        while not self.stop.is_set():
+            try:
+                return self._ready.put(item, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+
+    def _run(self) -> None:
+        stager: _Stager | None = None
+        try:
+            for index, element in self._elements():
+                if self.stop.is_set():
+                    return
+                stager = stager or _Stager(element, self._pattern, self._sharding)
+                stager.add(element, index)
+                if stager.full or (self._pattern is None and self._starving()):
+                    self._offer(stager.take())
+            self._offer_rest(stager)
+            self._offer(None)
+        except BaseException as error:
+            self._offer_rest(stager)
+            self._offer(error)
+
+    def _offer_rest(self, stager: "_Stager | None") -> None:
+        """Hand over the good elements before the end, unless only full chunks serve."""
+        if stager is not None and stager.count and not self._only_full:
+            self._offer(stager.take())
+
+    def _starving(self) -> bool:
+        return self._waiting.is_set() and self._ready.empty()
+
+    def _elements(self) -> Iterator[tuple[int, Any]]:
+        if isinstance(self._dataset, Seekable):
+            self._dataset.seek(self._start)
+            yield from enumerate(self._dataset, self._start)
+            return
+        if isinstance(self._dataset, Iterator):
+            # Already under way: it cannot be read again, so it simply goes on.
+            yield from enumerate(self._dataset, self._start)
+            return
+        for index, element in enumerate(self._dataset):
+            if index >= self._start:
+                yield index, element
+
+
+class _Stager:
+    """Gathers elements into one array per leaf and moves it to the devices."""
+
+    def __init__(
+        self, first: Any, pattern: tuple[int, ...] | None, sharding: Any
+    ) -> None:
+        leaves, self._treedef = jax.tree.flatten(first)
+        if not leaves:
+            raise ElementError("The dataset's elements hold no arrays.")
+        self._specs = [(np.shape(x), np.asarray(x).dtype) for x in leaves]
+        self._names = [
+            jax.tree_util.keystr(path) or "the element"
+            for path, _ in jax.tree_util.tree_leaves_with_path(first)
+        ]
+        size = sum(np.asarray(x).nbytes for x in leaves)
+        chosen = max(1, min(_CHUNK_ELEMENTS, _CHUNK_BYTES // max(1, size)))
+        self._capacities = itertools.cycle(pattern or (chosen,))
+        self._sharding = sharding
+        self._begin()
+
+    def _begin(self) -> None:
+        # A fresh buffer each time: on CPU the device may use this memory in place.
+        self._capacity = next(self._capacities)
+        self._buffers = [
+            np.empty((self._capacity, *shape), dtype) for shape, dtype in self._specs
+        ]
+        self.count = 0
+
+    @property
+    def full(self) -> bool:
+        return self.count == self._capacity
+
+    def add(self, element: Any, index: int) -> None:
+        leaves, treedef = jax.tree.flatten(element)
+        if treedef != self._treedef:
+            raise ElementError(
+                f"Element {index} of the dataset has the structure {treedef}; the "
+                f"first had {self._treedef}."
+            )
+        for place, leaf in enumerate(leaves):
+            array = np.asarray(leaf)
+            shape, dtype = self._specs[place]
+            if array.shape != shape or array.dtype != dtype:
+                raise ElementError(
+                    f"Element {index} of the dataset: {self._names[place]} is "
+                    f"{array.dtype}{list(array.shape)}; in the first element it was "
+                    f"{dtype}{list(shape)}. Every element must have the same shape "
+                    "and type (drop a short last batch)."
+                )
+            self._buffers[place][self.count] = array
+        self.count += 1
+
+    def take(self) -> Chunk:
+        data = jax.tree.unflatten(self._treedef, self._buffers)
+        count = self.count
+        for buffer in self._buffers:
+            buffer[count:] = 0
+        self._begin()
+        return Chunk(jax.device_put(data, self._sharding), 0, count)
+

@@ -1,0 +1,1 @@
+"""The miller: what happens around and between runs of the compiled program."""

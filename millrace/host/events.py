@@ -1,0 +1,110 @@
+"""When the host steps in: logs, validations and checkpoints, in whole updates.
+
+Events are asked for per epoch, but can only happen between two weight updates, and the
+device program is one length. So each period is moved to the nearest that divides the
+run evenly, with a warning that says what became of the request.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Schedule(NamedTuple):
+    """A run in whole updates."""
+
+    updates_per_epoch: int
+    total_updates: int
+    updates_per_execution: int
+    """Updates the device makes without the host: every period is a multiple of it."""
+    periods: dict[str, int]
+    """Updates between two events of a kind; 0 where there are none before the end."""
+    warnings: list[str]
+
+    def due(self, event: str, update: int) -> bool:
+        """Tell whether an event falls right after `update` updates; the end counts."""
+        period = self.periods.get(event, 0)
+        return update == self.total_updates or (period > 0 and update % period == 0)
+
+
+def schedule_events(
+    *,
+    updates_per_epoch: int,
+    num_epochs: int,
+    events_per_epoch: Mapping[str, float],
+) -> Schedule:
+    """Work out when events happen.
+
+    Args:
+        updates_per_epoch: Whole weight updates in one pass over the data.
+        num_epochs: Passes.
+        events_per_epoch: For each kind ("log", "checkpoint", "validate"), how often per
+            epoch: 2 is twice, 0.5 every other epoch, 0 only at the end of the run.
+    """
+    if updates_per_epoch < 1:
+        raise ValueError(f"updates_per_epoch must be at least 1, got {updates_per_epoch}.")
+    if num_epochs < 1:
+        raise ValueError(f"num_epochs must be at least 1, got {num_epochs}.")
+    periods, warnings = {}, []
+    for event, rate in events_per_epoch.items():
+        period, warning = _period(event, rate, updates_per_epoch, num_epochs)
+        periods[event] = period
+        if warning:
+            warnings.append(warning)
+    total = updates_per_epoch * num_epochs
+    execution = math.gcd(*periods.values()) if periods else 0
+    if execution == 0:
+        execution = total
+        warnings.append(
+            f"No event is asked for before the end: all {total} updates run on the "
+            "device without returning to the host."
+        )
+    return Schedule(updates_per_epoch, total, execution, periods, warnings)
+
+
+def _period(
+    event: str, rate: float, updates_per_epoch: int, num_epochs: int
+) -> tuple[int, str | None]:
+    """Return the updates between two events and a warning if the rate had to move."""
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ValueError(f"{event}s per epoch must be 0 or more, got {rate}.")
+    if rate == 0:
+        return 0, None
+    # 0.333... is meant as a third; floats carry it to 16 digits.
+    wanted = Fraction(rate).limit_denominator(1_000_000)
+    span = updates_per_epoch
+    if wanted < 1:
+        epochs_each = 1 / wanted
+        if (num_epochs / epochs_each).denominator != 1:
+            raise ValueError(
+                f"It is not possible to {event} {float(epochs_each)} epochs at a time "
+                f"for {num_epochs} epochs. Choose a number of epochs that is a multiple "
+                f"of {float(epochs_each):g}, or another rate."
+            )
+        wanted *= num_epochs
+        span *= num_epochs
+    chosen = closest_divisor(span, float(wanted))
+    if chosen == wanted:
+        return span // chosen, None
+    reached = Fraction(chosen, span // updates_per_epoch)
+    return span // chosen, (
+        f"{event}s per epoch: {rate:g} does not fall on whole weight updates "
+        f"({updates_per_epoch} per epoch); the nearest that does is {float(reached):g}, "
+        "which is used instead."
+    )
+
+
+def closest_divisor(number: int, target: float) -> int:
+    """Return the divisor of `number` nearest to `target`; of two, the smaller.
+
+    >>> closest_divisor(781, 10)
+    11
+    >>> closest_divisor(100, 10)
+    10
+    """
+    divisors = set()
+    for candidate in range(1, math.isqrt(number) + 1):
+        if number % candidate == 0:
+            divisors |= {candidate, number // candidate}
+    return min(sorted(divisors), key=lambda divisor: abs(divisor - target))

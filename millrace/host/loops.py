@@ -1,0 +1,189 @@
+"""``repeat`` and ``while_loop``: a body, an infeed and an outfeed, joined."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.feeds.outfeed import Outfeed
+from millrace.program.loop import LoopBody, LoopResult, run_steps, scan_steps
+
+_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
+_CAPACITY = 256
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.02, 0.1
+
+
+def repeat(
+    n: int,
+    body: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    *,
+    infeed: Infeed | None = None,
+    outfeed: Outfeed | None = None,
+    steps_per_execution: int | None = None,
+) -> Any:
+    """Run `body` `n` times on the device and return the final carry.
+
+    Args:
+        n: How many times.
+        body: ``(carry, element) -> (carry, output)``, or ``(carry) -> (carry, output)``
+            without an infeed. Traced once per shape, whatever `n` is.
+        carry: Any pytree of arrays or numbers.
+        infeed: Gives each step an element.
+        outfeed: Receives each step's output; without one the output is dropped.
+        steps_per_execution: Steps the device makes without returning to the host. If
+            not given, as many as take a few hundredths of a second, so that outputs
+            can be read soon after they are made.
+
+    >>> import millrace as mr
+    >>> int(mr.repeat(10, lambda carry: (carry + 1, None), 0))
+    10
+    """
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}.")
+    if steps_per_execution is not None and steps_per_execution < 1:
+        raise ValueError(
+            f"steps_per_execution must be at least 1, got {steps_per_execution}."
+        )
+    loop = LoopBody(body, None, infeed is not None, outfeed is not None)
+    return _Loop(loop, infeed, outfeed, steps_per_execution).run(carry, n)
+
+
+def while_loop(
+    condition: Callable[[Any], Any],
+    body: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    *,
+    infeed: Infeed | None = None,
+    outfeed: Outfeed | None = None,
+    maximum_iterations: int | None = None,
+) -> Any:
+    """Run `body` on the device while ``condition(carry)`` holds; see ``repeat``.
+
+    >>> import millrace as mr
+    >>> int(mr.while_loop(lambda c: c < 100, lambda c: (c * 2, None), 1))
+    128
+    """
+    if maximum_iterations is not None and maximum_iterations < 0:
+        raise ValueError(
+            f"maximum_iterations must not be negative, got {maximum_iterations}."
+        )
+    loop = LoopBody(body, condition, infeed is not None, outfeed is not None)
+    return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
+
+
+class _Loop:
+    """One call of ``repeat`` or ``while_loop``."""
+
+    def __init__(
+        self,
+        body: LoopBody,
+        infeed: Infeed | None,
+        outfeed: Outfeed | None,
+        steps_per_execution: int | None,
+    ) -> None:
+        self._body = body
+        self._infeed = infeed
+        self._outfeed = outfeed
+        self._length = steps_per_execution
+        self._pace = _Pace()
+        self._in_flight: collections.deque[jax.Array] = collections.deque()
+
+    def run(self, carry: Any, limit: int | None) -> Any:
+        carry = jax.tree.map(_own_array, carry)
+        done = 0
+        feeding = self._outfeed.feeding() if self._outfeed else contextlib.nullcontext()
+        with feeding, jax.transfer_guard("disallow"):
+            while limit is None or done < limit:
+                left = None if limit is None else limit - done
+                asked, result = self._execute(carry, left, done, limit)
+                carry = result.carry if asked else carry
+                steps = self._settle(asked, result)
+                done += steps
+                if steps < asked or asked == 0:
+                    break  # the condition no longer holds, or the dataset has ended
+        return carry
+
+    def _execute(
+        self, carry: Any, left: int | None, done: int, limit: int | None
+    ) -> tuple[int, LoopResult]:
+        data, start, available = None, 0, self._length or _CAPACITY
+        if self._infeed is not None:
+            chunk = self._infeed.chunk(self._length)
+            if chunk is None:
+                self._ended(done, limit)
+                return 0, LoopResult(carry, None, jnp.int32(0))
+            data, start, available = chunk.data, chunk.start, chunk.stop - chunk.start
+        count = available if left is None else min(available, left)
+        if self._length is None:
+            count = min(count, self._pace.count)
+        place = jax.device_put(np.int32(start))
+        if self._length is not None and self._body.condition is None:
+            result = scan_steps(carry, data, place, body=self._body, length=count)
+        else:
+            number = jax.device_put(np.int32(count))
+            capacity = _CAPACITY if self._outfeed is not None else 1
+            result = run_steps(
+                carry, data, place, number, body=self._body, capacity=capacity
+            )
+        return count, result
+
+    def _settle(self, asked: int, result: LoopResult) -> int:
+        """Hand on what an execution made, and wait if enough of them are under way."""
+        if not asked:
+            return 0
+        steps = asked
+        if self._body.condition is not None:
+            steps = int(jax.device_get(result.steps))
+        if self._infeed is not None:
+            self._infeed.took(steps)
+        if self._outfeed is not None:
+            self._outfeed.put(result.outputs, steps)
+        self._in_flight.append(result.steps)
+        if len(self._in_flight) >= _IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
+            self._pace.finished()
+        return steps
+
+    def _ended(self, done: int, limit: int | None) -> None:
+        assert self._infeed is not None
+        if self._infeed.on_end == "stop":
+            return
+        wanted = f"asked for {limit}" if limit is not None else "was not done"
+        raise DatasetEnded(
+            f"The dataset ended after {self._infeed.position} elements; the loop made "
+            f"{done} steps and {wanted}. Repeat the dataset, ask for fewer steps, or "
+            "use Infeed(..., on_end='stop')."
+        )
+
+
+class _Pace:
+    """Chooses how many steps to run before the host looks in again."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._last: float | None = None
+
+    def finished(self) -> None:
+        """Note that an execution has ended; aim at 20 to 100 ms for each."""
+        now = time.perf_counter()
+        if self._last is not None:
+            if now - self._last < _SHORTEST_SECONDS:
+                self.count = min(self.count * 2, _CAPACITY)
+            elif now - self._last > _LONGEST_SECONDS:
+                self.count = max(self.count // 2, 1)
+        self._last = now
+
+
+def _own_array(leaf: Any) -> jax.Array:
+    """A copy of our own, for the loop will use its memory again."""
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    array = np.asarray(leaf)
+    return jax.device_put(array.astype(jax.dtypes.canonicalize_dtype(array.dtype)))

@@ -1,0 +1,100 @@
+"""The plan: how the work of training is replicated, accumulated, rounded, offloaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from millrace.batching import Batching, resolve_batching
+from millrace.precision import HalfType, Precision, PrecisionName, resolve_precision
+
+Reduction = Literal["sum", "mean", "running_mean"]
+
+AccumulatorType = str | None | Callable[[str, Any], Any]
+"""None (each variable's own type), a type's name, or ``f(path, variable) -> type``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one weight update is carried out; the model and the loss know none of it."""
+
+    micro_batch_size: int = 1
+    """Samples one replica processes in one forward-backward pass."""
+    num_replicas: int = 1
+    """Copies of the model, one per device, whose gradients are averaged."""
+    gradient_accumulation_count: int | None = None
+    """Micro-batches each replica accumulates before a weight update."""
+    global_batch_size: int | None = None
+    """Samples per weight update, from which the accumulation count is worked out."""
+    gradient_accumulation_dtype: AccumulatorType = "float32"
+    """Type of the gradient accumulator: None for each variable's own type, a type,
+    or a function of the variable's path and value. 128 bfloat16 gradients summed in
+    bfloat16 are off by 1 %, in float32 by 1e-8."""
+    gradient_accumulation_reduction: Reduction = "mean"
+    """How micro-batch gradients become one: sum, mean, or running_mean (the mean with
+    an accumulator that never exceeds one gradient's size)."""
+    precision: PrecisionName = "32.32"
+    """Bits of computation and of weights with their update: 16.16, 16.32 or 32.32."""
+    half_type: HalfType = "bfloat16"
+    """The 16-bit type that precision means."""
+    stochastic_rounding: bool = False
+    """Round 16-bit weights and optimiser state up or down at random, without bias."""
+    loss_scaling: float | Literal["dynamic"] = 0.0
+    """Factor on the loss while differentiating (0: none), or "dynamic" for float16."""
+    optimizer_state_offloading: bool = False
+    """Keep the optimiser's state in host memory; stream it through the device at each
+    weight update."""
+    recomputation: bool = False
+    """Keep only the results of matrix products and convolutions for the backward pass;
+    compute everything between them again."""
+    updates_per_execution: int = 1
+    """Weight updates between two moments at which the host may step in."""
+    fp_exceptions: bool = False
+    """Stop at the first loss or gradient that is not a finite number."""
+
+    def __post_init__(self) -> None:
+        _ = self.batching, self.types  # each raises on what does not fit
+        if self.updates_per_execution < 1:
+            raise ValueError(
+                "updates_per_execution must be at least 1, "
+                f"got {self.updates_per_execution}."
+            )
+        if self.gradient_accumulation_reduction not in ("sum", "mean", "running_mean"):
+            raise ValueError(
+                "gradient_accumulation_reduction must be sum, mean or running_mean, "
+                f"got {self.gradient_accumulation_reduction!r}."
+            )
+        if self.stochastic_rounding and self.precision != "16.16":
+            raise ValueError(
+                "stochastic_rounding rounds 16-bit weights, which precision "
+                f"{self.precision} does not have. Use precision 16.16, or leave it off."
+            )
+        self._check_loss_scaling()
+
+    def _check_loss_scaling(self) -> None:
+        if self.loss_scaling == "dynamic":
+            if self.types.compute != "float16":
+                raise ValueError(
+                    "loss_scaling dynamic is for float16, whose range is small; got "
+                    f"precision {self.precision} with half_type {self.half_type}. "
+                    "Leave loss_scaling at 0, or set half_type to float16."
+                )
+        elif isinstance(self.loss_scaling, str) or not 0 <= self.loss_scaling < 2**127:
+            raise ValueError(
+                "loss_scaling must be 0 (off), a positive factor or 'dynamic', "
+                f"got {self.loss_scaling!r}."
+            )
+
+    @property
+    def batching(self) -> Batching:
+        """The batch arithmetic this plan stands for."""
+        return resolve_batching(
+            micro_batch_size=self.micro_batch_size,
+            num_replicas=self.num_replicas,
+            gradient_accumulation_count=self.gradient_accumulation_count,
+            global_batch_size=self.global_batch_size,
+        )
+
+    @property
+    def types(self) -> Precision:
+        """The types of computation and weights."""
+        return resolve_precision(self.precision, self.half_type)

@@ -1,0 +1,1 @@
+"""The wheel: everything that is compiled. Pure functions over plain data."""

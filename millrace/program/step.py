@@ -1,0 +1,283 @@
+"""One weight update: gradients of a global batch in, new weights out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from millrace.plan import Plan
+from millrace.program import loss_scale as scaling
+from millrace.program.accumulate import Accumulated, accumulate, path_name
+from millrace.program.replicas import REPLICA_AXIS, sum_over_replicas
+from millrace.program.rounding import round_tree
+
+LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
+"""``(params, carried, batch, key) -> (loss, (carried, info))``."""
+
+CarriedReduction = Literal["mean", "sum"] | Callable[[str, Any], Literal["mean", "sum"]]
+
+KEPT = "millrace_kept"
+"""Name of activations that recomputation keeps; see ``jax.ad_checkpoint``."""
+
+_FORWARD, _ROUNDING = 0, 1  # what an update's random key is split for
+
+
+class TrainState(NamedTuple):
+    """All that training changes. Plain data: it can be saved, restored, compared."""
+
+    update: jax.Array
+    params: Any
+    carried: Any
+    optimiser_state: Any
+    loss_scale: scaling.LossScale
+    key: jax.Array
+
+
+class Gathered(NamedTuple):
+    """What the replicas agree on before the weights are changed."""
+
+    gradients: Any
+    carried: Any
+    info: dict[str, jax.Array]
+
+
+class Step(NamedTuple):
+    """The choices that make up one weight update."""
+
+    loss_fn: LossFn
+    optimiser: optax.GradientTransformation
+    plan: Plan
+    carried_reduction: CarriedReduction = "mean"
+    watch: Mapping[str, Callable[[jax.Array], jax.Array]] = {}
+
+
+def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
+    """Accumulate over the micro-batches, then exchange once between the replicas."""
+    plan = step.plan
+    update_key = jax.random.fold_in(unwrap(state.key), state.update)
+    forward_key = jax.random.fold_in(update_key, _FORWARD)
+    modes = _carried_modes(step.carried_reduction, state.carried)
+
+    def gradient_fn(batch: Any, index: jax.Array) -> Any:
+        # Counted over all replicas, so that a key belongs to a micro-batch wherever
+        # and whenever it is computed.
+        micro = index * plan.num_replicas + lax.axis_index(REPLICA_AXIS)
+        key = jax.random.fold_in(forward_key, micro)
+        gradients, (carried, info) = _gradients(step, state, batch, key)
+        return gradients, _contribution(modes, state.carried, carried), info
+
+    gathered: Accumulated = accumulate(
+        gradient_fn,
+        state.params,
+        state.carried,
+        batches,
+        dtype=plan.gradient_accumulation_dtype,
+        reduction=plan.gradient_accumulation_reduction,
+    )
+    gradients, contributions, info = sum_over_replicas(tuple(gathered))
+    gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
+    micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
+    carried = _combined(modes, state.carried, contributions, micro_batches)
+    return Gathered(gradients, carried, info)
+
+
+def apply(step: Step, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
+    """Change the weights once."""
+    finite = _gradients_finite(step.plan, gathered.gradients)
+    new = state._replace(
+        update=state.update + 1,
+        carried=gathered.carried,
+        loss_scale=_next_scale(step.plan, state.loss_scale, finite),
+    )
+    (params, optimiser_state) = new_weights(
+        step, state.params, state.optimiser_state, gathered.gradients, state
+    )
+    new = new._replace(params=params, optimiser_state=optimiser_state)
+    if step.plan.loss_scaling == "dynamic":
+        new = new._replace(carried=_select(finite, new.carried, state.carried))
+    return new, update_info(step, state, gathered.info, finite)
+
+
+def new_weights(
+    step: Step, params: Any, optimiser_state: Any, gradients: Any, state: TrainState
+) -> tuple[Any, Any]:
+    """Run the optimiser in float32 and round what it returns to the stored types.
+
+    `state` gives the key, the update's number and the loss scale; the weights come
+    separately so that the state may be streamed through in parts.
+    """
+    plan = step.plan
+    wide = _widen(gradients)
+    if plan.loss_scaling:
+        wide = jax.tree.map(lambda g: g / state.loss_scale.factor, wide)
+    old_params, old_state = _widen(params), _widen(optimiser_state)
+    updates, new_state = step.optimiser.update(wide, old_state, old_params)
+    new_params = optax.apply_updates(old_params, updates)
+    key = jax.random.fold_in(unwrap(state.key), state.update)
+    key = jax.random.fold_in(key, _ROUNDING)
+    stored = (params, optimiser_state)
+    rounded = round_tree(
+        (new_params, new_state), stored, key, stochastic=plan.stochastic_rounding
+    )
+    if plan.loss_scaling == "dynamic":
+        # An overflow leaves everything as it was; only the factor changes.
+        rounded = _select(scaling.all_finite(gradients), rounded, stored)
+    return rounded
+
+
+def update_info(
+    step: Step, state: TrainState, info: dict[str, jax.Array], finite: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Add what the program knows about this update to what the loss reported."""
+    info = dict(info)
+    for name, function in step.watch.items():
+        info[name] = jnp.asarray(function(state.update), jnp.float32)
+    if step.plan.loss_scaling == "dynamic":
+        info["loss_scale"] = state.loss_scale.factor
+    if finite is not None:
+        info["gradients_finite"] = finite.astype(jnp.float32)
+    return info
+
+
+def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any:
+    plan = step.plan
+
+    def scaled_loss(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        params = _narrow(params, plan.types.compute)
+        batch_ = _narrow(batch, plan.types.compute)
+        loss, (carried, info) = step.loss_fn(params, state.carried, batch_, key)
+        loss = jnp.asarray(loss, jnp.float32)
+        info = _checked_info(info) | {"loss": loss}
+        carried = _checked_carried(carried, state.carried)
+        if plan.loss_scaling:
+            loss = loss * state.loss_scale.factor
+        return loss, (carried, info)
+
+    if plan.recomputation:
+        scaled_loss = jax.checkpoint(scaled_loss, policy=keep_products)
+    return jax.grad(scaled_loss, has_aux=True)(state.params)
+
+
+def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Recomputation's policy: keep matrix products, convolutions and named values."""
+    return primitive.name in ("dot_general", "conv_general_dilated") or (
+        primitive.name == "name" and params.get("name") == KEPT
+    )
+
+
+def state_like(params: Any) -> Any:
+    """The weights as the optimiser should see them when it makes its state.
+
+    State takes the weights' type, except float16: its range is too small for squared
+    gradients. Adam's second moment underflows to 0 and the update explodes.
+    """
+    return _cast(params, jnp.float32, lambda x: x.dtype == jnp.float16)
+
+
+def _widen(tree: Any) -> Any:
+    """Halves to float32; everything else as it is."""
+    return _cast(tree, jnp.float32, lambda x: jnp.dtype(x.dtype).itemsize == 2)
+
+
+def _narrow(tree: Any, dtype: str) -> Any:
+    """Float32 to the compute type; integers, keys and other floats as they are."""
+    return _cast(tree, jnp.dtype(dtype), lambda x: x.dtype == jnp.float32)
+
+
+def _cast(tree: Any, dtype: Any, chosen: Callable[[Any], bool]) -> Any:
+    def cast(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating) and chosen(x):
+            return x.astype(dtype)
+        return x
+
+    return jax.tree.map(cast, tree)
+
+
+def _gradients_finite(plan: Plan, gradients: Any) -> jax.Array | None:
+    if plan.fp_exceptions or plan.loss_scaling == "dynamic":
+        return scaling.all_finite(gradients)
+    return None
+
+
+def _next_scale(
+    plan: Plan, scale: scaling.LossScale, finite: jax.Array | None
+) -> scaling.LossScale:
+    if plan.loss_scaling == "dynamic" and finite is not None:
+        return scaling.adjust(scale, finite)
+    return scale
+
+
+def _select(condition: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def unwrap(key_data: jax.Array) -> jax.Array:
+    """Make a random key from the words the state carries; words can be saved."""
+    return jax.random.wrap_key_data(key_data)
+
+
+def _carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
+    def mode(path: Any, leaf: Any) -> str:
+        chosen = reduction(path_name(path), leaf) if callable(reduction) else reduction
+        if chosen not in ("mean", "sum"):
+            raise ValueError(
+                f"carried_reduction for {path_name(path)} must be mean or sum, "
+                f"got {chosen!r}."
+            )
+        if chosen == "mean" and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"The carried value {path_name(path)} is {leaf.dtype}, which cannot be "
+                "averaged over micro-batches and replicas. Use carried_reduction sum "
+                "for it (each micro-batch's change is added)."
+            )
+        return chosen
+
+    return jax.tree_util.tree_map_with_path(mode, carried)
+
+
+def _contribution(modes: Any, old: Any, new: Any) -> Any:
+    """What a micro-batch adds: its value, or its change where changes are added up."""
+    return jax.tree.map(
+        lambda mode, o, n: n if mode == "mean" else n - o, modes, old, new
+    )
+
+
+def _combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> Any:
+    return jax.tree.map(
+        lambda mode, o, c: c / micro_batches if mode == "mean" else o + c,
+        modes,
+        old,
+        contributions,
+    )
+
+
+def _checked_info(info: Any) -> dict[str, jax.Array]:
+    if not isinstance(info, Mapping):
+        raise TypeError(
+            "loss_fn must return (loss, (carried, info)) with info a flat dict of "
+            f"scalars, got info of type {type(info).__name__}."
+        )
+    for name, value in info.items():
+        if isinstance(value, Mapping) or jnp.ndim(value):
+            raise TypeError(f"info[{name!r}] must be a scalar, got {value}.")
+    return {name: jnp.asarray(value, jnp.float32) for name, value in info.items()}
+
+
+def _checked_carried(new: Any, old: Any) -> Any:
+    """Carried values keep their structure, shapes and types from update to update."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "loss_fn must return carried values of the structure it was given: "
+            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}."
+        )
+    named = jax.tree_util.tree_leaves_with_path(old)
+    for (path, o), n in zip(named, jax.tree.leaves(new), strict=True):
+        if jnp.shape(n) != jnp.shape(o):
+            raise TypeError(
+                f"The carried value {path_name(path)} changed its shape from "
+                f"{jnp.shape(o)} to {jnp.shape(n)}."
+            )
+    return jax.tree.map(lambda n, o: jnp.asarray(n).astype(o.dtype), new, old)

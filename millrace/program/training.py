@@ -1,0 +1,281 @@
+"""The training program: many weight updates in one compiled call."""
+
+import contextlib
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from millrace.plan import Plan
+from millrace.program import offload, step as steps
+from millrace.program.compiling import compile_for
+from millrace.program.loss_scale import initial_loss_scale
+from millrace.program.replicas import (
+    REPLICA_AXIS,
+    replica_mesh,
+    replicated,
+    split_batch,
+)
+from millrace.program.step import CarriedReduction, LossFn, Step, TrainState
+
+_STAGED_BYTES = 64 << 20
+"""Batches staged on the devices for one call: enough to hide a call's 0.1 ms."""
+
+
+def training_program(
+    loss_fn: LossFn,
+    optimiser: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    carried_reduction: CarriedReduction = "mean",
+    watch: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> "TrainingProgram":
+    """Turn a loss, an optimiser and a plan into a compiled training loop.
+
+    Args:
+        loss_fn: ``(params, carried, batch, key) -> (loss, (carried, info))``, pure. The
+            loss is a mean over the samples of `batch`; `info` a flat dict of scalars.
+        optimiser: Any optax transformation.
+        plan: How the work is replicated, accumulated, rounded and offloaded.
+        carried_reduction: How the carried values of the micro-batches of an update
+            become one: "mean" of the values (batch-norm statistics), "sum" of the
+            changes (a table of which each sample owns a row), or a function of path
+            and value. Every micro-batch of an update is given the same old values.
+        watch: Functions of the update's number whose values are reported with its
+            info, such as a learning-rate schedule.
+        devices: Where to run; by default the first `plan.num_replicas` devices.
+    """
+    step = Step(loss_fn, optimiser, plan, carried_reduction, dict(watch or {}))
+    return TrainingProgram(step, devices)
+
+
+class TrainingProgram:
+    """A compiled loop of weight updates. Made by ``training_program``."""
+
+    def __init__(self, step: Step, devices: Sequence[jax.Device] | None) -> None:
+        self.plan = step.plan
+        self.compile_seconds = 0.0
+        self._step = step
+        self._mesh = replica_mesh(self.plan.num_replicas, devices)
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._host_memory = None
+        if self.plan.optimizer_state_offloading:
+            self._host_memory = offload.host_memory_kind(self._mesh.devices.flat[0])
+            if self._host_memory is None:
+                warnings.warn(
+                    "optimizer_state_offloading is off: this device offers no host "
+                    "memory to programs.",
+                    stacklevel=3,
+                )
+
+    @property
+    def chunk_sharding(self) -> NamedSharding:
+        """Where a chunk of batches must lie: its samples split over the replicas."""
+        return split_batch(self._mesh)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices this program runs on."""
+        return list(self._mesh.devices.flat)
+
+    def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
+        """Place weights on the devices and start the optimiser; copies what is given."""
+        weights = jnp.dtype(self.plan.types.weights)
+
+        def start(params: Any, carried: Any) -> TrainState:
+            params = jax.tree.map(
+                lambda p: p.astype(weights) if p.dtype == jnp.float32 else p, params
+            )
+            return TrainState(
+                update=jnp.int32(0),
+                params=params,
+                carried=carried,
+                optimiser_state=self._step.optimiser.init(steps.state_like(params)),
+                loss_scale=initial_loss_scale(self.plan.loss_scaling),
+                key=jax.random.key_data(jax.random.key(seed)),
+            )
+
+        params, carried = jax.tree.map(_as_array, (params, carried))
+        params, carried = jax.device_put((params, carried), replicated(self._mesh))
+        state = jax.jit(start, out_shardings=replicated(self._mesh))(params, carried)
+        # A jit may hand an unchanged argument back; the state is donated, so copy.
+        return self.place(jax.tree.map(jnp.copy, state))
+
+    def place(self, state: TrainState) -> TrainState:
+        """Put every part of a state (from a checkpoint, say) where this program wants it."""
+        return jax.device_put(state, self.state_sharding(state))
+
+    def state_sharding(self, state: TrainState) -> TrainState:
+        """Return the sharding of every leaf of a state."""
+        resident = jax.tree.map(lambda _: replicated(self._mesh), state)
+        if self._host_memory is None:
+            return resident
+        host = replicated(self._mesh, self._host_memory)
+        return resident._replace(
+            optimiser_state=offload.placement(state.optimiser_state, host)
+        )
+
+    def updates_per_call(self, element_bytes: int) -> int:
+        """Choose how many updates one call makes from what their batches take up.
+
+        The largest divisor of the execution that stages at most 64 MiB, so that one
+        compiled length serves; when the divisors are sparse (a prime number of
+        updates), the limit itself, and the last call of an execution is shorter.
+        """
+        execution = self.plan.updates_per_execution
+        per_update = element_bytes * self.plan.batching.gradient_accumulation_count
+        limit = max(1, min(execution, _STAGED_BYTES // max(1, per_update)))
+        best = max(n for n in range(1, limit + 1) if execution % n == 0)
+        return best if best * 2 > limit else limit
+
+    def compile(self, state: Any, chunk: Any) -> None:
+        """Compile for a chunk of this shape, if that has not been done."""
+        self._runner(state, chunk)
+
+    def run(self, state: TrainState, chunk: Any) -> tuple[TrainState, dict]:
+        """Make the updates for which `chunk` holds batches; `state` is used up.
+
+        Args:
+            state: From ``init`` or the last call.
+            chunk: Leaves are (updates x accumulation count, samples of all replicas,
+                ...), on the devices, laid out as `chunk_sharding` says.
+
+        Returns:
+            The new state, and info whose leaves have one value per update.
+        """
+        runner = self._runner(state, chunk)
+        with no_silent_copies():
+            return runner(state, chunk)
+
+    def _runner(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
+        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(chunk))
+        if shapes not in self._compiled:
+            self._check_chunk(chunk)
+            started = time.perf_counter()
+            build = self._streamed if self._host_memory else self._resident
+            self._compiled[shapes] = build(state, chunk)
+            self.compile_seconds += time.perf_counter() - started
+        return self._compiled[shapes]
+
+    def _check_chunk(self, chunk: Any) -> None:
+        batching = self.plan.batching
+        for leaf in jax.tree.leaves(chunk):
+            elements, samples = leaf.shape[:2]
+            if samples != batching.samples_per_step:
+                raise ValueError(
+                    f"An element of the infeed has {samples} samples; this plan needs "
+                    f"{batching.samples_per_step} (micro batch "
+                    f"{batching.micro_batch_size} x replicas {batching.num_replicas})."
+                )
+            if elements % batching.gradient_accumulation_count:
+                raise ValueError(
+                    f"A chunk of {elements} elements is not a whole number of updates "
+                    f"of {batching.gradient_accumulation_count} micro-batches."
+                )
+
+    @functools.cached_property
+    def _one_update(self) -> Callable[..., Any]:
+        """One update on one replica; its own jit, so that it is traced only once."""
+
+        def one_update(state: TrainState, batches: Any) -> tuple[TrainState, Any]:
+            return steps.apply(self._step, state, steps.gather(self._step, state, batches))
+
+        return jax.jit(one_update)
+
+    def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
+        def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
+            return lax.scan(self._one_update, state, chunk)
+
+        program = self._mapped(updates, (PartitionSpec(), _BY_UPDATE), PartitionSpec())
+
+        def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
+            return program(state, self._by_update(chunk))
+
+        return compile_for(self._mesh, run, state, chunk, donate=(0,))
+
+    def _streamed(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
+        """Updates one by one, the optimiser's state streamed through in buckets."""
+        resident = state._replace(optimiser_state=None)
+
+        def gather(state: TrainState, chunk: Any, update: jax.Array) -> steps.Gathered:
+            batches = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, update, keepdims=False), chunk
+            )
+            return steps.gather(self._step, state, batches)
+
+        program = self._mapped(
+            gather, (PartitionSpec(), _BY_UPDATE, PartitionSpec()), PartitionSpec()
+        )
+        gather_program = compile_for(
+            self._mesh,
+            lambda state, chunk, update: program(state, self._by_update(chunk), update),
+            resident,
+            chunk,
+            self._index(0),
+        )
+        stream = offload.StreamedUpdate(
+            self._step, self._mesh, state, gather_program.out_info
+        )
+        count = self.plan.batching.gradient_accumulation_count
+        indices = [
+            self._index(i) for i in range(jax.tree.leaves(chunk)[0].shape[0] // count)
+        ]
+
+        def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
+            infos = []
+            for index in indices:
+                resident = state._replace(optimiser_state=None)
+                gathered = gather_program(resident, chunk, index)
+                state, info = stream.apply(state, gathered)
+                infos.append(info)
+            return state, jax.tree.map(lambda *values: jnp.stack(values), *infos)
+
+        return run
+
+    def _mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        # Replication is not checked: with it on, JAX exchanges gradients inside the
+        # loop over micro-batches, and batch norm over replica groups is refused.
+        return jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _by_update(self, chunk: Any) -> Any:
+        count = self.plan.batching.gradient_accumulation_count
+        return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), chunk)
+
+    def _index(self, value: int) -> jax.Array:
+        return jax.device_put(jnp.int32(value), replicated(self._mesh))
+
+
+_BY_UPDATE = PartitionSpec(None, None, REPLICA_AXIS)
+
+
+@contextlib.contextmanager
+def no_silent_copies() -> Iterator[None]:
+    """Make an implicit copy between host and device an error."""
+    with jax.transfer_guard("disallow"):
+        yield
+
+
+def element_bytes(chunk_element: Any) -> int:
+    """Count the bytes of one element of the infeed."""
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(chunk_element)
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
