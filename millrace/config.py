@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -162,9 +163,7 @@ def _unknown_key(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _unknown_option(word: str, parser: argparse.ArgumentParser) -> str:
-    options = [
-        option for action in parser._actions for option in action.option_strings
-    ]
+    options = [option for action in parser._actions for option in action.option_strings]
     nearest = difflib.get_close_matches(word.split("=")[0], options, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else f" See {parser.prog} --help."
     return f"There is no option {word}.{hint}"
@@ -370,7 +369,7 @@ def _class_field_docs(cls: type) -> dict[str, str]:
     (tree,) = ast.parse(source).body
     docs = {}
     body = typing.cast(ast.ClassDef, tree).body
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)

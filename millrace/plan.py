@@ -46,14 +46,15 @@ class Plan:
     recomputation: bool = False
     """Keep only the results of matrix products and convolutions for the backward pass;
     compute everything between them again."""
-    updates_per_execution: int = 1
-    """Weight updates between two moments at which the host may step in."""
+    updates_per_execution: int | None = None
+    """Weight updates between two moments at which the host may step in; if not given,
+    as many as the run's events allow."""
     fp_exceptions: bool = False
     """Stop at the first loss or gradient that is not a finite number."""
 
     def __post_init__(self) -> None:
         _ = self.batching, self.types  # each raises on what does not fit
-        if self.updates_per_execution < 1:
+        if self.updates_per_execution is not None and self.updates_per_execution < 1:
             raise ValueError(
                 "updates_per_execution must be at least 1, "
                 f"got {self.updates_per_execution}."

@@ -28,8 +28,7 @@ def resolve_precision(
         )
     if half_type not in get_args(HalfType):
         raise ValueError(
-            f"half_type must be one of {', '.join(get_args(HalfType))}, "
-            f"got {half_type!r}."
+            f"half_type must be one of {', '.join(get_args(HalfType))}, got {half_type!r}."
         )
     types = {"16": str(half_type), "32": "float32"}
     compute, weights = name.split(".")

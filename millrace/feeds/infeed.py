@@ -77,11 +77,24 @@ class Infeed:
         self._position = 0
         self._reader: _Reader | None = None
         self._chunk: Chunk | None = None
+        self._peeked: Any = None
 
     @property
     def position(self) -> int:
         """Elements that loops have taken so far; what a checkpoint saves."""
         return self._position
+
+    def peek(self) -> Any:
+        """Return an element like those to come, without taking it."""
+        if self._peeked is None:
+            elements = iter(self.dataset)
+            try:
+                self._peeked = next(elements)
+            except StopIteration:
+                raise DatasetEnded("The dataset has no elements.") from None
+            if elements is self.dataset:  # an iterator: put the element back
+                self.dataset = itertools.chain([self._peeked], elements)
+        return self._peeked
 
     def seek(self, position: int) -> None:
         """Go to an element, before or between loops.
@@ -246,9 +259,7 @@ class _Reader:
 class _Stager:
     """Gathers elements into one array per leaf and moves it to the devices."""
 
-    def __init__(
-        self, first: Any, pattern: tuple[int, ...] | None, sharding: Any
-    ) -> None:
+    def __init__(self, first: Any, pattern: tuple[int, ...] | None, sharding: Any) -> None:
         leaves, self._treedef = jax.tree.flatten(first)
         if not leaves:
             raise ElementError("The dataset's elements hold no arrays.")
@@ -302,4 +313,3 @@ class _Stager:
             buffer[count:] = 0
         self._begin()
         return Chunk(jax.device_put(data, self._sharding), 0, count)
-

@@ -69,9 +69,7 @@ def accumulator_types(params: Any, dtype: AccumulatorType) -> Any:
     def choose(path: Any, leaf: Any) -> jnp.dtype:
         chosen: Any = dtype
         # A NumPy scalar type such as jnp.float32 is callable too, but is a type.
-        if callable(dtype) and not isinstance(dtype, type) and not hasattr(
-            dtype, "dtype"
-        ):
+        if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
             chosen = dtype(path_name(path), leaf)
         chosen = leaf.dtype if chosen is None else jnp.dtype(chosen)
         if not jnp.issubdtype(chosen, jnp.floating):

@@ -30,7 +30,12 @@ class LoopResult(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("body", "capacity"), donate_argnums=0)
 def run_steps(
-    carry: Any, data: Any, start: jax.Array, count: jax.Array, *, body: LoopBody,
+    carry: Any,
+    data: Any,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    body: LoopBody,
     capacity: int,
 ) -> LoopResult:
     """Run up to `count` steps on elements `start`, `start` + 1, … of `data`.
@@ -42,9 +47,7 @@ def run_steps(
     step = jax.jit(_step(body))
     carry_out, output = jax.eval_shape(step, carry, _element(data, start))
     check_carry(carry, carry_out)
-    outputs = jax.tree.map(
-        lambda o: jnp.zeros((capacity, *o.shape), o.dtype), output
-    )
+    outputs = jax.tree.map(lambda o: jnp.zeros((capacity, *o.shape), o.dtype), output)
 
     def go_on(loop: Any) -> Any:
         index, carry, _ = loop
@@ -97,9 +100,7 @@ def _step(body: LoopBody) -> Callable[[Any, Any], tuple[Any, Any]]:
 
 
 def _element(data: Any, index: jax.Array) -> Any:
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), data
-    )
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), data)
 
 
 def check_carry(before: Any, after: Any) -> None:

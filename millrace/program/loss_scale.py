@@ -29,9 +29,7 @@ def adjust(scale: LossScale, finite: jax.Array) -> LossScale:
     grow = good >= _GOOD_UPDATES_BEFORE_GROWTH
     factor = jnp.where(finite, scale.factor, scale.factor / 2)
     factor = jnp.where(grow, factor * 2, factor)
-    return LossScale(
-        jnp.clip(factor, _SMALLEST, _LARGEST), jnp.where(grow, 0, good)
-    )
+    return LossScale(jnp.clip(factor, _SMALLEST, _LARGEST), jnp.where(grow, 0, good))
 
 
 def all_finite(tree: Any) -> jax.Array:

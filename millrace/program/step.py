@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from millrace.nn.layers import KEPT
 from millrace.plan import Plan
 from millrace.program import loss_scale as scaling
 from millrace.program.accumulate import Accumulated, accumulate, path_name
@@ -18,9 +19,6 @@ LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
 """``(params, carried, batch, key) -> (loss, (carried, info))``."""
 
 CarriedReduction = Literal["mean", "sum"] | Callable[[str, Any], Literal["mean", "sum"]]
-
-KEPT = "millrace_kept"
-"""Name of activations that recomputation keeps; see ``jax.ad_checkpoint``."""
 
 _FORWARD, _ROUNDING = 0, 1  # what an update's random key is split for
 
@@ -146,8 +144,8 @@ def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any
     plan = step.plan
 
     def scaled_loss(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        params = _narrow(params, plan.types.compute)
-        batch_ = _narrow(batch, plan.types.compute)
+        params = narrow(params, plan.types.compute)
+        batch_ = narrow(batch, plan.types.compute)
         loss, (carried, info) = step.loss_fn(params, state.carried, batch_, key)
         loss = jnp.asarray(loss, jnp.float32)
         info = _checked_info(info) | {"loss": loss}
@@ -182,7 +180,7 @@ def _widen(tree: Any) -> Any:
     return _cast(tree, jnp.float32, lambda x: jnp.dtype(x.dtype).itemsize == 2)
 
 
-def _narrow(tree: Any, dtype: str) -> Any:
+def narrow(tree: Any, dtype: str) -> Any:
     """Float32 to the compute type; integers, keys and other floats as they are."""
     return _cast(tree, jnp.dtype(dtype), lambda x: x.dtype == jnp.float32)
 
@@ -240,9 +238,7 @@ def _carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
 
 def _contribution(modes: Any, old: Any, new: Any) -> Any:
     """What a micro-batch adds: its value, or its change where changes are added up."""
-    return jax.tree.map(
-        lambda mode, o, n: n if mode == "mean" else n - o, modes, old, new
-    )
+    return jax.tree.map(lambda mode, o, n: n if mode == "mean" else n - o, modes, old, new)
 
 
 def _combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> Any:

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.plan import Plan
-from millrace.program import offload, step as steps
+from millrace.program import offload
+from millrace.program import step as steps
 from millrace.program.compiling import compile_for
 from millrace.program.loss_scale import initial_loss_scale
 from millrace.program.replicas import (
@@ -64,6 +65,7 @@ class TrainingProgram:
     def __init__(self, step: Step, devices: Sequence[jax.Device] | None) -> None:
         self.plan = step.plan
         self.compile_seconds = 0.0
+        self.watched = {*step.watch, "loss_scale"}
         self._step = step
         self._mesh = replica_mesh(self.plan.num_replicas, devices)
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -124,15 +126,14 @@ class TrainingProgram:
             optimiser_state=offload.placement(state.optimiser_state, host)
         )
 
-    def updates_per_call(self, element_bytes: int) -> int:
+    def updates_per_call(self, execution: int, bytes_per_element: int) -> int:
         """Choose how many updates one call makes from what their batches take up.
 
         The largest divisor of the execution that stages at most 64 MiB, so that one
         compiled length serves; when the divisors are sparse (a prime number of
         updates), the limit itself, and the last call of an execution is shorter.
         """
-        execution = self.plan.updates_per_execution
-        per_update = element_bytes * self.plan.batching.gradient_accumulation_count
+        per_update = bytes_per_element * self.plan.batching.gradient_accumulation_count
         limit = max(1, min(execution, _STAGED_BYTES // max(1, per_update)))
         best = max(n for n in range(1, limit + 1) if execution % n == 0)
         return best if best * 2 > limit else limit

@@ -1,0 +1,252 @@
+"""Checkpoints: written beside the training, complete or not there at all.
+
+A checkpoint is a folder ``update-<n>`` with the state, saved by orbax, and a manifest
+that lists every file with its size and checksum. The folder gets its name only when all
+of it is on the disk; a file that changed afterwards is noticed when it is read.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from millrace.host.run_directory import finite_json, versions, write_atomically
+
+_log = logging.getLogger("millrace")
+
+_FORMAT = 1
+_PARTIAL = ".partial"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint, read back."""
+
+    state: Any
+    manifest: dict[str, Any]
+
+
+class Checkpoints:
+    """Writes checkpoints on a thread of its own and keeps the newest and the best.
+
+    Args:
+        path: The folder of checkpoints.
+        keep: How many of the newest to keep.
+        better: ``better(metrics, other)`` tells whether a checkpoint's metrics beat
+            another's; the best one is then never deleted.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int = 3,
+        better: Callable[[dict, dict], bool] | None = None,
+    ) -> None:
+        self._path = path
+        self._keep = keep
+        self._better = better
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="millrace-checkpoint")
+        self._writing: Future[None] | None = None
+        # Orbax takes a second to import; have that happen while the program compiles.
+        self._writer.submit(_orbax)
+
+    def save(self, state: Any, update: int, **facts: Any) -> None:
+        """Start writing a checkpoint; waits for the one before, and raises its error.
+
+        Args:
+            state: Copied to the host before this returns; it may be donated after.
+            update: The number of updates made.
+            **facts: JSON-able things to keep with it: data position, metrics.
+        """
+        self.wait()
+        if (self._path / _name(update)).is_dir():
+            return  # the same updates give the same state
+        copied = jax.tree.map(np.array, jax.device_get(state))
+        self._writing = self._writer.submit(self._write, copied, update, facts)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is on the disk."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def saved(self) -> list[Path]:
+        """Return the complete checkpoints, oldest first."""
+        found = self._path.glob("update-*[0-9]") if self._path.is_dir() else ()
+        return sorted(path for path in found if (path / "manifest.json").is_file())
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best metrics, if that is asked for."""
+        if self._better is None:
+            return None
+        best: tuple[Path, dict] | None = None
+        for path in self.saved():
+            metrics = read_manifest(path).get("metrics") or {}
+            if metrics and (best is None or self._better(metrics, best[1])):
+                best = path, metrics
+        return best[0] if best else None
+
+    def restore_newest(self, like: Any) -> Restored | None:
+        """Read the newest checkpoint that is whole; None if there has been none yet."""
+        for leftover in self._path.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(leftover)
+        saved = self.saved()
+        for path in reversed(saved):
+            try:
+                return restore(path, like)
+            except CheckpointError as error:
+                _log.warning("%s It is set aside for an older one.", error)
+                path.rename(path.with_name(f"{path.name}.damaged"))
+        if saved:
+            raise CheckpointError(f"No checkpoint in {self._path} can be used.")
+        return None
+
+    def _write(self, state: Any, update: int, facts: dict[str, Any]) -> None:
+        final = self._path / _name(update)
+        partial = final.with_name(final.name + _PARTIAL)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _orbax_save(partial / "state", state)
+            manifest = {
+                "format": _FORMAT,
+                "update": update,
+                **facts,
+                "versions": versions(),
+                "files": _inventory(partial),
+            }
+            text = json.dumps(finite_json(manifest), indent=1)
+            write_atomically(partial / "manifest.json", text)
+            partial.rename(final)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            raise CheckpointError(
+                f"The checkpoint after update {update} could not be written to "
+                f"{self._path}: {reason}. Earlier ones are intact; with space and "
+                "permission restored, --resume continues from them."
+            ) from error
+        self._prune()
+
+    def _prune(self) -> None:
+        best = self.best()
+        for path in self.saved()[: -self._keep]:
+            if path != best:
+                shutil.rmtree(path)
+
+
+def _name(update: int) -> str:
+    return f"update-{update:09d}"
+
+
+def restore(path: Path, like: Any) -> Restored:
+    """Read one checkpoint, checking that all of it is there.
+
+    Args:
+        path: A folder ``update-<n>``.
+        like: A state of the same structure; its shapes and types are what is expected.
+    """
+    manifest = read_manifest(path)
+    _check_inventory(path, manifest)
+    target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
+    try:
+        state = _orbax_restore(path / "state", target)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path} does not fit this model: {str(error).splitlines()[0]}"
+        ) from error
+    for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CheckpointError(
+                f"The checkpoint {path} does not fit this model: it has an array of "
+                f"{new.dtype}{list(new.shape)} where {old.dtype}{list(old.shape)} is "
+                "needed."
+            )
+    return Restored(state, manifest)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says about itself."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}.") from error
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {manifest.get('format')}; this version reads "
+            f"{_FORMAT}."
+        )
+    return manifest
+
+
+def _inventory(folder: Path) -> dict[str, list[Any]]:
+    return {
+        str(path.relative_to(folder)): [path.stat().st_size, _checksum(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _check_inventory(folder: Path, manifest: dict[str, Any]) -> None:
+    for name, (size, checksum) in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is gone.")
+        if path.stat().st_size != size or _checksum(path) != checksum:
+            raise CheckpointError(
+                f"The checkpoint {folder} is damaged: {name} is not as it was written "
+                f"({path.stat().st_size} bytes, {size} were written)."
+            )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(
+            file, lambda: hashlib.blake2b(digest_size=16)
+        ).hexdigest()
+
+
+_import_lock = threading.Lock()
+
+
+def _orbax() -> Any:
+    with _import_lock:
+        import orbax.checkpoint
+
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        return orbax.checkpoint
+
+
+def _orbax_save(path: Path, state: Any) -> None:
+    orbax = _orbax()
+    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path.absolute(), args=orbax.args.StandardSave(state))
+
+
+def _orbax_restore(path: Path, target: Any) -> Any:
+    orbax = _orbax()
+    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
+        restored = checkpointer.restore(
+            path.absolute(), args=orbax.args.StandardRestore(target)
+        )
+    return jax.tree.map(np.asarray, restored)

@@ -1,0 +1,45 @@
+"""Options that every command that does work shares. Imports nothing heavy."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MAY_CHANGE = {"may_change": True}
+"""Marks options that a resumed run may be given differently: results do not change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run keeps its results, and what it shows."""
+
+    run_dir: Path | None = field(default=None, metadata=_MAY_CHANGE)
+    """Folder for everything the run writes (default: runs/APPLICATION-VERB-TIME)."""
+    resume: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Continue the run in --run-dir from its last good checkpoint."""
+    seed: int = 0
+    """Of weights, order of samples and every other random number."""
+    keep_checkpoints: int = field(default=3, metadata=_MAY_CHANGE)
+    """How many of the newest checkpoints to keep; the best one is kept besides."""
+    tensorboard: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Also write TensorBoard event files into the run directory."""
+    wandb: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Also send metrics to Weights & Biases (needs the wandb extra)."""
+    quiet: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Print nothing but warnings and errors."""
+    debug: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Show the full traceback of an error."""
+    virtual_devices: int | None = field(default=None, metadata=_MAY_CHANGE)
+    """Divide the CPU into this many devices, to try replicas on any machine."""
+
+    def __post_init__(self) -> None:
+        if self.keep_checkpoints < 1:
+            raise ValueError(
+                f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}."
+            )
+        if self.virtual_devices is not None and self.virtual_devices < 1:
+            raise ValueError(
+                f"virtual_devices must be at least 1, got {self.virtual_devices}."
+            )
+        if self.resume and self.run_dir is None:
+            raise ValueError("resume needs run_dir: the directory of the run to continue.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")

@@ -1,0 +1,196 @@
+"""One run of one command: its directory, its screen, and an account of how it ended."""
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from millrace.batching import Batching
+from millrace.config import ConfigurationError, as_plain
+from millrace.host.checkpoint import Checkpoints
+from millrace.host.console import Console, error_line
+from millrace.host.events import Schedule
+from millrace.host.options import RunOptions
+from millrace.host.report import write_report
+from millrace.host.run_directory import (
+    RunDirectory,
+    open_run_directory,
+    versions,
+)
+from millrace.host.runner import RunResult
+from millrace.host.writers import Writer, open_writers
+from millrace.plan import Plan
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
+
+
+class Run:
+    """What an application needs around its program; ``run_command`` makes one."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        directory: RunDirectory,
+        console: Console,
+        writers: list[Writer],
+        command_line: str,
+    ) -> None:
+        self.options = options
+        self.directory = directory
+        self.console = console
+        self.writers = writers
+        self.summary: dict[str, Any] = {
+            "status": "failed",
+            "error": None,
+            "command": command_line,
+            "device": None,
+            "updates": 0,
+            "samples": 0,
+            "samples_per_second": 0.0,
+            "compile_seconds": 0.0,
+            "metrics": {},
+            "versions": versions(),
+        }
+
+    def describe(
+        self,
+        devices: Sequence[jax.Device],
+        plan: Plan,
+        schedule: Schedule,
+        **facts: str,
+    ) -> None:
+        """Say what will happen, before it does."""
+        first = devices[0]
+        self.summary["device"] = {
+            "platform": first.platform,
+            "kind": first.device_kind,
+            "count": len(devices),
+        }
+        batch = plan.batching
+        half = f" ({plan.half_type})" if "16" in plan.precision else ""
+        self.console.facts(
+            {
+                "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
+                **facts,
+                "precision": plan.precision + half,
+                "global batch": f"{batch.global_batch_size} = micro batch "
+                f"{batch.micro_batch_size} x accumulation "
+                f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
+                "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
+                f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
+                f" {schedule.updates_per_execution} per execution",
+                "run directory": str(self.directory.path),
+            }
+        )
+        for warning in schedule.warnings:
+            self.console.warning(warning)
+
+    @contextlib.contextmanager
+    def checkpoints(self, *, best: str, keep: int) -> Iterator[Checkpoints]:
+        """Open this run's checkpoints; of `best`, a larger value is better."""
+        checkpoints = Checkpoints(
+            self.directory.checkpoints,
+            keep=keep,
+            better=lambda new, old: new.get(best, -1.0) > old.get(best, -1.0),
+        )
+        try:
+            yield checkpoints
+        finally:
+            checkpoints.close()
+
+    def finished(self, result: RunResult, batching: Batching) -> None:
+        """Take a training run's result into the summary."""
+        self.summary |= {
+            "status": "interrupted" if result.interrupted else "completed",
+            "updates": result.updates,
+            "samples": result.updates * batching.global_batch_size,
+            "samples_per_second": result.samples_per_second,
+            "compile_seconds": result.compile_seconds,
+            "metrics": result.metrics,
+        }
+
+
+def run_command(
+    function: Any, options: RunOptions, *, command: str, command_line: str
+) -> int:
+    """Run an application's function inside a run directory; return the exit status."""
+    console = Console(quiet=options.quiet)
+    _prepare_process(options)
+    directory = open_run_directory(
+        options.run_dir, options, command=command, resume=options.resume
+    )
+    started = time.time()
+    writers: list[Writer] = []
+    run = Run(options, directory, console, writers, command_line)
+    status = 1
+    try:
+        writers += open_writers(options, directory, as_plain(options), command)
+        function(options, run)
+        interrupted = run.summary["status"] == "interrupted"
+        status = INTERRUPTED if interrupted else 0
+    except KeyboardInterrupt:
+        run.summary |= {"status": "interrupted", "error": "stopped at once"}
+        status = INTERRUPTED
+    except Exception as error:
+        status = 2 if isinstance(error, ConfigurationError) else 1
+        message = " ".join(str(error).split()) or type(error).__name__
+        run.summary |= {
+            "status": "failed",
+            "error": f"{type(error).__name__}: {message}",
+        }
+        if options.debug:
+            traceback.print_exc()
+        else:
+            error_line(_plain(error, message))
+    finally:
+        for writer in writers:
+            writer.close()
+        run.summary["wall_seconds"] = time.time() - started
+        directory.write_summary(run.summary)
+        write_report(directory, run.summary)
+    _say_how_it_ended(run, directory.path)
+    return status
+
+
+def _plain(error: Exception, message: str) -> str:
+    """Errors of ours speak for themselves; others say what they are."""
+    if type(error).__module__.startswith("millrace"):
+        return message
+    return f"{type(error).__name__}: {message} (--debug shows where)"
+
+
+def _say_how_it_ended(run: Run, path: Path) -> None:
+    summary = run.summary
+    if summary["status"] == "failed":
+        run.console.line(f"failed; what there is lies in {path}")
+        return
+    shown = {
+        name.replace("_", " "): f"{value:.4f}" for name, value in summary["metrics"].items()
+    }
+    speed = summary["samples_per_second"]
+    run.console.facts(
+        {
+            summary["status"]: f"{summary['updates']} updates in "
+            f"{summary['wall_seconds']:.1f} s, {speed:,.0f} samples/s, compiled in "
+            f"{summary['compile_seconds']:.1f} s",
+            **shown,
+            "results": str(path),
+            "report": str(path / "report.html"),
+        }
+    )
+
+
+def _prepare_process(options: RunOptions) -> None:
+    """Settings that must be made before the devices are first used."""
+    if options.virtual_devices is not None:
+        try:
+            jax.config.update("jax_num_cpu_devices", options.virtual_devices)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "--virtual-devices must be set before any device is used."
+            ) from error

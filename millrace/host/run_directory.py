@@ -1,0 +1,160 @@
+"""The run directory: what a run leaves behind, and the contract other tools read.
+
+``config.yml`` the resolved configuration; ``metrics.jsonl`` one object per log event;
+``summary.json`` at the end, whatever the end was; ``checkpoints/``; ``report.html``.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace.config import ConfigurationError, as_plain, load_yaml
+
+_PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+
+
+class RunDirectory:
+    """A directory that belongs to one run of one configuration."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._metrics = path / "metrics.jsonl"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The log events, one JSON object a line."""
+        return self._metrics
+
+    def append_metrics(self, event: dict[str, Any]) -> None:
+        """Add one log event."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(finite_json(event)) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the log events; a line cut short by a crash is left out."""
+        events = []
+        if self._metrics.exists():
+            for line in self._metrics.read_text().splitlines():
+                try:
+                    events.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue
+        return events
+
+    def forget_metrics_after(self, update: int) -> None:
+        """Drop events that a resumed run will write again."""
+        kept = [event for event in self.read_metrics() if event["update"] <= update]
+        text = "".join(json.dumps(event) + "\n" for event in kept)
+        write_atomically(self._metrics, text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write the final account of the run."""
+        text = json.dumps(finite_json(summary), indent=2) + "\n"
+        write_atomically(self.path / "summary.json", text)
+
+
+def open_run_directory(
+    path: Path | None, config: Any, *, command: str, resume: bool
+) -> RunDirectory:
+    """Make a new run directory, or open one to continue it.
+
+    Args:
+        path: Where; None for ``runs/<command>-<time>``.
+        config: The dataclass behind the run; a resumed run must have the same one.
+        command: Such as ``cnn-train``.
+        resume: Whether the directory is expected to hold a run already.
+    """
+    if path is None:
+        path = _fresh_path(command)
+    directory = RunDirectory(path)
+    record = path / "config.yml"
+    if resume:
+        if not record.exists():
+            raise ConfigurationError(
+                f"There is no run to resume in {path}: it has no config.yml."
+            )
+        _check_same(load_yaml(record), config, command, path)
+        return directory
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(
+            f"The run directory {path} exists and is not empty. Choose another "
+            "--run-dir, or add --resume to continue the run in it."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        plain = {"command": command} | as_plain(config)
+        write_atomically(record, yaml.safe_dump(plain, sort_keys=False))
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot write to the run directory {path}: {error.strerror}."
+        ) from error
+    return directory
+
+
+def _fresh_path(command: str) -> Path:
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path("runs") / f"{command}-{stamp}"
+    number = 2
+    while path.exists():
+        path = Path("runs") / f"{command}-{stamp}-{number}"
+        number += 1
+    return path
+
+
+def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> None:
+    if old.get("command") != command:
+        raise ConfigurationError(
+            f"{path} holds a run of {old.get('command')}, not of {command}."
+        )
+    new = as_plain(config)
+    differing = [
+        f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("may_change") and old.get(field.name) != new[field.name]
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"{path} belongs to another configuration: {'; '.join(differing)}. Repeat "
+            "the options the run was started with, or choose another --run-dir."
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader never sees half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def finite_json(value: Any) -> Any:
+    """Write NaN and infinities as text: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the results depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,289 @@
+"""Joins feeds and program: runs a schedule of updates, and the events between them."""
+
+import collections
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from millrace.feeds.infeed import Infeed
+from millrace.host.checkpoint import Checkpoints
+from millrace.host.console import Console
+from millrace.host.events import Schedule
+from millrace.host.run_directory import RunDirectory
+from millrace.host.staging import compile_calls, next_chunk
+from millrace.host.timing import Throughput
+from millrace.host.writers import Writer
+from millrace.program.step import TrainState
+from millrace.program.training import TrainingProgram
+
+_log = logging.getLogger("millrace")
+
+_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
+
+Validate = Callable[[TrainState], dict[str, float]]
+
+
+class NotFinite(FloatingPointError):
+    """A loss or gradient was not a finite number, and the plan says to stop then."""
+
+
+class RunResult(NamedTuple):
+    """How a run of the program ended."""
+
+    state: TrainState
+    updates: int
+    interrupted: bool
+    samples_per_second: float
+    compile_seconds: float
+    metrics: dict[str, float]
+
+
+class Runner:
+    """Runs a training program over a schedule.
+
+    Args:
+        program: What to run.
+        infeed: Where batches come from; it is moved to the position of a checkpoint.
+        schedule: How many updates, and after which of them the host does what.
+        directory: Where metrics and checkpoints go.
+        console: What the user sees.
+        writers: Receive the log events.
+        checkpoints: Where to save and resume; none if not given.
+        validate: Returns validation metrics of a state; none if not given.
+    """
+
+    def __init__(
+        self,
+        program: TrainingProgram,
+        infeed: Infeed,
+        schedule: Schedule,
+        *,
+        directory: RunDirectory,
+        console: Console,
+        writers: list[Writer],
+        checkpoints: Checkpoints | None = None,
+        validate: Validate | None = None,
+    ) -> None:
+        self._program = program
+        self._infeed = infeed
+        self._schedule = schedule
+        self._directory = directory
+        self._console = console
+        self._writers = writers
+        self._checkpoints = checkpoints
+        self._validate = validate
+        self._throughput = Throughput()
+        self._started = time.perf_counter()
+        self._earlier_seconds = 0.0
+        self._pending: collections.deque[tuple[int, bool, Any]] = collections.deque()
+        self._drained = 0
+        self._since_log: list[dict[str, np.ndarray]] = []
+        self._metrics: dict[str, float] = {}
+        self._warned_not_finite = False
+        self._stop_requested = False
+
+    def run(self, state: TrainState, *, resume: bool = False) -> RunResult:
+        """Train from `state`, or from the newest checkpoint, to the schedule's end."""
+        if resume:
+            state = self._resume(state)
+        done = self._drained = int(state.update)
+        total = self._schedule.total_updates
+        self._console.start(total, done)
+        try:
+            self._console.status("compiling")
+            execution = self._schedule.updates_per_execution
+            capacities = compile_calls(self._program, state, self._infeed, execution)
+            self._console.status("training")
+            with self._stopping_on_signals():
+                state, done = self._train(state, done, capacities)
+        finally:
+            self._console.stop()
+            self._infeed.close()
+        return RunResult(
+            state=state,
+            updates=done,
+            interrupted=done < total,
+            samples_per_second=self._throughput.per_second(),
+            compile_seconds=self._program.compile_seconds,
+            metrics=self._metrics,
+        )
+
+    def _resume(self, state: TrainState) -> TrainState:
+        restored = None
+        if self._checkpoints is not None:
+            restored = self._checkpoints.restore_newest(state)
+        if restored is None:
+            self._console.line("No checkpoint yet: starting from the beginning.")
+            self._directory.forget_metrics_after(0)
+            return state
+        manifest = restored.manifest
+        self._infeed.seek(manifest["data_position"])
+        self._directory.forget_metrics_after(manifest["update"])
+        self._earlier_seconds = manifest["time"]
+        self._metrics = dict(manifest["metrics"])
+        self._console.line(f"Resuming after update {manifest['update']}.")
+        return self._program.place(restored.state)
+
+    def _train(
+        self, state: TrainState, done: int, capacities: tuple[int, ...]
+    ) -> tuple[TrainState, int]:
+        self._throughput.start()
+        micro_batches = self._program.plan.batching.gradient_accumulation_count
+        while done < self._schedule.total_updates and not self._stop_requested:
+            for number, capacity in enumerate(capacities, 1):
+                chunk = next_chunk(self._program, self._infeed, capacities)
+                state, info = self._program.run(state, chunk)
+                updates = capacity // micro_batches
+                done += updates
+                self._pending.append((updates, number == len(capacities), info))
+                while len(self._pending) >= _IN_FLIGHT:
+                    self._drain()
+            self._between_executions(state, done)
+        while self._pending:
+            self._drain()
+        return state, done
+
+    def _between_executions(self, state: TrainState, done: int) -> None:
+        """Do what is due while no update is under way."""
+        validate = self._validate is not None and self._schedule.due("validate", done)
+        save = self._checkpoints is not None and (
+            self._schedule.due("checkpoint", done) or self._stop_requested
+        )
+        if not validate and not save:
+            return
+        while self._pending:
+            self._drain()
+        with self._throughput.paused():
+            if validate:
+                self._run_validation(state, done)
+            if save:
+                self._save(state, done)
+
+    def _run_validation(self, state: TrainState, done: int) -> None:
+        assert self._validate is not None
+        self._console.status("validating")
+        found = self._validate(state)
+        values = {f"validation_{name}": value for name, value in found.items()}
+        self._metrics |= values
+        self._write_event(done, values)
+        self._console.status("training")
+
+    def _save(self, state: TrainState, done: int) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.save(
+            state,
+            done,
+            data_position=self._infeed.position,
+            time=self._elapsed(),
+            metrics=self._metrics,
+        )
+
+    def _drain(self) -> None:
+        """Wait for the oldest call under way and deal with what it reported."""
+        updates, execution_ends, info = self._pending.popleft()
+        values = {name: np.asarray(value) for name, value in info.items()}
+        samples = updates * self._program.plan.batching.global_batch_size
+        self._throughput.add(samples, execution_ends=execution_ends)
+        self._check_finite(values)
+        for index in range(updates):
+            self._drained += 1
+            self._since_log.append({name: v[index] for name, v in values.items()})
+            if self._schedule.due("log", self._drained):
+                self._log_event()
+        newest = {name: float(value[-1]) for name, value in values.items()}
+        speed = self._throughput.per_second()
+        self._console.advance(self._drained, newest, speed)
+
+    def _log_event(self) -> None:
+        """Report the means since the last report."""
+        names = self._since_log[0]
+        means = {
+            name: float(np.mean([info[name] for info in self._since_log], dtype=float))
+            for name in names
+        }
+        newest = self._since_log[-1]
+        values = {
+            # A schedule's value is of one update; only what was measured is a mean.
+            name if name in self._program.watched else f"train_{name}": float(
+                newest[name] if name in self._program.watched else mean
+            )
+            for name, mean in means.items()
+        }
+        self._since_log.clear()
+        self._metrics |= values
+        values["samples_per_second"] = self._throughput.per_second()
+        self._write_event(self._drained, values)
+
+    def _write_event(self, update: int, values: dict[str, float]) -> None:
+        event = {
+            "update": update,
+            "epoch": round(update / self._schedule.updates_per_epoch, 6),
+            "time": round(self._elapsed(), 3),
+            **values,
+        }
+        for writer in self._writers:
+            writer.write(event)
+        if not self._console.live:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self._console.line(f"epoch {event['epoch']:g}  update {update}  {shown}")
+
+    def _check_finite(self, values: dict[str, np.ndarray]) -> None:
+        plan = self._program.plan
+        finite = np.isfinite(values["loss"])
+        if "gradients_finite" in values and plan.fp_exceptions:
+            finite = finite & (values["gradients_finite"] > 0)
+        if finite.all():
+            return
+        first = int(np.argmin(finite))
+        update = self._drained + first + 1
+        what = f"The loss is {values['loss'][first]:g}"
+        if np.isfinite(values["loss"][first]):
+            what = "A gradient is not finite"
+        epoch = update / self._schedule.updates_per_epoch
+        where = f"{what} at update {update} (epoch {epoch:.2f})"
+        if plan.fp_exceptions:
+            raise NotFinite(f"{where}; fp_exceptions stops there.")
+        if not self._warned_not_finite and plan.loss_scaling != "dynamic":
+            self._warned_not_finite = True
+            _log.warning(
+                "%s. Training goes on; --fp-exceptions would stop at this update.",
+                where,
+            )
+
+    def _elapsed(self) -> float:
+        return self._earlier_seconds + time.perf_counter() - self._started
+
+    @contextlib.contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after this execution."""
+
+        def request(number: int, frame: Any) -> None:
+            del frame
+            if self._stop_requested:
+                raise KeyboardInterrupt
+            self._stop_requested = True
+            _log.warning(
+                "%s: finishing the current execution, then saving a checkpoint. "
+                "Once more to stop at once.",
+                signal.Signals(number).name,
+            )
+
+        if not _in_main_thread():
+            yield  # only the main thread may handle signals; the caller stops us
+            return
+        old = {s: signal.signal(s, request) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,56 @@
+"""How an execution is cut into calls, and what is staged on the devices for each."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.program.step import TrainState
+from millrace.program.training import TrainingProgram, element_bytes
+
+
+def compile_calls(
+    program: TrainingProgram, state: TrainState, infeed: Infeed, execution: int
+) -> tuple[int, ...]:
+    """Compile for every length of call in an execution of this many updates.
+
+    Returns:
+        For each call of an execution, the elements it takes from the infeed.
+    """
+    element = infeed.peek()
+    per_call = program.updates_per_call(execution, element_bytes(element))
+    calls = [per_call] * (execution // per_call)
+    if rest := execution % per_call:
+        calls.append(rest)
+    micro_batches = program.plan.batching.gradient_accumulation_count
+    capacities = tuple(updates * micro_batches for updates in calls)
+    for capacity in sorted(set(capacities), reverse=True):
+        program.compile(state, _chunk_spec(program, element, capacity))
+    return capacities
+
+
+def next_chunk(
+    program: TrainingProgram, infeed: Infeed, capacities: tuple[int, ...]
+) -> Any:
+    """Return the next chunk of batches, staged; a dataset that has ended is an error."""
+    chunk = infeed.chunk(capacities, program.chunk_sharding, only_full=True)
+    if chunk is None:
+        raise DatasetEnded(
+            f"The dataset ended after {infeed.position} batches were used, in the "
+            "middle of training. A training dataset must repeat without end."
+        )
+    infeed.took(chunk.stop)
+    return chunk.data
+
+
+def _chunk_spec(program: TrainingProgram, element: Any, capacity: int) -> Any:
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        array = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(
+            (capacity, *array.shape),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+            sharding=program.chunk_sharding,
+        )
+
+    return jax.tree.map(spec, element)

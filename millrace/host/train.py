@@ -1,0 +1,55 @@
+"""Training as a library call: a program, a state, an infeed, a number of updates."""
+
+import collections
+import contextlib
+from typing import Any
+
+import jax
+
+from millrace.feeds.infeed import Infeed
+from millrace.feeds.outfeed import Outfeed
+from millrace.host.staging import compile_calls, next_chunk
+from millrace.program.step import TrainState
+from millrace.program.training import TrainingProgram
+
+_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
+
+
+def train(
+    program: TrainingProgram,
+    state: TrainState,
+    *,
+    infeed: Infeed,
+    updates: int,
+    outfeed: Outfeed | None = None,
+) -> TrainState:
+    """Make `updates` weight updates and return the new state; `state` is used up.
+
+    Args:
+        program: From ``training_program``.
+        state: From ``program.init`` or an earlier call.
+        infeed: Its elements are batches for all replicas: micro_batch_size x
+            num_replicas samples along dim 0.
+        updates: How many.
+        outfeed: Receives every update's info, readable while training goes on.
+    """
+    if updates < 0:
+        raise ValueError(f"updates must not be negative, got {updates}.")
+    execution = min(program.plan.updates_per_execution or updates, updates)
+    feeding = outfeed.feeding() if outfeed is not None else contextlib.nullcontext()
+    in_flight: collections.deque[Any] = collections.deque()
+    with feeding:
+        while updates:
+            execution = min(execution, updates)
+            capacities = compile_calls(program, state, infeed, execution)
+            for _ in range(updates // execution):
+                for _ in capacities:
+                    chunk = next_chunk(program, infeed, capacities)
+                    state, info = program.run(state, chunk)
+                    if outfeed is not None:
+                        outfeed.put(info, info["loss"].shape[0])
+                    in_flight.append(info)
+                    if len(in_flight) >= _IN_FLIGHT:
+                        jax.block_until_ready(in_flight.popleft())
+            updates %= execution
+    return state

@@ -1,0 +1,1 @@
+"""The parts: layers and losses that the applications share."""

@@ -1,0 +1,23 @@
+"""Losses and the measures that go with them, per sample, in float32."""
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(
+    logits: jax.Array, labels: jax.Array, label_smoothing: float = 0.0
+) -> jax.Array:
+    """Return each sample's cross-entropy with its label.
+
+    Smoothing moves the given share of the label's weight to all classes alike.
+    """
+    log_probability = jax.nn.log_softmax(logits.astype(jnp.float32))
+    right = jnp.take_along_axis(log_probability, labels[:, None], 1)[:, 0]
+    if not label_smoothing:
+        return -right
+    return -(1 - label_smoothing) * right - label_smoothing * log_probability.mean(-1)
+
+
+def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return 1 for each sample whose largest logit is its label's, else 0."""
+    return (logits.argmax(-1) == labels).astype(jnp.float32)
