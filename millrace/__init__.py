@@ -8,33 +8,66 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.feeds.infeed import DatasetEnded as DatasetEnded
-    from millrace.feeds.infeed import ElementError as ElementError
-    from millrace.feeds.infeed import Infeed as Infeed
-    from millrace.feeds.outfeed import Outfeed as Outfeed
-    from millrace.feeds.outfeed import OutfeedFull as OutfeedFull
-    from millrace.host.loops import repeat as repeat
-    from millrace.host.loops import while_loop as while_loop
-    from millrace.plan import Plan as Plan
-    from millrace.program.training import TrainingProgram as TrainingProgram
-    from millrace.program.training import training_program as training_program
+    from millrace.data.benchmark import dataset_benchmark
+    from millrace.data.source import ArraySource
+    from millrace.data.stream import Stream
+    from millrace.feeds.infeed import DatasetEnded, ElementError, Infeed
+    from millrace.feeds.outfeed import Outfeed, OutfeedFull
+    from millrace.host.events import schedule_events
+    from millrace.host.infeed_benchmark import infeed_benchmark
+    from millrace.host.loops import repeat, while_loop
+    from millrace.host.train import train
+    from millrace.host.validation import evaluate
+    from millrace.plan import Plan
+    from millrace.program.evaluate import EvaluationProgram
+    from millrace.program.step import TrainState
+    from millrace.program.training import TrainingProgram, training_program
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "ArraySource",
+    "DatasetEnded",
+    "ElementError",
+    "EvaluationProgram",
+    "Infeed",
+    "Outfeed",
+    "OutfeedFull",
+    "Plan",
+    "Stream",
+    "TrainState",
+    "TrainingProgram",
+    "dataset_benchmark",
+    "evaluate",
+    "infeed_benchmark",
+    "repeat",
+    "schedule_events",
+    "train",
+    "training_program",
+    "while_loop",
+]
+
 _HOME = {
+    "ArraySource": "data.source",
     "DatasetEnded": "feeds.infeed",
     "ElementError": "feeds.infeed",
+    "EvaluationProgram": "program.evaluate",
     "Infeed": "feeds.infeed",
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",
+    "Stream": "data.stream",
+    "TrainState": "program.step",
     "TrainingProgram": "program.training",
+    "dataset_benchmark": "data.benchmark",
+    "evaluate": "host.validation",
+    "infeed_benchmark": "host.infeed_benchmark",
     "repeat": "host.loops",
+    "schedule_events": "host.events",
+    "train": "host.train",
     "training_program": "program.training",
     "while_loop": "host.loops",
 }
-
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -364,7 +364,7 @@ def field_docs(config_type: Any) -> dict[str, str]:
     return docs
 
 
-def _class_field_docs(cls: type) -> dict[str, str]:
+def _class_field_docs(cls: Any) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(cls))
     (tree,) = ast.parse(source).body
     docs = {}

@@ -13,10 +13,10 @@ def load_digits() -> tuple[ArraySource, ArraySource]:
     """Return training (1,437) and validation (360) digits, split at random once."""
     from sklearn import datasets  # half a second, and only this function wants it
 
-    digits = datasets.load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    image = (digits.images[order, :, :, None] / 16.0).astype(np.float32)
-    label = digits.target[order].astype(np.int32)
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    image = (pixels[order].reshape(-1, *IMAGE_SHAPE) / 16.0).astype(np.float32)
+    label = labels[order].astype(np.int32)
     held_out, rest = slice(None, _NUM_VALIDATION), slice(_NUM_VALIDATION, None)
     return (
         ArraySource({"image": image[rest], "label": label[rest]}),

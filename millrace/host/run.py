@@ -59,7 +59,7 @@ class Run:
 
     def describe(
         self,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Any],
         plan: Plan,
         schedule: Schedule,
         **facts: str,

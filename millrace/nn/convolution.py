@@ -30,7 +30,7 @@ def conv2d(
     if jax.default_backend() != "cpu":
         return _xla(x, kernel, strides, pads)
     # Eigen has no 16-bit convolutions; XLA would convert around every one of them.
-    y = _conv2d(x.astype(jnp.float32), kernel.astype(jnp.float32), strides, pads)
+    y: jax.Array = _conv2d(x.astype(jnp.float32), kernel.astype(jnp.float32), strides, pads)
     return y.astype(x.dtype)
 
 

@@ -4,6 +4,7 @@ Weights and carried values are plain dictionaries keyed by layer name, so that a
 can be split before any layer and a checkpoint can be read by eye.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -49,12 +50,16 @@ def init_layers(layers: Sequence[Layer], key: jax.Array, example: Any) -> tuple[
             params[layer.name], carried[layer.name] = own
             call = Call(training=True, key=key)
             spec = jax.eval_shape(
-                lambda x, layer=layer, own=own, call=call: layer.apply(*own, x, call)[0],
+                functools.partial(_output, layer, own, call),
                 spec,
             )
         return _without_empty(params), _without_empty(carried)
 
     return jax.jit(init)(key)
+
+
+def _output(layer: Layer, own: tuple[Tree, Tree], call: Call, x: Any) -> Any:
+    return layer.apply(own[0], own[1], x, call)[0]
 
 
 def apply_layers(

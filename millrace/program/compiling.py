@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-_OPTIONS: dict[str, dict[str, str]] = {
+_OPTIONS: dict[str, dict[str, str | bool]] = {
     # Filter gradients of convolutions 56 -> 16 ms, 1x1 ones 158 -> 40 (jax 0.10.2, two
     # cores): leave convolutions to Eigen, keep the library for products and sums.
     "cpu": {

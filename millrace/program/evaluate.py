@@ -32,7 +32,7 @@ class EvaluationProgram:
         self,
         metric_fn: MetricFn,
         plan: Plan,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         self._metric_fn = metric_fn
         self._plan = plan

@@ -31,7 +31,7 @@ _BUCKET_BYTES = 64 << 20
 _BUCKETS_IN_FLIGHT = 2
 
 
-def host_memory_kind(device: jax.Device) -> str | None:
+def host_memory_kind(device: Any) -> str | None:
     """Return the host memory that programs on `device` can keep arrays in, if any."""
     kind = "pinned_host"
     try:
@@ -48,7 +48,7 @@ def host_memory_kind(device: jax.Device) -> str | None:
 
 def placement(optimiser_state: Any, host: NamedSharding) -> Any:
     """Return each leaf's sharding: large ones in host memory, small ones not."""
-    resident = replicated(host.mesh)
+    resident = host.with_memory_kind("device")
     return jax.tree.map(lambda x: host if _is_large(x) else resident, optimiser_state)
 
 

@@ -13,7 +13,7 @@ REPLICA_AXIS = "replica"
 """The mesh axis over which replicas lie; a layer may reduce over groups of it."""
 
 
-def replica_mesh(num_replicas: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def replica_mesh(num_replicas: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay `num_replicas` devices out along the replica axis."""
     devices = list(jax.devices() if devices is None else devices)
     if num_replicas > len(devices):

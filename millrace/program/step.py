@@ -49,7 +49,7 @@ class Step(NamedTuple):
     optimiser: optax.GradientTransformation
     plan: Plan
     carried_reduction: CarriedReduction = "mean"
-    watch: Mapping[str, Callable[[jax.Array], jax.Array]] = {}
+    watch: Mapping[str, Callable[[jax.Array], Any]] = {}
 
 
 def gather(step: Step, state: TrainState, batches: Any) -> Gathered:

@@ -37,8 +37,8 @@ def training_program(
     plan: Plan,
     *,
     carried_reduction: CarriedReduction = "mean",
-    watch: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> "TrainingProgram":
     """Turn a loss, an optimiser and a plan into a compiled training loop.
 
@@ -62,7 +62,7 @@ def training_program(
 class TrainingProgram:
     """A compiled loop of weight updates. Made by ``training_program``."""
 
-    def __init__(self, step: Step, devices: Sequence[jax.Device] | None) -> None:
+    def __init__(self, step: Step, devices: Sequence[Any] | None) -> None:
         self.plan = step.plan
         self.compile_seconds = 0.0
         self.watched = {*step.watch, "loss_scale"}
@@ -85,7 +85,7 @@ class TrainingProgram:
         return split_batch(self._mesh)
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         """The devices this program runs on."""
         return list(self._mesh.devices.flat)
 
@@ -113,7 +113,7 @@ class TrainingProgram:
         return self.place(jax.tree.map(jnp.copy, state))
 
     def place(self, state: TrainState) -> TrainState:
-        """Put every part of a state (from a checkpoint, say) where this program wants it."""
+        """Put every part of a state, from a checkpoint say, where it belongs."""
         return jax.device_put(state, self.state_sharding(state))
 
     def state_sharding(self, state: TrainState) -> TrainState:
