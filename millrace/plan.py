@@ -9,8 +9,10 @@ from millrace.precision import HalfType, Precision, PrecisionName, resolve_preci
 
 Reduction = Literal["sum", "mean", "running_mean"]
 
-AccumulatorType = str | None | Callable[[str, Any], Any]
-"""None (each variable's own type), a type's name, or ``f(path, variable) -> type``."""
+AccumulatorType = str | type | None | Callable[[str, Any], Any]
+"""None (each variable's own type), a type, or ``f(path, variable) -> type``."""
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class Plan:
     """Factor on the loss while differentiating (0: none), or "dynamic" for float16."""
     optimizer_state_offloading: bool = False
     """Keep the optimiser's state in host memory; stream it through the device at each
-    weight update."""
+    weight update. Saves device memory and costs time; arrays under 4 KiB stay."""
     recomputation: bool = False
     """Keep only the results of matrix products and convolutions for the backward pass;
     compute everything between them again."""
@@ -68,6 +70,12 @@ class Plan:
             raise ValueError(
                 "stochastic_rounding rounds 16-bit weights, which precision "
                 f"{self.precision} does not have. Use precision 16.16, or leave it off."
+            )
+        named = self.gradient_accumulation_dtype
+        if isinstance(named, str) and named not in _FLOATS:
+            raise ValueError(
+                "gradient_accumulation_dtype must be None, one of "
+                f"{', '.join(_FLOATS)}, or a function; got {named!r}."
             )
         self._check_loss_scaling()
 

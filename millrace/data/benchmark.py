@@ -1,14 +1,12 @@
 """How fast a dataset can be read on the host, as JSON."""
 
 import json
-import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-
-_log = logging.getLogger("millrace")
 
 
 def dataset_benchmark(
@@ -25,7 +23,7 @@ def dataset_benchmark(
         dataset: Must not run out; repeat it.
         number_of_epochs: How often to measure.
         elements_per_epoch: Elements (usually batches) in one measurement.
-        print_stats: Log each epoch's speed.
+        print_stats: Print each epoch's speed to standard error.
         do_memcpy: Copy every array once, as staging for a device would.
 
     Returns:
@@ -78,11 +76,10 @@ def epoch_figures(
         "bandwidth": size / (1e9 * elapsed),
     }
     if print_stats:
-        _log.info(
-            "epoch %d: %.1f elements/s, %.3f GB/s",
-            epoch,
-            figures["elements_per_second"],
-            figures["bandwidth"],
+        print(
+            f"epoch {epoch}: {figures['elements_per_second']:,.1f} elements/s, "
+            f"{figures['bandwidth']:.3f} GB/s",
+            file=sys.stderr,
         )
     return figures
 

@@ -84,6 +84,11 @@ class Infeed:
         """Elements that loops have taken so far; what a checkpoint saves."""
         return self._position
 
+    @property
+    def elements_read(self) -> int:
+        """Elements that have come from the dataset, used or not."""
+        return self._position if self._reader is None else self._reader.elements_read
+
     def peek(self) -> Any:
         """Return an element like those to come, without taking it."""
         if self._peeked is None:
@@ -177,7 +182,7 @@ class _Reader:
         self.key = (pattern, sharding, only_full)
         self.stop = threading.Event()
         self._dataset = infeed.dataset
-        self._start = infeed.position
+        self._start = self.elements_read = infeed.position
         self._pattern = pattern
         self._only_full = only_full
         self._sharding = sharding
@@ -226,6 +231,7 @@ class _Reader:
                     return
                 stager = stager or _Stager(element, self._pattern, self._sharding)
                 stager.add(element, index)
+                self.elements_read = index + 1
                 if stager.full or (self._pattern is None and self._starving()):
                     self._offer(stager.take())
             self._offer_rest(stager)

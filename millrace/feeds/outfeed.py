@@ -49,7 +49,6 @@ class Outfeed:
         self._blocks: collections.deque[_Block] = collections.deque()
         self._changed = threading.Condition()
         self._state: Literal["new", "running", "finished"] = "new"
-        self._ever_filled = False
 
     def dequeue(self, wait: bool = False) -> Any:
         """Return what has arrived since the last call.
@@ -63,10 +62,10 @@ class Outfeed:
         with self._changed:
             while wait and self._state == "running":
                 self._changed.wait()
-            if not self._ever_filled and self._state != "running":
+            if self._state == "new":
                 raise ValueError(
-                    "Nothing was put into this outfeed. Pass it to repeat or "
-                    "while_loop, and return an output from the body."
+                    "No loop has filled this outfeed. Pass it to repeat, while_loop or "
+                    "train first."
                 )
             blocks = list(self._blocks)
             if self.mode == "all":
@@ -80,7 +79,11 @@ class Outfeed:
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield elements as they arrive, until the loop that fills it has ended."""
+        """Yield elements as they arrive, until the loop that fills it has ended.
+
+        Started before the loop, this waits for it. To watch a second loop, make a
+        second outfeed: one whose loop has ended has nothing more to wait for.
+        """
         if self.mode != "all":
             raise RuntimeError("Only an outfeed of mode 'all' can be iterated.")
         while True:
@@ -107,9 +110,13 @@ class Outfeed:
         try:
             yield self
         finally:
-            with self._changed:
-                self._state = "finished"
-                self._changed.notify_all()
+            self.close()
+
+    def close(self) -> None:
+        """Let readers go whose loop will never start."""
+        with self._changed:
+            self._state = "finished"
+            self._changed.notify_all()
 
     def put(self, stack: Any, count: int) -> None:
         """Add `count` elements, the first ones along dim 0 of every leaf of `stack`."""
@@ -119,7 +126,6 @@ class Outfeed:
             leaf.copy_to_host_async()
         block = _Block(stack, count)
         with self._changed:
-            self._ever_filled = True
             if self.mode == "last":
                 self._blocks.clear()
             self._wait_for_room(block.bytes)

@@ -7,6 +7,7 @@ import jax
 
 from millrace.data.benchmark import epoch_figures
 from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.host.loops import check_infeed
 
 
 def infeed_benchmark(
@@ -21,6 +22,7 @@ def infeed_benchmark(
     The JSON has the fields of ``dataset_benchmark``; the difference between the two is
     the price of staging and transfer.
     """
+    check_infeed(infeed)
     for name, value in (
         ("number_of_epochs", number_of_epochs),
         ("elements_per_epoch", elements_per_epoch),

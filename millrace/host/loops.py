@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.feeds.infeed import Chunk, DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.program.loop import LoopBody, LoopResult, run_steps, scan_steps
 
@@ -45,14 +45,16 @@ def repeat(
     >>> int(mr.repeat(10, lambda carry: (carry + 1, None), 0))
     10
     """
-    if n < 0:
-        raise ValueError(f"n must not be negative, got {n}.")
-    if steps_per_execution is not None and steps_per_execution < 1:
-        raise ValueError(
-            f"steps_per_execution must be at least 1, got {steps_per_execution}."
-        )
     loop = LoopBody(body, None, infeed is not None, outfeed is not None)
-    return _Loop(loop, infeed, outfeed, steps_per_execution).run(carry, n)
+    with filling(outfeed):
+        check_infeed(infeed)
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}.")
+        if steps_per_execution is not None and steps_per_execution < 1:
+            raise ValueError(
+                f"steps_per_execution must be at least 1, got {steps_per_execution}."
+            )
+        return _Loop(loop, infeed, outfeed, steps_per_execution).run(carry, n)
 
 
 def while_loop(
@@ -70,12 +72,28 @@ def while_loop(
     >>> int(mr.while_loop(lambda c: c < 100, lambda c: (c * 2, None), 1))
     128
     """
-    if maximum_iterations is not None and maximum_iterations < 0:
-        raise ValueError(
-            f"maximum_iterations must not be negative, got {maximum_iterations}."
-        )
     loop = LoopBody(body, condition, infeed is not None, outfeed is not None)
-    return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
+    with filling(outfeed):
+        check_infeed(infeed)
+        if maximum_iterations is not None and maximum_iterations < 0:
+            raise ValueError(
+                f"maximum_iterations must not be negative, got {maximum_iterations}."
+            )
+        return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
+
+
+def filling(outfeed: Outfeed | None) -> contextlib.AbstractContextManager[Any]:
+    """Mark the time in which a loop fills its outfeed, if it has one."""
+    return outfeed.feeding() if outfeed is not None else contextlib.nullcontext()
+
+
+def check_infeed(infeed: Any) -> None:
+    """A dataset in an infeed's place is the likeliest mistake; say what to do."""
+    if infeed is not None and not isinstance(infeed, Infeed):
+        raise TypeError(
+            f"infeed must be a millrace.Infeed, got {type(infeed).__name__}. Wrap the "
+            "dataset: Infeed(dataset)."
+        )
 
 
 class _Loop:
@@ -98,46 +116,40 @@ class _Loop:
     def run(self, carry: Any, limit: int | None) -> Any:
         carry = jax.tree.map(_own_array, carry)
         done = 0
-        feeding = self._outfeed.feeding() if self._outfeed else contextlib.nullcontext()
-        with feeding, jax.transfer_guard("disallow"):
+        with jax.transfer_guard("disallow"):
             while limit is None or done < limit:
-                left = None if limit is None else limit - done
-                asked, result = self._execute(carry, left, done, limit)
-                carry = result.carry if asked else carry
+                chunk = None
+                if self._infeed is not None:
+                    chunk = self._infeed.chunk(self._length)
+                    if chunk is None:
+                        self._check_end(done, limit)
+                        break
+                asked = self._steps(chunk, None if limit is None else limit - done)
+                result = self._execute(carry, chunk, asked)
+                carry = result.carry
                 steps = self._settle(asked, result)
                 done += steps
-                if steps < asked or asked == 0:
-                    break  # the condition no longer holds, or the dataset has ended
+                if steps < asked:
+                    break  # the condition no longer holds
         return carry
 
-    def _execute(
-        self, carry: Any, left: int | None, done: int, limit: int | None
-    ) -> tuple[int, LoopResult]:
-        data, start, available = None, 0, self._length or _CAPACITY
-        if self._infeed is not None:
-            chunk = self._infeed.chunk(self._length)
-            if chunk is None:
-                self._ended(done, limit)
-                return 0, LoopResult(carry, None, jnp.int32(0))
-            data, start, available = chunk.data, chunk.start, chunk.stop - chunk.start
-        count = available if left is None else min(available, left)
-        if self._length is None:
-            count = min(count, self._pace.count)
-        place = jax.device_put(np.int32(start))
-        if self._length is not None and self._body.condition is None:
-            result = scan_steps(carry, data, place, body=self._body, length=count)
-        else:
-            number = jax.device_put(np.int32(count))
-            capacity = _CAPACITY if self._outfeed is not None else 1
-            result = run_steps(
-                carry, data, place, number, body=self._body, capacity=capacity
-            )
-        return count, result
+    def _steps(self, chunk: Chunk | None, left: int | None) -> int:
+        steps = self._pace.count if self._length is None else self._length
+        if chunk is not None:
+            steps = min(steps, chunk.stop - chunk.start)
+        return steps if left is None else min(steps, left)
+
+    def _execute(self, carry: Any, chunk: Chunk | None, count: int) -> LoopResult:
+        data = None if chunk is None else chunk.data
+        start = jax.device_put(np.int32(0 if chunk is None else chunk.start))
+        if self._length is not None:
+            return scan_steps(carry, data, start, body=self._body, length=count)
+        capacity = _CAPACITY if self._outfeed is not None else 1
+        number = jax.device_put(np.int32(count))
+        return run_steps(carry, data, start, number, body=self._body, capacity=capacity)
 
     def _settle(self, asked: int, result: LoopResult) -> int:
         """Hand on what an execution made, and wait if enough of them are under way."""
-        if not asked:
-            return 0
         steps = asked
         if self._body.condition is not None:
             steps = int(jax.device_get(result.steps))
@@ -151,7 +163,8 @@ class _Loop:
             self._pace.finished()
         return steps
 
-    def _ended(self, done: int, limit: int | None) -> None:
+    def _check_end(self, done: int, limit: int | None) -> None:
+        """The dataset has ended; unless that was allowed for, it is an error."""
         assert self._infeed is not None
         if self._infeed.on_end == "stop":
             return

@@ -37,8 +37,8 @@ def next_chunk(
     chunk = infeed.chunk(capacities, program.chunk_sharding, only_full=True)
     if chunk is None:
         raise DatasetEnded(
-            f"The dataset ended after {infeed.position} batches were used, in the "
-            "middle of training. A training dataset must repeat without end."
+            f"The dataset ended after {infeed.elements_read} elements, in the middle of "
+            "training. A training dataset must repeat without end."
         )
     infeed.took(chunk.stop)
     return chunk.data

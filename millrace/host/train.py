@@ -1,18 +1,19 @@
 """Training as a library call: a program, a state, an infeed, a number of updates."""
 
 import collections
-import contextlib
 from typing import Any
 
 import jax
 
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
+from millrace.host.loops import check_infeed, filling
 from millrace.host.staging import compile_calls, next_chunk
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 
 _IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
+_EXECUTIONS = 20
 
 
 def train(
@@ -31,14 +32,15 @@ def train(
         infeed: Its elements are batches for all replicas: micro_batch_size x
             num_replicas samples along dim 0.
         updates: How many.
-        outfeed: Receives every update's info, readable while training goes on.
+        outfeed: Receives every update's info after each execution: every
+            `plan.updates_per_execution` updates, or twenty times if that is not given.
     """
-    if updates < 0:
-        raise ValueError(f"updates must not be negative, got {updates}.")
-    execution = min(program.plan.updates_per_execution or updates, updates)
-    feeding = outfeed.feeding() if outfeed is not None else contextlib.nullcontext()
     in_flight: collections.deque[Any] = collections.deque()
-    with feeding:
+    with filling(outfeed):
+        check_infeed(infeed)
+        if updates < 0:
+            raise ValueError(f"updates must not be negative, got {updates}.")
+        execution = program.plan.updates_per_execution or -(-updates // _EXECUTIONS)
         while updates:
             execution = min(execution, updates)
             capacities = compile_calls(program, state, infeed, execution)

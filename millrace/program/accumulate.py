@@ -96,7 +96,7 @@ def _add(
         return total + gradient
     if how == "mean":
         return total + gradient / count
-    seen = index.astype(jnp.float32)
-    old = (seen / (seen + 1)).astype(total.dtype)
-    new = (1 / (seen + 1)).astype(total.dtype)
-    return total * old + gradient * new
+    # In float32, rounded once: 16-bit factors do not add up to 1, and that compounds.
+    wide, new = total.astype(jnp.float32), gradient.astype(jnp.float32)
+    mean = wide + (new - wide) / (index + 1).astype(jnp.float32)
+    return mean.astype(total.dtype)

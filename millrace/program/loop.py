@@ -114,7 +114,8 @@ def check_carry(before: Any, after: Any) -> None:
     for (path, old), new in zip(named, jax.tree.leaves(after), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise TypeError(
-                f"The body changed the carry {path_name(path)} from "
+                f"The body changed the carry{' ' + path_name(path) if path else ''} from "
                 f"{old.dtype}{list(old.shape)} to {new.dtype}{list(new.shape)}; a "
-                "compiled loop needs it the same at every step."
+                "compiled loop needs it the same at every step. (0 is a whole number; "
+                "start from 0.0 for a float.)"
             )

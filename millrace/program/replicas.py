@@ -19,7 +19,8 @@ def replica_mesh(num_replicas: int, devices: Sequence[Any] | None = None) -> Mes
     if num_replicas > len(devices):
         platform = devices[0].platform
         advice = (
-            f" On CPU, --virtual-devices {num_replicas} makes more of them."
+            f" On CPU, --virtual-devices {num_replicas} makes more of them (in Python: "
+            f'jax.config.update("jax_num_cpu_devices", {num_replicas}), first of all).'
             if platform == "cpu"
             else ""
         )

@@ -146,8 +146,8 @@ def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any
     def scaled_loss(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         params = narrow(params, plan.types.compute)
         batch_ = narrow(batch, plan.types.compute)
-        loss, (carried, info) = step.loss_fn(params, state.carried, batch_, key)
-        loss = jnp.asarray(loss, jnp.float32)
+        returned = step.loss_fn(params, state.carried, batch_, key)
+        loss, carried, info = _unpacked(returned)
         info = _checked_info(info) | {"loss": loss}
         carried = _checked_carried(carried, state.carried)
         if plan.loss_scaling:
@@ -250,6 +250,23 @@ def _combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> A
     )
 
 
+def _unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
+    try:
+        loss, (carried, info) = returned
+        shape = jnp.shape(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "loss_fn must return (loss, (carried, info)): a scalar, the carried values "
+            "(None if there are none) and a dict of scalars ({} if there are none)."
+        ) from error
+    if shape:
+        raise TypeError(
+            f"loss_fn must return a scalar loss, got shape {shape}. Take the mean over "
+            "the batch."
+        )
+    return jnp.asarray(loss, jnp.float32), carried, info
+
+
 def _checked_info(info: Any) -> dict[str, jax.Array]:
     if not isinstance(info, Mapping):
         raise TypeError(
@@ -257,9 +274,15 @@ def _checked_info(info: Any) -> dict[str, jax.Array]:
             f"scalars, got info of type {type(info).__name__}."
         )
     for name, value in info.items():
-        if isinstance(value, Mapping) or jnp.ndim(value):
-            raise TypeError(f"info[{name!r}] must be a scalar, got {value}.")
+        if isinstance(value, Mapping | list | tuple) or jnp.ndim(value):
+            raise TypeError(f"info[{name!r}] must be a scalar, got {_kind(value)}.")
     return {name: jnp.asarray(value, jnp.float32) for name, value in info.items()}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping | list | tuple):
+        return f"a {type(value).__name__}"
+    return f"an array of shape {jnp.shape(value)}"
 
 
 def _checked_carried(new: Any, old: Any) -> Any:

@@ -2,9 +2,9 @@
 
 import contextlib
 import functools
+import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +26,8 @@ from millrace.program.replicas import (
     split_batch,
 )
 from millrace.program.step import CarriedReduction, LossFn, Step, TrainState
+
+_log = logging.getLogger("millrace")
 
 _STAGED_BYTES = 64 << 20
 """Batches staged on the devices for one call: enough to hide a call's 0.1 ms."""
@@ -69,15 +71,23 @@ class TrainingProgram:
         self._step = step
         self._mesh = replica_mesh(self.plan.num_replicas, devices)
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._host_memory = None
-        if self.plan.optimizer_state_offloading:
-            self._host_memory = offload.host_memory_kind(self._mesh.devices.flat[0])
-            if self._host_memory is None:
-                warnings.warn(
-                    "optimizer_state_offloading is off: this device offers no host "
-                    "memory to programs.",
-                    stacklevel=3,
-                )
+        self._host_memory = self._find_host_memory()
+        if self.plan.recomputation and self.devices[0].platform == "cpu":
+            _log.warning(
+                "recomputation saves no memory on CPU: XLA finds the values computed "
+                "again equal to the first ones, and keeps those."
+            )
+
+    def _find_host_memory(self) -> str | None:
+        if not self.plan.optimizer_state_offloading:
+            return None
+        kind = offload.host_memory_kind(self.devices[0])
+        if kind is None:
+            _log.warning(
+                "optimizer_state_offloading is off: this device offers no host memory "
+                "to programs."
+            )
+        return kind
 
     @property
     def chunk_sharding(self) -> NamedSharding:
@@ -153,6 +163,11 @@ class TrainingProgram:
         Returns:
             The new state, and info whose leaves have one value per update.
         """
+        if state.update.is_deleted():
+            raise ValueError(
+                "This state was used up by an earlier call. Go on with the state that "
+                "the call returned."
+            )
         runner = self._runner(state, chunk)
         with no_silent_copies():
             return runner(state, chunk)

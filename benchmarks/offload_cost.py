@@ -1,0 +1,142 @@
+"""What offloading Adam's state saves in device memory and costs in time.
+
+The model is `layers` square matrices, so that its state dominates. Each mode runs in a
+process of its own, since the peak a device reports is that of the whole process; the
+state is placed leaf by leaf, as from a checkpoint, so that the peak is training's own.
+The link rate is what the extra time implies: the state travels in and out once an update.
+
+Target: the device's peak falls by at least 80 % of the state's size.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from reporting import Result, init_mlp, mlp_loss, on_gpu, parser, publish, spread
+
+import millrace as mr
+
+_CPU = {"layers": 6, "width": 1024, "micro_batch": 32, "calls": 5}
+_GPU = {"layers": 16, "width": 4096, "micro_batch": 256, "calls": 5}
+_MODES = ("resident", "offloaded")
+_PEAK_ACCUMULATION, _TIMED_ACCUMULATIONS = 2, (1, 4, 16)
+_UPDATES_PER_CALL = 4
+
+
+def placed_state(program: mr.TrainingProgram, sizes: dict[str, int]) -> mr.TrainState:
+    """Start training without ``init``, which makes the whole state on the device."""
+    weights = init_mlp([sizes["width"]] * (sizes["layers"] + 1))
+    like = jax.eval_shape(program.init, weights)
+    shardings = program.state_sharding(like)
+    zeros = jax.tree.map(
+        lambda x, place: jax.device_put(np.zeros(x.shape, x.dtype), place), like, shardings
+    )
+    return zeros._replace(params=jax.device_put(weights, shardings.params))
+
+
+def measure(mode: str, accumulation: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Train; return seconds per update, the state's bytes and the process's peak."""
+    plan = mr.Plan(
+        micro_batch_size=sizes["micro_batch"],
+        gradient_accumulation_count=accumulation,
+        optimizer_state_offloading=mode == "offloaded",
+    )
+    program = mr.training_program(mlp_loss, optax.adam(1e-4), plan)
+    state = placed_state(program, sizes)
+    shape = (_UPDATES_PER_CALL * accumulation, sizes["micro_batch"], sizes["width"])
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    chunk = jax.device_put({"x": values, "y": values}, program.chunk_sharding)
+    seconds = []
+    for _ in range(sizes["calls"] + 1):  # the first call compiles and settles
+        started = time.perf_counter()
+        state, _ = jax.block_until_ready(program.run(state, chunk))
+        seconds.append((time.perf_counter() - started) / _UPDATES_PER_CALL)
+    stats = program.devices[0].memory_stats() or {}
+    return {
+        "seconds": seconds[1:],
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state.optimiser_state)),
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def child(mode: str, given: dict[str, int | None]) -> None:
+    """Measure one mode in this process and print what was found as JSON."""
+    defaults = _GPU if on_gpu() else _CPU
+    sizes = {name: given[name] or value for name, value in defaults.items()}
+    first = measure(mode, _PEAK_ACCUMULATION, sizes)  # before others raise the peak
+    timed = {n: measure(mode, n, sizes)["seconds"] for n in _TIMED_ACCUMULATIONS}
+    print(json.dumps({**first, "sizes": sizes, "seconds": timed}))
+
+
+def in_process(mode: str, given: dict[str, int | None]) -> dict[str, Any]:
+    """Run ``child`` in a process that takes device memory only as it needs it."""
+    command = [sys.executable, __file__, "--child", json.dumps([mode, given])]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def describe(found: dict[str, list[dict]]) -> tuple[list[dict], float | None, str]:
+    """Return the table, the fall of the peak as a part of the state, and the reasons."""
+    state = found["resident"][0]["state_bytes"]
+    peaks = {mode: found[mode][0]["peak_bytes"] for mode in _MODES}
+    rows, median = [], {}
+    for mode in _MODES:
+        peak = "n/a" if peaks[mode] is None else f"{peaks[mode] / 2**20:,.0f}"
+        row = {"Adam's state": mode, "peak MiB": peak}
+        for count in map(str, _TIMED_ACCUMULATIONS):
+            times = [t for process in found[mode] for t in process["seconds"][count]]
+            median[mode, count] = statistics.median(times)
+            row[f"ms, accumulation {count}"] = spread(times, 1e3, 1)
+        rows.append(row)
+    extra = {
+        count: median["offloaded", count] - median["resident", count] for _, count in median
+    }
+    rates = {n: 2e-9 * state / s for n, s in extra.items() if s > 0}
+    links = ", ".join(f"{rate:.1f} GB/s at accumulation {n}" for n, rate in rates.items())
+    text = (
+        f"The state is {state / 2**20:,.0f} MiB. Bringing it in and out takes "
+        f"{1e3 * extra['1']:.1f} ms more per update, which implies a link rate of {links}."
+    )
+    if None in peaks.values():
+        return rows, None, f"CPU has no separate memory: only the time is shown. {text}"
+    return rows, (peaks["resident"] - peaks["offloaded"]) / state, text
+
+
+def main() -> None:
+    """Measure both modes in turn and report."""
+    options = parser(__doc__, rounds=2)
+    options.add_argument("--child", type=json.loads, help="(used by the benchmark itself)")
+    for name in _GPU:
+        help_ = f"(default: {_CPU[name]}, on a GPU {_GPU[name]})"
+        options.add_argument(f"--{name.replace('_', '-')}", type=int, help=help_)
+    args = options.parse_args()
+    if args.child:
+        return child(*args.child)
+    given = {name: getattr(args, name) for name in _GPU}
+    found: dict[str, list[dict]] = {mode: [] for mode in _MODES}
+    for _ in range(args.rounds):
+        for mode in _MODES:
+            found[mode].append(in_process(mode, given))
+    rows, fall, text = describe(found)
+    result = Result(
+        name="offload_cost",
+        table=rows,
+        ratio_name="fall of the device's peak / size of the state",
+        ratio=fall,
+        target=0.8,
+        explanation=text,
+        numbers={"processes": found},
+    )
+    publish(result, args)
+
+
+if __name__ == "__main__":
+    main()

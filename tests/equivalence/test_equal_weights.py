@@ -1,0 +1,141 @@
+"""Every feature of a plan, alone and in pairs, gives the plain loop's weights."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from plain_loop import (
+    GLOBAL_BATCH,
+    UPDATES,
+    largest_difference,
+    loss_fn,
+    make_data,
+    make_optimiser,
+    plain_loop,
+    train_with,
+)
+
+from millrace.plan import Plan
+
+TOLERANCE = 1e-6  # float32 sums in another order; weights are of order 1
+
+# Each feature is a set of options; the micro batch follows from what it divides by.
+FEATURES = {
+    "replicas": {"num_replicas": 4},
+    "accumulation": {"gradient_accumulation_count": 4},
+    "running_mean": {
+        "gradient_accumulation_count": 2,
+        "gradient_accumulation_reduction": "running_mean",
+    },
+    "offloading": {"optimizer_state_offloading": True},
+    "recomputation": {"recomputation": True},
+    "static_loss_scale": {"loss_scaling": 128.0},
+    "fp_exceptions": {"fp_exceptions": True},
+    "accumulator_function": {"gradient_accumulation_dtype": lambda path, value: "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return plain_loop(make_optimiser(), make_data())
+
+
+def plan_of(*names: str) -> Plan:
+    options = {}
+    for name in names:
+        options |= FEATURES[name]
+    pieces = options.get("num_replicas", 1) * options.get("gradient_accumulation_count", 1)
+    return Plan(micro_batch_size=GLOBAL_BATCH // pieces, **options)
+
+
+def assert_same(result, oracle) -> None:
+    state, info, _ = result
+    params, carried, losses = oracle
+    assert largest_difference(state.params, params) < TOLERANCE
+    assert largest_difference(state.carried, carried) < TOLERANCE
+    np.testing.assert_allclose(info["loss"], losses, atol=TOLERANCE)
+    assert int(state.update) == UPDATES
+
+
+def test_the_plainest_plan_gives_the_plain_loop_exactly(oracle):
+    state, info, _ = train_with(Plan(micro_batch_size=GLOBAL_BATCH))
+    assert largest_difference(state.params, oracle[0]) < 1e-7
+    np.testing.assert_allclose(info["loss"], oracle[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_gives_the_plain_loops_weights(feature, oracle):
+    assert_same(train_with(plan_of(feature)), oracle)
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(FEATURES, 2)], ids="+".join)
+def test_each_pair_of_features_gives_the_plain_loops_weights(pair, oracle):
+    assert_same(train_with(plan_of(*pair)), oracle)
+
+
+def test_all_features_together_give_the_plain_loops_weights(oracle):
+    assert_same(train_with(plan_of(*FEATURES)), oracle)
+
+
+@pytest.mark.parametrize("split", [(1, 8, 4), (2, 8, 2), (4, 2, 4), (16, 2, 1), (8, 1, 4)])
+def test_the_result_does_not_depend_on_how_a_global_batch_is_split(split, oracle):
+    micro_batch, replicas, accumulation = split
+    plan = Plan(
+        micro_batch_size=micro_batch,
+        num_replicas=replicas,
+        gradient_accumulation_count=accumulation,
+    )
+    assert_same(train_with(plan), oracle)
+
+
+def test_sum_is_accumulation_count_times_the_mean():
+    """With plain SGD, summing 4 gradients is a learning rate 4 times as large."""
+    summed, _, _ = train_with(
+        Plan(
+            micro_batch_size=GLOBAL_BATCH // 4,
+            gradient_accumulation_count=4,
+            gradient_accumulation_reduction="sum",
+        ),
+        optimiser=optax.sgd(0.01),
+    )
+    params, _, _ = plain_loop(optax.sgd(0.04), make_data())
+    assert largest_difference(summed.params, params) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        optax.sgd(0.1),
+        optax.sgd(0.1, momentum=0.9, nesterov=True),
+        optax.adamw(1e-2),
+        optax.lars(0.1),
+        optax.rmsprop(1e-3, momentum=0.9),
+        # Clips by the norm of all updates: every bucket depends on every other.
+        optax.chain(
+            optax.scale_by_adam(), optax.clip_by_global_norm(0.5), optax.scale(-0.1)
+        ),
+    ],
+    ids=["sgd", "nesterov", "adamw", "lars", "rmsprop", "clip_after_adam"],
+)
+def test_offloading_serves_any_optimiser(optimiser):
+    expected, _, _ = plain_loop(optimiser, make_data())
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
+    state, _, _ = train_with(plan, optimiser=optimiser)
+    assert largest_difference(state.params, expected) < TOLERANCE
+
+
+def test_one_call_of_three_updates_equals_three_calls_of_one():
+    from millrace.program.training import training_program
+
+    together, _, program = train_with(Plan(micro_batch_size=8, num_replicas=4))
+    again = training_program(loss_fn, make_optimiser(), program.plan)
+    from plain_loop import make_carried, make_params, stage
+
+    state = again.init(make_params(), make_carried(), seed=3)
+    for update in range(UPDATES):
+        one = {name: leaf[update : update + 1] for name, leaf in make_data().items()}
+        state, _ = again.run(state, stage(again, one))
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

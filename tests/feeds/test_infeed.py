@@ -1,0 +1,208 @@
+import threading
+import time
+import traceback
+
+import jax
+import numpy as np
+import pytest
+
+import millrace as mr
+
+
+def add(carry, x):
+    return carry + x.sum(), carry
+
+
+def numbers(count):
+    return [np.full(3, i, np.float32) for i in range(count)]
+
+
+def test_elements_arrive_in_order_and_none_is_lost():
+    outfeed = mr.Outfeed()
+    mr.repeat(
+        600, lambda c, x: (c, x[0]), 0.0, infeed=mr.Infeed(numbers(600)), outfeed=outfeed
+    )
+    np.testing.assert_array_equal(outfeed.dequeue(), np.arange(600))
+
+
+def test_a_second_loop_goes_on_where_the_first_stopped():
+    with mr.Infeed(iter(numbers(20))) as infeed:  # an iterator cannot be read again
+        outfeed = mr.Outfeed()
+        for count in (3, 7):
+            mr.repeat(count, lambda c, x: (c, x[0]), 0.0, infeed=infeed, outfeed=outfeed)
+        np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10))
+        assert infeed.position == 10
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_an_exception_in_the_dataset_is_raised_with_its_own_traceback(steps):
+    class Corrupt(RuntimeError):
+        pass
+
+    def reading_a_corrupt_record():
+        yield from numbers(5)
+        raise Corrupt("record 5")
+
+    with pytest.raises(Corrupt, match="record 5") as caught:
+        mr.repeat(
+            10,
+            add,
+            0.0,
+            infeed=mr.Infeed(reading_a_corrupt_record()),
+            steps_per_execution=steps,
+        )
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "reading_a_corrupt_record" in frames
+
+
+def test_good_elements_before_an_exception_are_used_first():
+    def failing():
+        yield from numbers(5)
+        raise KeyError("gone")
+
+    infeed, outfeed = mr.Infeed(failing()), mr.Outfeed()
+    with pytest.raises(KeyError):
+        mr.repeat(10, add, 0.0, infeed=infeed, outfeed=outfeed)
+    assert len(outfeed.dequeue()) == 5
+
+
+def test_a_dataset_that_ends_early_says_how_many_elements_came():
+    with pytest.raises(mr.DatasetEnded, match=r"ended after 7 .*asked for 10"):
+        mr.repeat(10, add, 0.0, infeed=mr.Infeed(numbers(7)))
+
+
+def test_a_loop_may_be_asked_to_stop_where_the_dataset_ends():
+    outfeed = mr.Outfeed()
+    infeed = mr.Infeed(numbers(7), on_end="stop")
+    total = mr.repeat(10, add, 0.0, infeed=infeed, outfeed=outfeed)
+    assert (float(total), len(outfeed.dequeue())) == (63.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (np.zeros(4, np.float32), r"Element 5 .* float32\[4\]; .* float32\[3\]"),
+        (np.zeros(3, np.float64), r"Element 5 .* float64\[3\]; .* float32\[3\]"),
+        ({"x": np.zeros(3, np.float32)}, "Element 5 .* structure"),
+    ],
+)
+def test_an_element_unlike_the_first_is_named(odd, message):
+    with pytest.raises(mr.ElementError, match=message):
+        mr.repeat(10, add, 0.0, infeed=mr.Infeed([*numbers(5), odd]))
+
+
+def test_the_position_can_be_reported_and_restored():
+    data = numbers(50)
+    first, second = mr.Infeed(data), mr.Infeed(data)
+    mr.repeat(17, add, 0.0, infeed=first)
+    second.seek(first.position)
+    outfeed = mr.Outfeed()
+    mr.repeat(3, lambda c, x: (c, x[0]), 0.0, infeed=second, outfeed=outfeed)
+    np.testing.assert_array_equal(outfeed.dequeue(), [17, 18, 19])
+
+
+def test_a_seekable_dataset_is_not_read_from_its_start():
+    class Seekable:
+        def __init__(self):
+            self.start, self.read = 0, []
+
+        def seek(self, position):
+            self.start = position
+
+        def __iter__(self):
+            for i in range(self.start, 10_000):
+                self.read.append(i)
+                yield np.full(3, i, np.float32)
+
+    data = Seekable()
+    with mr.Infeed(data) as infeed:
+        infeed.seek(9000)
+        mr.repeat(2, add, 0.0, infeed=infeed)
+    assert min(data.read) == 9000
+
+
+def test_an_iterator_that_was_read_cannot_go_back():
+    with mr.Infeed(iter(numbers(20))) as infeed:
+        mr.repeat(3, add, 0.0, infeed=infeed)
+        with pytest.raises(ValueError, match="an iterator that has been read"):
+            infeed.seek(0)
+
+
+def test_peeking_takes_nothing_even_from_an_iterator():
+    infeed = mr.Infeed(iter(numbers(3)))
+    assert infeed.peek()[0] == 0
+    assert float(mr.repeat(3, add, 0.0, infeed=infeed)) == 9.0
+
+
+def test_an_empty_dataset_is_named():
+    with pytest.raises(mr.DatasetEnded, match="no elements"):
+        mr.Infeed([]).peek()
+    with pytest.raises(mr.DatasetEnded, match="ended after 0 elements"):
+        mr.repeat(1, add, 0.0, infeed=mr.Infeed([]))
+
+
+def test_closing_does_not_hang_on_a_dataset_without_end():
+    def endless():
+        while True:
+            yield np.zeros(1000, np.float32)
+
+    before = threading.active_count()
+    infeed = mr.Infeed(endless())
+    infeed.chunk()
+    started = time.perf_counter()
+    infeed.close()
+    assert time.perf_counter() - started < 2
+    assert threading.active_count() == before
+
+
+def test_reading_overlaps_with_the_loop():
+    """A host that takes 10 ms and a device that takes 10 ms make 10 ms a step, not 20."""
+
+    def slow():
+        while True:
+            time.sleep(0.01)
+            yield np.ones((40, 40), np.float32)
+
+    def busy(carry, x):
+        def grind(_, y):
+            return y @ x * 1e-3 + y
+
+        return jax.lax.fori_loop(0, 600, grind, carry), None
+
+    start = np.ones((40, 40), np.float32)
+    with mr.Infeed(slow()) as infeed:
+        mr.repeat(3, busy, start, infeed=infeed)
+        began = time.perf_counter()
+        mr.repeat(40, busy, start, infeed=infeed)
+        fed = time.perf_counter() - began
+    resident = [np.ones((40, 40), np.float32)] * 43
+    with mr.Infeed(resident) as infeed:
+        mr.repeat(3, busy, start, infeed=infeed)
+        began = time.perf_counter()
+        mr.repeat(40, busy, start, infeed=infeed)
+        device = time.perf_counter() - began
+    # Serial would be device + 40 x 10 ms; leave half of the smaller one as margin.
+    assert fed < device + 0.4 - 0.5 * min(device, 0.4)
+
+
+def test_chunks_follow_the_pattern_of_capacities_and_are_full():
+    infeed = mr.Infeed(numbers(20))
+    sizes = []
+    while (chunk := infeed.chunk((3, 3, 2), only_full=True)) is not None:
+        sizes.append(chunk.stop)
+        infeed.took(chunk.stop)
+    assert sizes == [3, 3, 2, 3, 3, 2, 3]  # the last element makes no full chunk
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"prefetch_depth": 0}, "prefetch_depth must be at least 1, got 0"),
+        ({"on_end": "loop"}, "on_end must be 'error' or 'stop'"),
+    ],
+)
+def test_wrong_options_are_named(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        mr.Infeed(numbers(3), **arguments)
+    with pytest.raises(TypeError, match="iterable of pytrees"):
+        mr.Infeed(7)  # pyright: ignore[reportArgumentType]  (that is the test)

@@ -1,0 +1,161 @@
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import millrace as mr
+
+
+def count_up(carry):
+    return carry + 1, carry
+
+
+def test_all_elements_are_kept_in_order_across_loops():
+    outfeed = mr.Outfeed()
+    carry = mr.repeat(300, count_up, 0, outfeed=outfeed)
+    mr.repeat(300, count_up, carry, outfeed=outfeed)
+    np.testing.assert_array_equal(outfeed.dequeue(), np.arange(600))
+    assert outfeed.dequeue() is None
+
+
+def test_mode_last_keeps_the_newest_only():
+    outfeed = mr.Outfeed(mode="last")
+    mr.repeat(300, count_up, 0, outfeed=outfeed)
+    assert outfeed.dequeue() == 299
+    assert outfeed.dequeue() == 299
+
+
+def test_elements_keep_their_structure():
+    outfeed = mr.Outfeed()
+    mr.repeat(
+        5, lambda c: (c, {"a": c, "b": (c * 2, jnp.ones((2, 3)))}), 1.0, outfeed=outfeed
+    )
+    got = outfeed.dequeue()
+    assert got["a"].shape == (5,)
+    assert got["b"][1].shape == (5, 2, 3)
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_another_thread_reads_elements_while_the_program_runs(steps):
+    def slow(carry):
+        x = jnp.full((200, 200), carry * 1e-6)
+        for _ in range(60):
+            x = jnp.tanh(x @ x + 0.1)
+        return carry + 1, (carry, x.mean())
+
+    outfeed, arrivals = mr.Outfeed(), []
+    reader = threading.Thread(
+        target=lambda: arrivals.extend((time.perf_counter(), e[0]) for e in outfeed)
+    )
+    reader.start()
+    mr.repeat(60, slow, 0.0, outfeed=outfeed, steps_per_execution=steps)
+    ended = time.perf_counter()
+    reader.join(timeout=30)
+    assert not reader.is_alive()
+    assert [value for _, value in arrivals] == list(range(60))
+    before_the_end = sum(when < ended - 0.02 for when, _ in arrivals)
+    assert before_the_end > 20
+
+
+def test_waiting_returns_everything_once_the_loop_has_ended():
+    outfeed, got = mr.Outfeed(), []
+    started = threading.Event()
+
+    def read():
+        started.wait()
+        got.append(outfeed.dequeue(wait=True))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with outfeed.feeding():
+        started.set()
+        outfeed.put(jnp.arange(3), 3)
+        time.sleep(0.1)
+        assert not got
+        outfeed.put(jnp.arange(3, 5), 2)
+    reader.join(timeout=10)
+    np.testing.assert_array_equal(got[0], np.arange(5))
+
+
+def test_a_slow_reader_slows_the_loop_and_loses_nothing(caplog):
+    outfeed = mr.Outfeed(capacity_bytes=4 * 400)  # a hundred elements of 16 bytes
+    seen, most = [], 0
+
+    def read():
+        nonlocal most
+        for element in outfeed:
+            most = max(most, sum(block.bytes for block in outfeed._blocks))
+            seen.append(int(element[0]))
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    mr.repeat(
+        600,
+        lambda c: (c + 1, jnp.full(4, c)),
+        0,
+        outfeed=outfeed,
+        steps_per_execution=20,
+    )
+    reader.join(timeout=30)
+    assert seen == list(range(600))
+    assert most <= 4 * 400
+    assert "the loop waits for its reader" in caplog.text
+
+
+def test_a_full_outfeed_that_nobody_reads_is_an_error_not_a_hang():
+    outfeed = mr.Outfeed(capacity_bytes=100, patience_seconds=0.2)
+    with pytest.raises(mr.OutfeedFull, match="nobody reads it"):
+        mr.repeat(600, count_up, 0, outfeed=outfeed)
+
+
+def test_a_reader_is_not_left_waiting_when_the_loop_fails():
+    def failing():
+        yield np.zeros(1, np.float32)
+        raise OSError("disk")
+
+    outfeed, seen = mr.Outfeed(), []
+    reader = threading.Thread(target=lambda: seen.extend(outfeed))
+    reader.start()
+    with pytest.raises(OSError, match="disk"):
+        mr.repeat(9, lambda c, x: (c, x), 0.0, infeed=mr.Infeed(failing()), outfeed=outfeed)
+    reader.join(timeout=10)
+    assert not reader.is_alive()
+    assert len(seen) == 1
+
+
+def test_reading_what_was_never_filled_is_an_error():
+    with pytest.raises(ValueError, match="No loop has filled this outfeed"):
+        mr.Outfeed().dequeue()
+    with pytest.raises(RuntimeError, match="mode 'all'"):
+        next(iter(mr.Outfeed(mode="last")))
+
+
+@pytest.mark.parametrize("options", [{"mode": "some"}, {"capacity_bytes": 0}])
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        mr.Outfeed(**options)
+
+
+def test_a_reader_is_let_go_when_a_loop_refuses_its_arguments():
+    outfeed = mr.Outfeed()
+    reader = threading.Thread(target=lambda: list(outfeed))
+    reader.start()
+    with pytest.raises(ValueError, match="n must not be negative"):
+        mr.repeat(-1, count_up, 0, outfeed=outfeed)
+    reader.join(timeout=10)
+    assert not reader.is_alive()
+
+
+def test_a_loop_of_no_steps_leaves_nothing_and_that_is_no_error():
+    outfeed = mr.Outfeed()
+    mr.repeat(0, count_up, 0, outfeed=outfeed)
+    assert outfeed.dequeue() is None
+
+
+def test_two_loops_cannot_fill_one_outfeed_at_once():
+    outfeed = mr.Outfeed()
+    with outfeed.feeding(), pytest.raises(RuntimeError, match="filled by another loop"):
+        mr.repeat(1, count_up, 0, outfeed=outfeed)

@@ -1,0 +1,436 @@
+"""A checkpoint is complete or not there at all, and never taken for good when damaged."""
+
+import json
+import logging
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from millrace.host import checkpoint
+from millrace.host.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    read_manifest,
+    restore,
+)
+from millrace.program.loss_scale import initial_loss_scale
+from millrace.program.step import TrainState
+
+
+def small_state(number: float = 1.0) -> dict:
+    return {"weights": np.full((4, 3), number, np.float32), "update": np.int32(number)}
+
+
+def value(restored) -> float:
+    return float(restored.state["weights"][0, 0])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def checkpoints(folder):
+    opened = Checkpoints(folder)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def three(checkpoints):
+    """Checkpoints after updates 1, 2 and 3, whose weights are 1, 2 and 3."""
+    for update in (1, 2, 3):
+        checkpoints.save(small_state(update), update, data_position=10 * update)
+    checkpoints.wait()
+    return checkpoints
+
+
+@pytest.fixture
+def warned():
+    """The warnings of the package; not by caplog, which a Console would disconnect."""
+    messages = []
+
+    class Collect(logging.Handler):
+        def emit(self, record):
+            messages.append((record.levelname, record.getMessage()))
+
+    handler, logger = Collect(logging.WARNING), logging.getLogger("millrace")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def newest_file(checkpoints: Checkpoints) -> Path:
+    """The largest file of the newest checkpoint's state: it holds an array."""
+    files = (path for path in checkpoints.saved()[-1].glob("state/**/*") if path.is_file())
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x01
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = pytest.mark.parametrize("damage", [truncate, Path.unlink, flip_a_byte])
+
+
+# Writing and reading back
+
+
+def test_a_training_state_comes_back_bit_for_bit_in_its_own_structure(checkpoints):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "conv": {"kernel": jax.random.normal(keys[0], (3, 3, 2), jnp.bfloat16)},
+        "fc": [jax.random.normal(keys[1], (5,)), jnp.float16(0.1)],
+    }
+    optimiser = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    state = TrainState(
+        update=jnp.int32(7),
+        params=params,
+        carried={},
+        optimiser_state=optimiser.init(params),
+        loss_scale=initial_loss_scale(2.0**15),
+        key=jax.random.key_data(keys[2]),
+    )
+    checkpoints.save(state, 7)
+    checkpoints.wait()
+    found = checkpoints.restore_newest(state).state
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert new.dtype == old.dtype
+        assert new.shape == old.shape
+        assert new.tobytes() == np.asarray(old).tobytes()
+
+
+def test_values_that_are_no_numbers_survive(checkpoints):
+    state = {"x": np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45], np.float32)}
+    checkpoints.save(state, 1)
+    checkpoints.wait()
+    assert restore(checkpoints.saved()[0], state).state["x"].tobytes() == (
+        state["x"].tobytes()
+    )
+
+
+def test_a_state_spread_over_devices_is_saved_once_and_whole(checkpoints):
+    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    weights = np.arange(32, dtype=np.float32)
+    state = {
+        "copied": jax.device_put(weights, NamedSharding(mesh, PartitionSpec())),
+        "split": jax.device_put(weights, NamedSharding(mesh, PartitionSpec("replica"))),
+    }
+    checkpoints.save(state, 1)
+    checkpoints.wait()
+    restored = checkpoints.restore_newest(state).state
+    np.testing.assert_array_equal(restored["copied"], weights)
+    np.testing.assert_array_equal(restored["split"], weights)
+
+
+def test_facts_are_kept_beside_the_state(checkpoints):
+    metrics = {"train_loss": 0.25, "validation_accuracy": 0.5}
+    checkpoints.save(small_state(), 12, data_position=96, time=1.5, metrics=metrics)
+    checkpoints.wait()
+    manifest = checkpoints.restore_newest(small_state()).manifest
+    assert manifest["update"] == 12
+    assert manifest["data_position"] == 96
+    assert manifest["time"] == 1.5
+    assert manifest["metrics"] == metrics
+    assert manifest["versions"]["jax"] == jax.__version__
+
+
+def test_there_may_be_no_checkpoint_yet(checkpoints, folder):
+    assert checkpoints.restore_newest(small_state()) is None
+    folder.mkdir()
+    assert checkpoints.restore_newest(small_state()) is None
+    assert checkpoints.saved() == []
+
+
+def test_the_newest_is_restored_by_number_not_by_time(checkpoints):
+    for update in (9, 100, 20):
+        checkpoints.save(small_state(update), update)
+    checkpoints.wait()
+    assert value(checkpoints.restore_newest(small_state())) == 100
+
+
+def test_the_state_may_be_donated_or_changed_as_soon_as_save_returns(
+    checkpoints, monkeypatch
+):
+    changed = threading.Event()
+    write = checkpoint._orbax_save
+
+    def write_late(path, state):
+        assert changed.wait(10)
+        write(path, state)
+
+    monkeypatch.setattr(checkpoint, "_orbax_save", write_late)
+    on_host, on_device = np.ones(3, np.float32), jnp.ones(3)
+    checkpoints.save({"a": on_host, "b": on_device}, 1)
+    on_host[:] = -1
+    on_device.delete()
+    changed.set()
+    checkpoints.wait()
+    found = checkpoints.restore_newest({"a": on_host, "b": on_host}).state
+    assert found["a"].tolist() == found["b"].tolist() == [1, 1, 1]
+
+
+def test_closing_finishes_the_checkpoint_under_way(folder):
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(small_state(), 1)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["update-000000001"]
+
+
+def test_saving_the_same_update_twice_keeps_the_first(three):
+    three.save(small_state(3), 3, data_position=-1)
+    three.wait()
+    assert three.restore_newest(small_state()).manifest["data_position"] == 30
+
+
+# Which are kept
+
+
+def updates(checkpoints: Checkpoints) -> list[int]:
+    return [int(path.name.removeprefix("update-")) for path in checkpoints.saved()]
+
+
+def test_only_the_newest_are_kept(folder):
+    checkpoints = Checkpoints(folder, keep=2)
+    for update in range(1, 6):
+        checkpoints.save(small_state(update), update)
+    checkpoints.close()
+    assert updates(checkpoints) == [4, 5]
+    assert len(list(folder.iterdir())) == 2
+
+
+def keep_smallest_loss(folder: Path, losses: list[float]) -> Checkpoints:
+    checkpoints = Checkpoints(
+        folder, keep=1, better=lambda new, old: new["loss"] < old["loss"]
+    )
+    for update, loss in enumerate(losses, 1):
+        checkpoints.save(small_state(update), update, metrics={"loss": loss})
+    checkpoints.close()
+    return checkpoints
+
+
+def test_the_best_is_kept_besides_the_newest(folder):
+    checkpoints = keep_smallest_loss(folder, [0.5, 0.1, 0.3, 0.2])
+    assert updates(checkpoints) == [2, 4]
+    assert checkpoints.best() == folder / "update-000000002"
+
+
+def test_a_best_that_is_beaten_goes(folder):
+    checkpoints = keep_smallest_loss(folder, [0.5, 0.1, 0.3, 0.05, 0.2])
+    assert updates(checkpoints) == [4, 5]
+
+
+def test_without_a_measure_there_is_no_best(three):
+    assert three.best() is None
+
+
+@pytest.mark.parametrize("losses", [[np.nan, 0.1, 0.2, 0.3], [0.1, np.nan, 0.2, np.nan]])
+def test_a_metric_that_is_not_a_number_is_never_the_best_and_stops_nothing(folder, losses):
+    checkpoints = keep_smallest_loss(folder, losses)
+    assert updates(checkpoints) == [losses.index(0.1) + 1, 4]
+
+
+def test_a_damaged_older_checkpoint_does_not_stop_new_ones(folder):
+    checkpoints = keep_smallest_loss(folder, [0.5, 0.6])
+    truncate(folder / "update-000000001" / "manifest.json")
+    again = Checkpoints(folder, keep=1, better=lambda new, old: new["loss"] < old["loss"])
+    again.save(small_state(3), 3, metrics={"loss": 0.4})
+    again.close()
+    assert value(checkpoints.restore_newest(small_state())) == 3
+
+
+# Damage
+
+
+@DAMAGES
+def test_a_damaged_checkpoint_is_set_aside_for_an_older_one_with_a_warning(
+    three, folder, warned, damage
+):
+    damage(newest_file(three))
+    restored = three.restore_newest(small_state())
+    assert value(restored) == 2
+    assert restored.manifest["data_position"] == 20
+    ((level, message),) = warned
+    assert level == "WARNING"
+    assert "update-000000003" in message
+    assert "damaged" in message
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["update-000000001", "update-000000002", "update-000000003.damaged"]
+
+
+@DAMAGES
+def test_damage_to_any_file_of_a_checkpoint_is_noticed(three, tmp_path, damage):
+    whole = three.saved()[-1]
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    assert Path("manifest.json") in files
+    for number, name in enumerate(files):
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(whole, copy)
+        damage(copy / name)
+        with pytest.raises(CheckpointError, match=f"copy{number} is"):
+            restore(copy, small_state())
+
+
+def test_a_changed_data_position_is_noticed(three, warned):
+    manifest = three.saved()[-1] / "manifest.json"
+    text = manifest.read_text()
+    assert '"data_position": 30' in text
+    manifest.write_text(text.replace('"data_position": 30', '"data_position": 38'))
+    restored = three.restore_newest(small_state())
+    assert restored.manifest["data_position"] == 20
+    assert warned
+
+
+def test_a_checkpoint_without_its_manifest_is_set_aside_with_a_warning(
+    three, folder, warned
+):
+    (three.saved()[-1] / "manifest.json").unlink()
+    assert value(three.restore_newest(small_state())) == 2
+    assert "update-000000003" in "".join(message for _, message in warned)
+    assert not (folder / "update-000000003").exists()
+
+
+@DAMAGES
+def test_after_damage_the_same_update_can_be_saved_again(three, damage):
+    damage(three.saved()[-1] / "manifest.json")
+    three.restore_newest(small_state())
+    three.save(small_state(3), 3)
+    three.wait()
+    assert value(three.restore_newest(small_state())) == 3
+
+
+def test_a_checkpoint_may_be_damaged_a_second_time(three):
+    for _ in range(2):
+        truncate(newest_file(three))
+        assert value(three.restore_newest(small_state())) == 2
+        three.save(small_state(3), 3)
+        three.wait()
+    assert value(three.restore_newest(small_state())) == 3
+
+
+def test_when_all_are_damaged_that_is_an_error_now_and_at_the_next_try(three, folder):
+    for path in three.saved():
+        truncate(next(path.glob("state/**/manifest.ocdbt")))
+    for _ in range(2):  # a run must not quietly start again from nothing
+        with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
+            three.restore_newest(small_state())
+        assert str(folder) in str(caught.value)
+
+
+def test_a_folder_left_by_a_crash_is_ignored_and_removed(three, folder):
+    leftover = folder / "update-000000004.partial"
+    shutil.copytree(folder / "update-000000003", leftover)
+    assert updates(three) == [1, 2, 3]
+    assert value(three.restore_newest(small_state())) == 3
+    assert not leftover.exists()
+
+
+def test_a_folder_left_by_a_crash_does_not_hinder_the_same_checkpoint(three, folder):
+    (folder / "update-000000004.partial" / "state").mkdir(parents=True)
+    three.save(small_state(4), 4)
+    three.wait()
+    assert value(three.restore_newest(small_state())) == 4
+
+
+# Checkpoints of something else
+
+
+@pytest.mark.parametrize(
+    ("other", "hint"),
+    [
+        ({"weights": np.ones((4, 5), np.float32), "update": np.int32(0)}, r"\[4, 5\]"),
+        ({"weights": np.ones((4, 3), np.float64), "update": np.int32(0)}, "float64"),
+        ({"weights": np.ones((4, 3), jnp.bfloat16), "update": np.int32(0)}, "bfloat16"),
+        ({"kernel": np.ones((4, 3), np.float32), "update": np.int32(0)}, "kernel"),
+        ({"weights": np.ones((4, 3), np.float32)}, "update"),
+        (small_state() | {"bias": np.ones(3, np.float32)}, "bias"),
+    ],
+    ids=["shape", "wider", "narrower", "renamed", "fewer", "more"],
+)
+def test_a_checkpoint_of_another_model_is_refused_saying_what_differs(three, other, hint):
+    with pytest.raises(
+        CheckpointError, match=rf"does not fit this model.*{hint}"
+    ) as caught:
+        restore(three.saved()[-1], other)
+    assert "\n" not in str(caught.value)
+
+
+def test_good_checkpoints_of_another_model_are_not_called_damaged(three):
+    other = {"weights": np.ones((4, 5), np.float32), "update": np.int32(0)}
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        three.restore_newest(other)
+    assert updates(three) == [1, 2, 3]
+    assert value(three.restore_newest(small_state())) == 3
+
+
+def test_checkpoints_of_a_later_version_are_refused_and_left_as_they_are(three):
+    for path in three.saved():
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        read_manifest(three.saved()[0])
+    with pytest.raises(CheckpointError):
+        three.restore_newest(small_state())
+    assert updates(three) == [1, 2, 3]
+
+
+# A disk that does not take it
+
+
+def test_a_place_that_cannot_be_written_to_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints")
+    checkpoints.save(small_state(), 1)
+    with pytest.raises(CheckpointError, match=r"after update 1 .*Not a directory"):
+        checkpoints.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("a full disk is simulated with a small tmpfs; there is no mount here")
+    if mounted.returncode:
+        reason = mounted.stderr.strip()
+        pytest.skip(f"a full disk is simulated with a small tmpfs; no mounting: {reason}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_earlier_checkpoint_whole(small_disk):
+    large = np.random.default_rng(0).random(1 << 19)  # 4 MiB that do not compress
+    checkpoints = Checkpoints(small_disk / "checkpoints")
+    checkpoints.save(small_state(1), 1)
+    checkpoints.save({"weights": large}, 2)
+    with pytest.raises(
+        CheckpointError, match=r"after update 2 could not be written"
+    ) as full:
+        checkpoints.save(small_state(3), 3)  # says what became of the one before
+    assert "space" in str(full.value).partition("Earlier")[0].lower()
+    assert [path.name for path in checkpoints.saved()] == ["update-000000001"]
+    assert list(small_disk.rglob("*.partial")) == []
+    assert value(checkpoints.restore_newest(small_state())) == 1
+    checkpoints.save(small_state(3), 3)  # there is space for this one
+    checkpoints.close()
+    assert value(checkpoints.restore_newest(small_state())) == 3

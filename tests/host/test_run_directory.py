@@ -1,0 +1,239 @@
+"""The run directory: what is refused, what is kept, what other tools can read."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+import millrace
+from millrace.config import ConfigurationError
+from millrace.host.run_directory import (
+    RunDirectory,
+    finite_json,
+    open_run_directory,
+    versions,
+    write_atomically,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run_dir: Path | None = field(default=None, metadata={"may_change": True})
+    quiet: bool = field(default=False, metadata={"may_change": True})
+    learning_rate: float = 1e-5
+    precision: str = "16.16"
+    splits: tuple[str, ...] = ("a", "b")
+
+
+def start(path: Path | None, config=None, *, command="cnn-train", resume=False):
+    return open_run_directory(path, config or Options(), command=command, resume=resume)
+
+
+def refusal(path: Path, config=None, **options) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        start(path, config, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Starting
+
+
+def test_a_new_run_records_its_whole_configuration(tmp_path):
+    path = tmp_path / "deep" / "inside" / "run"
+    start(path, Options(run_dir=path, quiet=True))
+    record = yaml.safe_load((path / "config.yml").read_text())
+    assert record == {
+        "command": "cnn-train",
+        "run_dir": str(path),
+        "quiet": True,
+        "learning_rate": 1e-5,
+        "precision": "16.16",
+        "splits": ["a", "b"],
+    }
+
+
+def test_an_empty_directory_may_be_used(tmp_path):
+    start(tmp_path)
+    assert (tmp_path / "config.yml").exists()
+
+
+def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message
+    assert "--resume" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_file_in_place_of_the_directory_is_called_a_file(tmp_path):
+    path = tmp_path / "run"
+    path.write_text("")
+    message = refusal(path)
+    assert str(path) in message
+    said = message.replace(str(path), "")
+    assert "not empty" not in said  # it is, and --resume would not help
+    assert "file" in said or "not a directory" in said
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path):
+    # Not by permissions: tests may run as root, who may write anywhere.
+    (tmp_path / "file").write_text("")
+    message = refusal(tmp_path / "file" / "run")
+    assert str(tmp_path / "file" / "run") in message
+    assert "Not a directory" in message
+
+
+def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = {start(None).path for _ in range(3)}  # within one second
+    assert len(paths) == 3
+    assert {path.parent for path in paths} == {Path("runs")}
+    assert all(path.name.startswith("cnn-train-20") for path in paths)
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_there_must_be_a_run_to_resume(tmp_path, exists):
+    path = tmp_path / "run"
+    if exists:
+        path.mkdir()
+    assert f"no run to resume in {path}" in refusal(path, resume=True)
+    assert path.exists() == exists
+
+
+def test_the_same_configuration_resumes(tmp_path):
+    start(tmp_path)
+    record = (tmp_path / "config.yml").read_bytes()
+    assert start(tmp_path, resume=True).path == tmp_path
+    assert (tmp_path / "config.yml").read_bytes() == record
+
+
+def test_another_configuration_is_refused_naming_every_option_that_differs(tmp_path):
+    start(tmp_path)
+    other = Options(learning_rate=0.5, splits=("a",))
+    message = refusal(tmp_path, other, resume=True)
+    assert "learning_rate was 1e-05, now 0.5" in message
+    assert "splits was ['a', 'b'], now ['a']" in message
+    assert "precision" not in message
+
+
+def test_options_that_do_not_change_results_may_differ(tmp_path):
+    start(tmp_path, Options(run_dir=Path("here")))
+    start(tmp_path, replace(Options(), run_dir=tmp_path, quiet=True), resume=True)
+
+
+def test_a_run_of_another_command_is_not_resumed(tmp_path):
+    start(tmp_path)
+    message = refusal(tmp_path, command="vcd-train", resume=True)
+    assert "cnn-train" in message
+    assert "vcd-train" in message
+
+
+@pytest.mark.parametrize("text", ["", "command: [", "- a list\n"])
+def test_a_damaged_record_of_the_configuration_is_refused(tmp_path, text):
+    start(tmp_path)
+    (tmp_path / "config.yml").write_text(text)
+    assert "config.yml" in refusal(tmp_path, resume=True)
+
+
+# Metrics
+
+
+def test_metrics_come_back_as_they_were_logged(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.read_metrics() == []
+    events = [{"update": n, "epoch": n / 2, "time": 0.5, "loss": 0.1} for n in (1, 2)]
+    for event in events:
+        directory.append_metrics(event)
+    assert directory.read_metrics() == events
+    assert directory.metrics_path.read_text().count("\n") == 2
+
+
+def strictly(line: str):
+    def no_such_number(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    return json.loads(line, parse_constant=no_such_number)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_json_does_not_have_are_still_valid_json(tmp_path, value):
+    directory = RunDirectory(tmp_path)
+    directory.append_metrics({"update": 1, "loss": value, "nested": {"all": [value, 1.5]}})
+    event = strictly(directory.metrics_path.read_text())
+    assert event["nested"]["all"][1] == 1.5
+    assert math.isnan(value) == math.isnan(float(event["loss"]))
+    assert float(event["loss"]) == value or math.isnan(value)
+    directory.write_summary({"metrics": {"train_loss": value}})
+    summary = strictly((tmp_path / "summary.json").read_text())
+    assert summary["metrics"]["train_loss"] == event["loss"]
+
+
+def test_finite_values_of_every_kind_are_left_as_they_are():
+    value = {"a": [1, 2.5, None, True, "nan"], "b": {"c": -0.0}}
+    assert finite_json(value) == value
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.append_metrics({"update": 1, "loss": 0.5})
+    directory.append_metrics({"update": 2, "loss": 0.25})
+    whole = directory.metrics_path.read_bytes()
+    directory.metrics_path.write_bytes(whole[:-9])
+    assert directory.read_metrics() == [{"update": 1, "loss": 0.5}]
+
+
+def test_what_is_logged_after_a_torn_line_is_not_lost_with_it(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.append_metrics({"update": 1})
+    with directory.metrics_path.open("a") as file:
+        file.write('{"update": 2, "lo')
+    directory.forget_metrics_after(1)  # as resuming does
+    directory.append_metrics({"update": 2})
+    assert directory.read_metrics() == [{"update": 1}, {"update": 2}]
+
+
+def test_events_after_the_checkpoint_are_forgotten_when_a_run_resumes(tmp_path):
+    directory = RunDirectory(tmp_path)
+    for update in (10, 20, 20, 30):
+        directory.append_metrics({"update": update, "loss": math.nan})
+    directory.forget_metrics_after(20)
+    assert [event["update"] for event in directory.read_metrics()] == [10, 20, 20]
+    assert all(strictly(line) for line in directory.metrics_path.read_text().splitlines())
+    directory.forget_metrics_after(0)
+    assert directory.metrics_path.read_text() == ""
+
+
+# Writing
+
+
+def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "x" * 100_000 + "\ud800")  # not encodable
+    assert path.read_text() == "old"
+
+
+def test_the_versions_behind_the_results_are_known():
+    found = versions()
+    assert found["jax"] == jax.__version__
+    assert found["millrace"] == millrace.__version__
+    assert {"python", "jaxlib", "optax", "orbax-checkpoint", "numpy"} <= set(found)

@@ -1,0 +1,115 @@
+"""A small training problem, and the plainest loop that solves it: the tests' oracle."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from millrace.plan import Plan
+from millrace.program.training import TrainingProgram, training_program
+
+UPDATES, GLOBAL_BATCH, FEATURES, CLASSES = 3, 32, 12, 5
+
+
+def make_params() -> dict[str, Any]:
+    """Three layers; the middle one is large enough to count as offloadable state."""
+    sizes = [(FEATURES, 40), (40, 40), (40, CLASSES)]
+    keys = jax.random.split(jax.random.key(7), len(sizes))
+    return {
+        f"layer{i}": {
+            "kernel": jax.random.normal(key, size) * size[0] ** -0.5,
+            "bias": jnp.zeros(size[1]),
+        }
+        for i, (key, size) in enumerate(zip(keys, sizes, strict=True))
+    }
+
+
+def make_carried() -> dict[str, jax.Array]:
+    return {"mean": jnp.zeros(FEATURES)}
+
+
+def make_data(seed: int = 0) -> dict[str, np.ndarray]:
+    """Leaves are (updates, samples of a global batch, ...)."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.standard_normal((UPDATES, GLOBAL_BATCH, FEATURES)).astype(np.float32),
+        "y": rng.integers(0, CLASSES, (UPDATES, GLOBAL_BATCH)).astype(np.int32),
+    }
+
+
+def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+    """Cross-entropy; carries a moving mean of the inputs, as batch norm does."""
+    del key
+    h = batch["x"]
+    for layer in params.values():
+        h = h @ layer["kernel"] + layer["bias"]
+        if layer["bias"].shape != (CLASSES,):
+            h = jnp.tanh(h)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        h.astype(jnp.float32), batch["y"]
+    )
+    seen = batch["x"].astype(jnp.float32).mean(0)
+    carried = {"mean": 0.9 * carried["mean"] + 0.1 * seen}
+    right = (h.argmax(-1) == batch["y"]).astype(jnp.float32).mean()
+    return losses.mean(), (carried, {"accuracy": right})
+
+
+def make_optimiser() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+def plain_loop(
+    optimiser: optax.GradientTransformation, data: dict[str, np.ndarray]
+) -> tuple[Any, Any, list[float]]:
+    """One device, one batch, one gradient, one update at a time. Nothing of ours."""
+    params, carried = make_params(), make_carried()
+    state, losses = optimiser.init(params), []
+
+    @jax.jit
+    def step(params: Any, carried: Any, state: Any, batch: Any) -> Any:
+        function = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (carried, _)), gradient = function(params, carried, batch, None)
+        updates, state = optimiser.update(gradient, state, params)
+        return optax.apply_updates(params, updates), carried, state, loss
+
+    for update in range(UPDATES):
+        batch = {name: jnp.asarray(leaf[update]) for name, leaf in data.items()}
+        params, carried, state, loss = step(params, carried, state, batch)
+        losses.append(float(loss))
+    return params, carried, losses
+
+
+def train_with(
+    plan: Plan,
+    *,
+    optimiser: optax.GradientTransformation | None = None,
+    loss: Any = loss_fn,
+    data: dict[str, np.ndarray] | None = None,
+    **options: Any,
+) -> tuple[Any, dict[str, np.ndarray], TrainingProgram]:
+    """Run the same problem through a training program; return state, info, program."""
+    data = make_data() if data is None else data
+    program = training_program(loss, optimiser or make_optimiser(), plan, **options)
+    state = program.init(make_params(), make_carried(), seed=3)
+    chunk = stage(program, data)
+    state, info = program.run(state, chunk)
+    return state, {name: np.asarray(value) for name, value in info.items()}, program
+
+
+def stage(program: TrainingProgram, data: dict[str, np.ndarray]) -> Any:
+    """Cut global batches into micro-batches and put them on the devices."""
+    step = program.plan.batching.samples_per_step
+    chunk = {name: x.reshape(-1, step, *x.shape[2:]) for name, x in data.items()}
+    return jax.device_put(chunk, program.chunk_sharding)
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """The largest absolute difference between two trees, anywhere they lie."""
+    differences = jax.tree.map(
+        lambda a, b: np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)).max(),
+        jax.device_get(one),
+        jax.device_get(other),
+    )
+    return float(max(jax.tree.leaves(differences)))

@@ -1,0 +1,290 @@
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiled_text import operations_by_loop_depth
+from plain_loop import (
+    GLOBAL_BATCH,
+    loss_fn,
+    make_carried,
+    make_data,
+    make_optimiser,
+    make_params,
+    stage,
+    train_with,
+)
+
+from millrace.config import ConfigurationError
+from millrace.plan import Plan
+from millrace.program import offload
+from millrace.program.step import keep_products
+from millrace.program.training import training_program
+
+
+def compiled_text_of(program):
+    (compiled,) = program._compiled.values()
+    return compiled
+
+
+def test_gradients_are_exchanged_once_per_update_and_never_per_micro_batch():
+    plan = Plan(micro_batch_size=2, num_replicas=4, gradient_accumulation_count=4)
+    _, _, program = train_with(plan)
+    depths = operations_by_loop_depth(
+        compiled_text_of(program), "all-reduce|all-reduce-start"
+    )
+    # Depth 1 is the loop over updates, depth 2 the one over micro-batches.
+    assert depths == {1: 1}
+
+
+def test_the_text_reader_sees_an_exchange_inside_the_inner_loop():
+    """The test above could not fail if the reader missed what it looks for."""
+    mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def inner(x):
+        body = lambda c, _: (jax.lax.psum(c, "r") * 0.5, None)  # noqa: E731
+        outer = lambda c, _: (jax.lax.scan(body, c, None, length=3)[0], None)  # noqa: E731
+        return jax.lax.scan(outer, x, None, length=2)[0]
+
+    spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(inner, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(mapped).lower(jnp.ones(1000)).compile()
+    assert operations_by_loop_depth(compiled, "all-reduce")[2] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_replicas": 4, "micro_batch_size": 8},
+        {"micro_batch_size": 8, "gradient_accumulation_count": 4},
+        {"optimizer_state_offloading": True},
+        {"recomputation": True},
+    ],
+    ids=str,
+)
+def test_the_loss_is_traced_once_however_many_calls_and_lengths(options):
+    traces = 0
+
+    def counted(*arguments):
+        nonlocal traces
+        traces += 1
+        return loss_fn(*arguments)
+
+    plan = Plan(**({"micro_batch_size": GLOBAL_BATCH} | options))
+    state, _, program = train_with(plan, loss=counted)
+    data = make_data()
+    state, _ = program.run(state, stage(program, data))
+    if not plan.optimizer_state_offloading:
+        shorter = {name: leaf[:1] for name, leaf in data.items()}
+        program.run(state, stage(program, shorter))
+    assert traces == 1
+
+
+def test_the_state_is_donated_and_the_callers_weights_are_not():
+    params = make_params()
+    program = training_program(
+        loss_fn, make_optimiser(), Plan(micro_batch_size=GLOBAL_BATCH)
+    )
+    state = program.init(params, make_carried())
+    program.run(state, stage(program, make_data()))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_a_chunk_that_is_not_on_the_device_is_refused_not_copied():
+    program = training_program(
+        loss_fn, make_optimiser(), Plan(micro_batch_size=GLOBAL_BATCH)
+    )
+    state = program.init(make_params(), make_carried())
+    program.compile(state, stage(program, make_data()))
+    with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
+        program.run(state, make_data())
+
+
+def test_offloaded_state_rests_in_host_memory_and_counters_do_not():
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
+    state, _, _ = train_with(plan)
+    kinds = {
+        leaf.size > 1000: leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(state.optimiser_state)
+    }
+    assert kinds == {True: "pinned_host", False: "device"}
+    assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+
+
+def test_the_update_is_cut_into_buckets_that_own_their_state(monkeypatch):
+    monkeypatch.setattr(offload, "_BUCKET_BYTES", 8000)
+    made = []
+    original = offload.StreamedUpdate
+
+    class Spy(original):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(offload, "StreamedUpdate", Spy)
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
+    state, _, _ = train_with(plan, optimiser=optax.adam(1e-2))
+    (stream,) = made
+    owned = offload._owned_positions(state)
+    streamed = {p for p, size in owned.items() if size}
+    per_bucket = [streamed & set(bucket.made) for bucket in stream.buckets]
+    assert sum(map(len, per_bucket)) == len(streamed) == 2  # mu and nu of one kernel
+    every = [position for bucket in stream.buckets for position in bucket.made]
+    assert sorted(every) == list(range(len(every)))
+
+
+def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
+    together = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
+    for optimiser, expected in ((optax.adam(1e-2), 6), (together, 1)):
+        plan = Plan(micro_batch_size=GLOBAL_BATCH)
+        program = training_program(loss_fn, optimiser, plan)
+        state = program.init(make_params(), make_carried())
+        owned = {p: 1 << 30 for p in offload._owned_positions(state)}
+        gathered = offload.Gathered(state.params, state.carried, {})
+        step = program._step
+        jaxpr = jax.make_jaxpr(lambda s, g, step=step: offload.steps.apply(step, s, g))(
+            state, gathered
+        )
+        groups = offload._split(jaxpr, owned)
+        with_weights = [g for g in groups if set(g) & set(owned)]
+        assert len(with_weights) == expected
+
+
+def test_a_device_without_host_memory_says_that_offloading_is_off(monkeypatch, caplog):
+    monkeypatch.setattr(offload, "host_memory_kind", lambda device: None)
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
+    state, _, _ = train_with(plan)
+    assert "offloading is off" in caplog.text
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimiser_state)}
+    assert kinds == {"device"}
+
+
+def test_recomputation_keeps_only_the_results_of_products():
+    def deep(w, h):
+        for _ in range(12):
+            h = jnp.tanh(h @ w) * jnp.exp(-h * h) + jnp.sin(h)
+        return (h * h).mean()
+
+    def kept(function):
+        _, backward = jax.vjp(function, jnp.ones((40, 40)), jnp.ones((512, 40)))
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    recomputed = jax.checkpoint(deep, policy=keep_products)
+    assert kept(deep) > 40 * 512 * 40
+    assert kept(recomputed) <= 14 * 512 * 40  # twelve products, the input, the weights
+
+
+def test_on_cpu_recomputation_says_that_it_saves_nothing(caplog):
+    train_with(Plan(micro_batch_size=GLOBAL_BATCH, recomputation=True))
+    assert "recomputation saves no memory on CPU" in caplog.text
+
+
+def test_more_replicas_than_devices_is_the_users_mistake():
+    with pytest.raises(ConfigurationError, match=r"num_replicas is 9.*only 8 cpu"):
+        training_program(loss_fn, make_optimiser(), Plan(num_replicas=9))
+
+
+def test_an_element_of_the_wrong_size_names_both_sizes():
+    program = training_program(
+        loss_fn, make_optimiser(), Plan(micro_batch_size=4, num_replicas=2)
+    )
+    state = program.init(make_params(), make_carried())
+    chunk = {"x": np.zeros((1, 6, 12), np.float32), "y": np.zeros((1, 6), np.int32)}
+    with pytest.raises(ValueError, match="has 6 samples; this plan needs 8"):
+        program.run(state, jax.device_put(chunk, program.chunk_sharding))
+
+
+@pytest.mark.parametrize(
+    ("bad_loss", "message"),
+    [
+        (
+            lambda p, c, b, k: (b["x"].mean(), (c, {"v": b["x"]})),
+            "must be a scalar",
+        ),
+        (lambda p, c, b, k: (b["x"].mean(), (c, [1.0])), "info a flat dict"),
+        (lambda p, c, b, k: b["x"].mean(), "loss_fn must return (loss, (carried, info))"),
+        (lambda p, c, b, k: (b["x"].mean(), {}), "must return (loss, (carried, info))"),
+        (lambda p, c, b, k: (b["x"].mean(1), (c, {})), "got shape (32,). Take the mean"),
+        (lambda p, c, b, k: (b["x"].mean(), ({}, {})), "carried values of the structure"),
+        (
+            lambda p, c, b, k: (b["x"].mean(), ({"mean": b["x"]}, {})),
+            "carried value mean changed its shape",
+        ),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_told_how(bad_loss, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        train_with(Plan(micro_batch_size=GLOBAL_BATCH), loss=bad_loss)
+
+
+def test_watched_functions_of_the_update_are_reported():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    _, info, _ = train_with(
+        Plan(micro_batch_size=GLOBAL_BATCH), watch={"learning_rate": schedule}
+    )
+    np.testing.assert_allclose(info["learning_rate"], [1.0, 0.75, 0.5])
+
+
+def test_carried_changes_of_all_micro_batches_can_be_added_up():
+    """A table of which each sample owns a row: nobody's change may be diluted."""
+
+    def loss(params, carried, batch, key):
+        del key
+        table = carried["table"].at[batch["y"]].add(1)
+        return (params["w"] * 0.0).sum(), ({"table": table}, {})
+
+    plan = Plan(micro_batch_size=4, num_replicas=4, gradient_accumulation_count=2)
+    program = training_program(loss, optax.sgd(0.1), plan, carried_reduction="sum")
+    state = program.init({"w": jnp.ones(3)}, {"table": jnp.zeros(5, jnp.int32)})
+    data = {"y": make_data()["y"]}
+    state, _ = program.run(state, stage(program, data))
+    np.testing.assert_array_equal(state.carried["table"], np.bincount(data["y"].ravel()))
+
+
+def test_integers_cannot_be_averaged_and_the_message_says_what_to_do():
+    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
+    state = program.init(make_params(), {"mean": jnp.zeros(12, jnp.int32)})
+    with pytest.raises(ValueError, match="carried_reduction sum"):
+        program.run(state, stage(program, make_data()))
+
+
+def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
+    def noisy(params, carried, batch, key):
+        noise = jax.random.normal(key, ())
+        return (params["layer0"]["bias"] * 0.0).sum(), (carried, {"noise": noise})
+
+    def draws(**options):
+        return train_with(Plan(micro_batch_size=4, **options), loss=noisy)[1]["noise"]
+
+    replicated = draws(num_replicas=8)
+    accumulated = draws(gradient_accumulation_count=8)
+    np.testing.assert_allclose(replicated, accumulated, rtol=1e-5)
+    assert len(set(np.round(replicated, 6))) == 3  # another key for every update
+
+
+def test_updates_per_call_divides_the_execution_or_reaches_the_limit():
+    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
+    assert program.updates_per_call(100, 1) == 100
+    assert program.updates_per_call(100, 16 << 20) == 4
+    assert program.updates_per_call(781, 1 << 20) == 64  # 11 x 71: divisors are sparse
+    assert program.updates_per_call(5, 1 << 40) == 1
+
+
+def test_no_warning_is_raised_by_a_run():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_with(Plan(micro_batch_size=8, num_replicas=4))
+
+
+def test_a_state_that_was_used_up_is_refused_plainly():
+    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
+    state = program.init(make_params(), make_carried())
+    chunk = stage(program, make_data())
+    program.run(state, chunk)
+    with pytest.raises(ValueError, match="used up by an earlier call"):
+        program.run(state, chunk)

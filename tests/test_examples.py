@@ -1,0 +1,68 @@
+"""Every example runs as a newcomer would run it, and says what it should."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import millrace as mr
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAXIMUM_LINES = 60
+
+# The examples check their own claims; this is the part of their output that tells them.
+SAYS = {
+    "01_loop": r"repeat made 10 steps\n  d1: shape \(10, 800\), every value 2\n",
+    "02_feeds": r"read at step [\d,]+\n(.*\n)*infeed_benchmark: [\d,]+ batches",
+    "03_replicas": r"4 replicas of 4 x 4 samples: the same weights within \de-",
+    "04_accumulation": r"float32 .* kernel \de-0[5-9]\nNone .* kernel \de-0[12]\n",
+    "05_offloading": r"hidden first moment +65,536 bytes in pinned_host memory",
+}
+
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+
+
+@each_example
+def test_example_runs_and_says_what_happened(example: Path) -> None:
+    # Not the suite's own eight devices: an example makes those it needs.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, example],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(SAYS[example.stem], done.stdout), done.stdout
+
+
+@each_example
+def test_example_fits_on_a_page(example: Path) -> None:
+    assert len(example.read_text().splitlines()) <= MAXIMUM_LINES
+
+
+@each_example
+def test_example_uses_only_the_public_names_of_the_package(example: Path) -> None:
+    tree = ast.parse(example.read_text())
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    ours = [line for line in map(ast.unparse, imports) if "millrace" in line]
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "mr"
+    }
+    assert ours == ["import millrace as mr"]
+    assert used <= set(mr.__all__)
+
+
+def test_every_example_has_something_to_say() -> None:
+    assert [example.stem for example in EXAMPLES] == list(SAYS)

@@ -1,0 +1,103 @@
+"""A plan checks itself when it is made, before anything is compiled."""
+
+import dataclasses
+
+import pytest
+
+from millrace.batching import Batching
+from millrace.plan import Plan
+from millrace.precision import Precision
+
+
+def test_a_plan_without_options_is_the_plainest_training_loop():
+    plan = Plan()
+    assert plan.batching == Batching(1, 1, 1)
+    assert plan.types == Precision("float32", "float32")
+    assert plan.loss_scaling == 0
+    assert not plan.stochastic_rounding
+    assert not plan.optimizer_state_offloading
+
+
+def test_a_plan_does_not_change_once_it_is_made():
+    plan = Plan(micro_batch_size=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.micro_batch_size = 16
+
+
+def test_a_plan_works_out_its_batch_and_its_types():
+    plan = Plan(
+        micro_batch_size=16,
+        num_replicas=4,
+        global_batch_size=8192,
+        precision="16.32",
+        half_type="float16",
+    )
+    assert plan.batching == Batching(16, 4, 128)
+    assert plan.types == Precision("float16", "float32")
+
+
+def test_a_changed_copy_is_checked_too():
+    with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
+        dataclasses.replace(Plan(), num_replicas=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+        ({"micro_batch_size": 3, "global_batch_size": 10}, "9 or 12"),
+        ({"precision": "16.64"}, "precision must be one of .* got '16.64'"),
+        ({"half_type": "float8"}, "half_type must be one of .* got 'float8'"),
+        ({"updates_per_execution": 0}, "updates_per_execution must be at least 1, got 0"),
+        (
+            {"gradient_accumulation_reduction": "median"},
+            "gradient_accumulation_reduction .* got 'median'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**options)
+
+
+def test_an_accumulator_type_that_does_not_exist_is_refused_before_compiling():
+    with pytest.raises(ValueError, match=r"gradient_accumulation_dtype.*flaot32"):
+        Plan(gradient_accumulation_dtype="flaot32")
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", lambda path, variable: "float32"])
+def test_an_accumulator_type_may_be_left_open_named_or_worked_out(dtype):
+    assert Plan(gradient_accumulation_dtype=dtype).gradient_accumulation_dtype == dtype
+
+
+@pytest.mark.parametrize("precision", ["16.32", "32.32"])
+def test_stochastic_rounding_needs_16_bit_weights(precision):
+    assert Plan(precision="16.16", stochastic_rounding=True).stochastic_rounding
+    with pytest.raises(ValueError, match=r"Use precision 16\.16"):
+        Plan(precision=precision, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("factor", [0, 1, 128.0, 2.0**126])
+def test_a_loss_may_be_scaled_by_any_factor_float32_can_hold(factor):
+    assert Plan(loss_scaling=factor).loss_scaling == factor
+
+
+@pytest.mark.parametrize(
+    "factor", [-1, -1e-9, float("nan"), float("inf"), 2.0**127, "auto"]
+)
+def test_a_loss_scale_that_is_no_factor_is_refused(factor):
+    with pytest.raises(ValueError, match=r"loss_scaling must be 0.*got") as caught:
+        Plan(loss_scaling=factor)
+    assert repr(factor) in str(caught.value)
+
+
+def test_a_dynamic_loss_scale_is_for_float16_only():
+    plan = Plan(precision="16.32", half_type="float16", loss_scaling="dynamic")
+    assert plan.loss_scaling == "dynamic"
+    with pytest.raises(ValueError, match="set half_type to float16"):
+        Plan(precision="16.16", half_type="bfloat16", loss_scaling="dynamic")
+
+
+def test_a_dynamic_loss_scale_without_16_bit_numbers_is_told_which_precision_to_take():
+    with pytest.raises(ValueError, match=r"precision 32\.32.*16\.(16|32)"):
+        Plan(precision="32.32", half_type="float16", loss_scaling="dynamic")
