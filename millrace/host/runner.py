@@ -137,17 +137,22 @@ class Runner:
         micro_batches = self._program.plan.batching.gradient_accumulation_count
         while done < self._schedule.total_updates and not self._stop_requested:
             for number, capacity in enumerate(capacities, 1):
-                chunk = next_chunk(self._program, self._infeed, capacities)
-                state, info = self._program.run(state, chunk)
+                state, info = self._program.run(state, self._chunk(capacities))
                 updates = capacity // micro_batches
                 done += updates
                 self._pending.append((updates, number == len(capacities), info))
                 while len(self._pending) >= _IN_FLIGHT:
                     self._drain()
             self._between_executions(state, done)
-        while self._pending:
-            self._drain()
+        self._drain_all()
         return state, done
+
+    def _chunk(self, capacities: tuple[int, ...]) -> Any:
+        try:
+            return next_chunk(self._program, self._infeed, capacities)
+        except Exception:
+            self._drain_all()  # what was computed before the data failed is reported
+            raise
 
     def _between_executions(self, state: TrainState, done: int) -> None:
         """Do what is due while no update is under way."""
@@ -157,8 +162,7 @@ class Runner:
         )
         if not validate and not save:
             return
-        while self._pending:
-            self._drain()
+        self._drain_all()
         with self._throughput.paused():
             if validate:
                 self._run_validation(state, done)
@@ -183,6 +187,10 @@ class Runner:
             time=self._elapsed(),
             metrics=self._metrics,
         )
+
+    def _drain_all(self) -> None:
+        while self._pending:
+            self._drain()
 
     def _drain(self) -> None:
         """Wait for the oldest call under way and deal with what it reported."""

@@ -48,7 +48,8 @@ def init_layers(layers: Sequence[Layer], key: jax.Array, example: Any) -> tuple[
         for layer in layers:
             own = layer.init(_layer_key(key, layer.name), spec)
             params[layer.name], carried[layer.name] = own
-            call = Call(training=True, key=key)
+            # Not as in training: there, a layer may reduce over replicas, or draw.
+            call = Call(training=False)
             spec = jax.eval_shape(
                 functools.partial(_output, layer, own, call),
                 spec,

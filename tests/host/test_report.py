@@ -122,12 +122,12 @@ def test_a_report_of_a_failure_shows_the_error_and_is_not_broken_by_it(directory
 
 
 def test_names_from_outside_are_escaped(directory, tmp_path):
-    strange = tmp_path / "<i>run</i> & co"
+    strange = tmp_path / "<i>run & co"
     strange.mkdir()
     odd = RunDirectory(strange)
     odd.append_metrics({"update": 1, "epoch": 1, "time": 1, '<u>"loss"': 1.0})
     page, _ = report(odd, command="millrace --title '<u>'", metrics={"<u>x": 1.0})
-    assert "<i>run</i> & co" in page.text
+    assert "<i>run & co" in page.text
     assert "millrace --title '<u>'" in page.text
     assert {"i", "u"}.isdisjoint(page.tags)
     assert ("svg", "aria-label", '<u>"loss"') in page.attributes

@@ -1,0 +1,99 @@
+"""Batch norm under replicas and accumulation: pooled in groups, moved once per update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain_loop import largest_difference
+
+from millrace.nn.layers import apply_layers, conv, dense, global_average_pool, init_layers
+from millrace.nn.norms import ReplicaGroups, batch_norm
+from millrace.plan import Plan
+from millrace.program.replicas import REPLICA_AXIS
+from millrace.program.training import training_program
+
+BATCH, UPDATES = 16, 2
+
+
+def build(groups=None, momentum=0.9):
+    return [
+        conv("conv", 6),
+        batch_norm("bn", momentum=momentum, groups=groups),
+        global_average_pool("pool"),
+        dense("fc", 3),
+    ]
+
+
+def run(plan, groups=None, updates=UPDATES):
+    model = build(groups)
+    rng = np.random.default_rng(0)
+    x = rng.normal(1, 2, (updates, BATCH, 6, 6, 2)).astype(np.float32)
+    y = rng.integers(0, 3, (updates, BATCH)).astype(np.int32)
+    params, carried = init_layers(model, jax.random.key(0), x[0])
+
+    def loss_fn(params, carried, batch, key):
+        out, carried = apply_layers(model, params, carried, batch["x"], training=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
+        return losses.mean(), (carried, {})
+
+    program = training_program(loss_fn, optax.sgd(0.3, momentum=0.9), plan)
+    step = plan.batching.samples_per_step
+    chunk = {"x": x.reshape(-1, step, 6, 6, 2), "y": y.reshape(-1, step)}
+    state = program.init(params, carried)
+    state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+    return state, x
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
+    expected, _ = run(Plan(micro_batch_size=BATCH))
+    plan = Plan(micro_batch_size=BATCH // replicas, num_replicas=replicas)
+    groups = ReplicaGroups(REPLICA_AXIS, replicas, replicas)
+    state, _ = run(plan, groups)
+    assert largest_difference(state.params, expected.params) < 2e-6
+    assert largest_difference(state.carried, expected.carried) < 2e-6
+
+
+def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
+    """Consecutive replicas pool: (0, 1) and (2, 3) are the halves of two replicas."""
+    expected, _ = run(Plan(micro_batch_size=BATCH // 2, num_replicas=2))
+    plan = Plan(micro_batch_size=BATCH // 4, num_replicas=4)
+    grouped, _ = run(plan, ReplicaGroups(REPLICA_AXIS, 4, 2))
+    ungrouped, _ = run(plan)
+    assert largest_difference(grouped.params, expected.params) < 2e-6
+    assert largest_difference(ungrouped.params, expected.params) > 1e-4
+
+
+def test_groups_that_do_not_divide_the_replicas_are_refused():
+    plan = Plan(micro_batch_size=4, num_replicas=4)
+    with pytest.raises(ValueError, match="4 replicas cannot be divided into groups of 3"):
+        run(plan, ReplicaGroups(REPLICA_AXIS, 4, 3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_count": 4},
+        {"num_replicas": 4},
+        {"num_replicas": 2, "gradient_accumulation_count": 2},
+    ],
+    ids=str,
+)
+def test_moving_statistics_move_once_per_update_by_the_average(options):
+    state, x = run(Plan(micro_batch_size=4, **options), updates=1)
+    model = build()
+    params, carried = init_layers(model, jax.random.key(0), x[0])
+    moves = []
+    for part in np.split(x[0], 4):
+        _, moved = apply_layers(model, params, carried, jnp.asarray(part), training=True)
+        moves.append(moved["bn"])  # each from the old value: 0.9 x old + 0.1 x batch's
+    expected = jax.tree.map(lambda *values: np.mean(values, 0), *moves)
+    assert largest_difference(state.carried["bn"], expected) < 1e-6
+
+
+def test_the_split_of_a_batch_does_not_change_the_statistics_average():
+    accumulated, _ = run(Plan(micro_batch_size=4, gradient_accumulation_count=4))
+    replicated, _ = run(Plan(micro_batch_size=4, num_replicas=4))
+    assert largest_difference(accumulated.carried, replicated.carried) < 2e-6
+    assert largest_difference(accumulated.params, replicated.params) < 2e-6

@@ -1,0 +1,150 @@
+"""kill -9 at any moment, then --resume: the same weights, and every sample once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "killable_run.py"
+
+
+def start(directory: Path, *words: str) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(directory), *words],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+
+
+def final_weights(directory: Path) -> list[np.ndarray]:
+    with np.load(directory / "final.npz") as file:
+        return [file[name] for name in file.files]
+
+
+def history(directory: Path) -> list[dict]:
+    """The log events without what depends on the clock."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    clock = ("time", "samples_per_second")
+    return [{k: v for k, v in event.items() if k not in clock} for event in events]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    began = time.perf_counter()
+    finish(start(directory))
+    return directory, time.perf_counter() - began
+
+
+def assert_same_run(directory: Path, undisturbed: Path) -> None:
+    for ours, expected in zip(
+        final_weights(directory), final_weights(undisturbed), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+    assert history(directory) == history(undisturbed)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["updates"]) == ("completed", 112)
+
+
+def test_each_epoch_uses_every_sample_it_should_exactly_once(undisturbed):
+    events = history(undisturbed[0])
+    assert [event["update"] for event in events] == list(range(1, 113))
+    for first in range(0, 112, 28):
+        # 224 of the 230 samples: the sum of ids is that of all less six distinct ones.
+        total = sum(2 * e["train_ids"] for e in events[first : first + 28])
+        left_out = sum(range(230)) - total
+        assert sum(range(6)) <= left_out <= sum(range(224, 230))
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_a_killed_run_resumes_to_identical_weights(moment, undisturbed, tmp_path):
+    expected, duration = undisturbed
+    directory = tmp_path / "run"
+    # Over the whole life of the process: importing, compiling, training, ending.
+    seed = random.randrange(10**6)
+    delay = duration * (moment + random.Random(seed).random()) / 5
+    process = start(directory)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    ended_before = (directory / "final.npz").exists()
+    print(f"killed after {delay:.2f} s of {duration:.2f} s (seed {seed})")
+    if not (directory / "config.yml").exists():
+        finish(start(directory))  # killed before it had begun: nothing to resume
+    elif not ended_before:
+        finish(start(directory, "--resume"))
+    assert_same_run(directory, expected)
+
+
+def test_killed_twice_it_still_arrives(undisturbed, tmp_path):
+    expected, _ = undisturbed
+    directory = tmp_path / "run"
+    for words, updates in (((), 30), (("--resume",), 70)):
+        process = start(directory, *words)
+        wait_for_update(directory, updates, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start(directory, "--resume"))
+    assert_same_run(directory, expected)
+
+
+def test_a_damaged_newest_checkpoint_costs_time_but_not_the_result(undisturbed, tmp_path):
+    expected, _ = undisturbed
+    directory = tmp_path / "run"
+    process = start(directory)
+    wait_for_update(directory, 60, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    newest = sorted((directory / "checkpoints").glob("update-*[0-9]"))[-1]
+    files = [path for path in (newest / "state").rglob("*") if path.is_file()]
+    victim = max(files, key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-7])
+    resumed = start(directory, "--resume")
+    _, errors = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0
+    assert "is damaged" in errors
+    assert_same_run(directory, expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_stop_checkpoints_and_exits_130(number, undisturbed, tmp_path):
+    expected, _ = undisturbed
+    directory = tmp_path / "run"
+    process = start(directory)
+    wait_for_update(directory, 20, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "finishing the current execution" in errors
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 20 <= summary["updates"] < 112
+    newest = sorted((directory / "checkpoints").glob("update-*"))[-1]
+    assert int(newest.name.split("-")[1]) == summary["updates"]
+    finish(start(directory, "--resume"))
+    assert_same_run(directory, expected)
+
+
+def wait_for_update(directory: Path, update: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    metrics = directory / "metrics.jsonl"
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= update:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"update {update} was not reached")

@@ -1,0 +1,99 @@
+"""A small training run in a process of its own, for tests that kill it.
+
+usage: killable_run.py RUN_DIR [--resume]
+
+Every update reports sums over the ids of its samples, so that a skipped or repeated
+sample shows in the metrics.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from millrace.data.source import ArraySource
+from millrace.data.stream import Stream
+from millrace.feeds.infeed import Infeed
+from millrace.host.events import schedule_events
+from millrace.host.options import RunOptions
+from millrace.host.run import run_command
+from millrace.host.runner import Runner
+from millrace.plan import Plan
+from millrace.program.training import training_program
+
+SAMPLES, EPOCHS = 230, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions, Plan):
+    """What the run is made of."""
+
+    micro_batch_size: int = 4
+    gradient_accumulation_count: int | None = 2
+
+
+class SlowStream(Stream):
+    """Takes long enough for a run to be killed in the middle."""
+
+    def batch(self, position):
+        time.sleep(0.004)
+        return super().batch(position)
+
+
+def loss_fn(params, carried, batch, key):
+    noise = jax.random.normal(key, batch["x"].shape)
+    prediction = jnp.tanh((batch["x"] + 0.1 * noise) @ params["a"]) @ params["b"]
+    ids = batch["id"].astype(jnp.float32)
+    carried = {"mean": 0.9 * carried["mean"] + 0.1 * batch["x"].mean(0)}
+    info = {"ids": ids.sum(), "squares": (ids * ids).sum()}
+    return ((prediction - batch["y"]) ** 2).mean(), (carried, info)
+
+
+def work(config, run):
+    rng = np.random.default_rng(0)
+    source = ArraySource(
+        {
+            "x": rng.standard_normal((SAMPLES, 8)).astype(np.float32),
+            "y": rng.standard_normal((SAMPLES, 1)).astype(np.float32),
+            "id": np.arange(SAMPLES, dtype=np.int32),
+        }
+    )
+    batching = config.batching
+    schedule = schedule_events(
+        updates_per_epoch=batching.updates_per_epoch(SAMPLES),  # 28
+        num_epochs=EPOCHS,
+        events_per_epoch={"log": 28, "checkpoint": 7},
+    )
+    program = training_program(loss_fn, optax.adam(1e-2), config)
+    params = {
+        "a": jnp.asarray(rng.standard_normal((8, 16)), jnp.float32),
+        "b": jnp.asarray(rng.standard_normal((16, 1)), jnp.float32),
+    }
+    state = program.init(params, {"mean": jnp.zeros(8)}, seed=config.seed)
+    stream = SlowStream(source, 4, batches_per_epoch=56, seed=config.seed)
+    with run.checkpoints(best="none", keep=2) as checkpoints:
+        runner = Runner(
+            program,
+            Infeed(stream),
+            schedule,
+            directory=run.directory,
+            console=run.console,
+            writers=run.writers,
+            checkpoints=checkpoints,
+        )
+        result = runner.run(state, resume=config.resume)
+    run.finished(result, batching)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state)]
+    np.savez(run.directory.path / "final.npz", *leaves)
+
+
+if __name__ == "__main__":
+    options = Config(
+        run_dir=Path(sys.argv[1]), resume="--resume" in sys.argv, quiet=True, seed=5
+    )
+    sys.exit(run_command(work, options, command="killable", command_line="test"))

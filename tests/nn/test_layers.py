@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.apps.cnn import models
+from millrace.nn import layers
+from millrace.nn.losses import correct, cross_entropy
+from millrace.nn.norms import batch_norm, group_norm
+
+
+def test_weights_are_keyed_by_layer_name_and_counted():
+    model = models.build("digits_cnn", 10)
+    params, carried = layers.init_layers(model, jax.random.key(0), jnp.zeros((2, 8, 8, 1)))
+    assert params["conv1"]["kernel"].shape == (3, 3, 1, 16)
+    assert set(carried) == {"conv1_bn", "conv2_bn", "conv3_bn"}
+    assert layers.num_parameters(params) == 24_058
+
+
+def test_a_layers_weights_depend_on_its_name_and_not_on_its_place():
+    x = jnp.zeros((2, 6))
+    one, _ = layers.init_layers(
+        [layers.dense("a", 6), layers.dense("b", 6)], jax.random.key(0), x
+    )
+    other, _ = layers.init_layers(
+        [layers.dense("b", 6), layers.dense("a", 6)], jax.random.key(0), x
+    )
+    np.testing.assert_array_equal(one["b"]["kernel"], other["b"]["kernel"])
+    assert (one["a"]["kernel"] != one["b"]["kernel"]).any()
+
+
+def test_two_layers_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="used twice: a"):
+        layers.init_layers(
+            [layers.relu("a"), layers.relu("a")], jax.random.key(0), jnp.zeros((1, 2))
+        )
+
+
+def test_splitting_a_model_changes_nothing():
+    model = models.build("digits_cnn", 10)
+    x = jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
+    params, carried = layers.init_layers(model, jax.random.key(0), x)
+    whole, moved = layers.apply_layers(model, params, carried, x, training=True)
+    for split in range(1, len(model)):
+        first, between = layers.apply_layers(
+            model[:split], params, carried, x, training=True
+        )
+        second, after = layers.apply_layers(
+            model[split:], params, between, first, training=True
+        )
+        np.testing.assert_array_equal(second, whole)
+        jax.tree.map(np.testing.assert_array_equal, after, moved)
+
+
+def test_he_initialisation_keeps_the_scale_of_activations():
+    layer = layers.conv("c", 256)
+    x = jax.random.normal(jax.random.key(1), (2, 16, 16, 64))
+    params, _ = layer.init(jax.random.key(0), x)
+    kernel = params["kernel"]
+    assert float(kernel.std()) == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.02)
+
+
+def test_dropout_keeps_the_mean_and_does_nothing_in_evaluation():
+    layer = layers.dropout("d", 0.3)
+    x = jnp.ones((100, 100))
+    y, _ = layer.apply({}, {}, x, layers.Call(True, jax.random.key(0)))
+    kept = float((y > 0).mean())
+    assert abs(kept - 0.7) < 4 * (0.21 / x.size) ** 0.5
+    assert float(y.max()) == pytest.approx(1 / 0.7)
+    unchanged, _ = layer.apply({}, {}, x, layers.Call(False))
+    np.testing.assert_array_equal(unchanged, x)
+    with pytest.raises(ValueError, match="pass a key"):
+        layer.apply({}, {}, x, layers.Call(True))
+    with pytest.raises(ValueError, match="dropout rate"):
+        layers.dropout("d", 1.0)
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_batch_norm_agrees_with_numpy(stable):
+    x = np.random.default_rng(0).normal(3, 2, (16, 5, 5, 4)).astype(np.float32)
+    layer = batch_norm("bn", momentum=0.9, epsilon=1e-3, stable=stable)
+    params, carried = layer.init(jax.random.key(0), x)
+    params = {"scale": jnp.array([1.0, 2, 3, 4]), "bias": jnp.arange(4.0)}
+    y, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    expected = (x - mean) / np.sqrt(var + 1e-3) * [1, 2, 3, 4] + np.arange(4)
+    np.testing.assert_allclose(y, expected, atol=2e-4)
+    np.testing.assert_allclose(moved["mean"], 0.1 * mean, rtol=1e-5)
+    np.testing.assert_allclose(moved["var"], 0.9 + 0.1 * var, rtol=1e-4)
+    still, same = layer.apply(params, moved, jnp.asarray(x), layers.Call(False))
+    assert same is moved
+    moved = jax.tree.map(np.asarray, moved)
+    by_hand = (x - moved["mean"]) / np.sqrt(moved["var"] + 1e-3)
+    np.testing.assert_allclose(still, by_hand * [1, 2, 3, 4] + np.arange(4), atol=1e-3)
+
+
+def test_the_stable_variance_survives_a_large_mean():
+    """E[x^2] - E[x]^2 loses everything in float32 when the mean is 10,000."""
+    x = 10_000 + np.random.default_rng(0).standard_normal((4096, 1)).astype(np.float32)
+    errors = {}
+    for stable in (False, True):
+        layer = batch_norm("bn", momentum=0.0, stable=stable)
+        params, carried = layer.init(jax.random.key(0), x)
+        _, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+        errors[stable] = abs(float(moved["var"][0]) - x.var())
+    assert errors[True] < 1e-2 < errors[False]
+
+
+def test_group_norm_agrees_with_numpy():
+    x = np.random.default_rng(0).normal(1, 3, (3, 4, 4, 8)).astype(np.float32)
+    layer = group_norm("gn", 2, epsilon=1e-3)
+    params, carried = layer.init(jax.random.key(0), x)
+    y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    split = x.reshape(3, 4, 4, 2, 4)
+    mean = split.mean((1, 2, 4), keepdims=True)
+    var = split.var((1, 2, 4), keepdims=True)
+    expected = ((split - mean) / np.sqrt(var + 1e-3)).reshape(x.shape)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="8 channels cannot be divided into 3 groups"):
+        group_norm("gn", 3).init(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_agrees_with_numpy(smoothing):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((7, 5)).astype(np.float32)
+    labels = rng.integers(0, 5, 7)
+    target = np.eye(5)[labels] * (1 - smoothing) + smoothing / 5
+    log_probability = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    expected = -(target * log_probability).sum(1)
+    got = cross_entropy(jnp.asarray(logits), jnp.asarray(labels), smoothing)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_array_equal(
+        correct(jnp.asarray(logits), jnp.asarray(labels)), logits.argmax(1) == labels
+    )
