@@ -69,7 +69,7 @@ def test_validation_and_checkpoints_happen_when_due_and_at_the_end(tmp_path):
         asked.append(int(state.update))
         return {"accuracy": len(asked) / 10}
 
-    runner, state, directory, checkpoints = make_runner(
+    runner, state, _directory, checkpoints = make_runner(
         tmp_path / "r", batches(range(12)), validate=validate, checkpoint=2, logs=1
     )
     result = runner.run(state)
