@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from millrace.config import ConfigurationError
+
 
 class Batching(NamedTuple):
     """A resolved batch: micro_batch_size x accumulation x replicas = global batch."""
@@ -23,7 +25,7 @@ class Batching(NamedTuple):
     def updates_per_epoch(self, dataset_size: int) -> int:
         """Count the whole weight updates in one pass; leftover samples are dropped."""
         if dataset_size < self.global_batch_size:
-            raise ValueError(
+            raise ConfigurationError(
                 f"The dataset has {dataset_size} samples, fewer than one weight update "
                 f"needs ({self.global_batch_size} = micro batch {self.micro_batch_size}"
                 f" x replicas {self.num_replicas} x accumulation "
@@ -52,9 +54,9 @@ def resolve_batching(
     }
     for name, value in given.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+            raise ConfigurationError(f"{name} must be at least 1, got {value}.")
     if gradient_accumulation_count is not None and global_batch_size is not None:
-        raise ValueError(
+        raise ConfigurationError(
             "Give gradient_accumulation_count or global_batch_size, not both; got "
             f"{gradient_accumulation_count} and {global_batch_size}."
         )
@@ -63,7 +65,7 @@ def resolve_batching(
         if global_batch_size % step:
             below = global_batch_size // step * step
             nearest = f"{below} or {below + step}" if below else f"{step}"
-            raise ValueError(
+            raise ConfigurationError(
                 f"global_batch_size ({global_batch_size}) is not a multiple of "
                 f"micro_batch_size x num_replicas ({micro_batch_size} x {num_replicas}"
                 f" = {step}). The nearest that are: {nearest}."

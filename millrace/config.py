@@ -7,16 +7,17 @@ does not fit is a ``ConfigurationError`` before anything is compiled.
 
 import argparse
 import ast
+import collections.abc
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
+import re
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
@@ -36,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ours: one line, with the nearest option."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message)
+        raise ConfigurationError(re.sub(r"^argument \S+: (?=--)", "", message))
 
 
 def parse(
@@ -211,27 +212,39 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _argument(hint: Any, option: str) -> dict[str, Any]:
     """Say how argparse should read an option of this type."""
+
+    def word_to(wanted: Any) -> Callable[[str], Any]:
+        def convert(word: str) -> Any:
+            try:
+                return _convert(wanted, word, option)
+            except ConfigurationError as error:  # argparse would hide a ValueError
+                raise argparse.ArgumentTypeError(str(error)) from error
+
+        return convert
+
     inner = _without_none(hint)
     if inner is bool:
-        convert = functools.partial(_convert, hint, option=option)
-        return {"nargs": "?", "const": True, "type": convert, "metavar": "BOOL"}
+        return {"nargs": "?", "const": True, "type": word_to(hint), "metavar": "BOOL"}
     if typing.get_origin(inner) is list:
         (item,) = typing.get_args(inner)
-        convert = functools.partial(_convert, item, option=option)
-        return {"nargs": "*", "type": convert, "metavar": _metavar(item)}
-    convert = functools.partial(_convert, hint, option=option)
-    return {"type": convert, "metavar": _metavar(inner)}
+        return {"nargs": "*", "type": word_to(item), "metavar": _metavar(item)}
+    return {"type": word_to(hint), "metavar": _metavar(inner)}
 
 
 def _metavar(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return "|".join(_metavar(inner) for inner in typing.get_args(hint))
+        return "|".join(_metavar(arg) for arg in typing.get_args(hint) if _is_text(arg))
     origin = typing.get_origin(hint) or hint
     return {int: "INT", float: "NUMBER", str: "TEXT", dict: "DICT", Path: "PATH"}.get(
         origin, "VALUE"
     )
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a value of this type can be written on a command line."""
+    return hint is not type and typing.get_origin(hint) is not collections.abc.Callable
 
 
 def _without_none(hint: Any) -> Any:
@@ -284,7 +297,7 @@ def _convert_union(hint: Any, value: Any, option: str) -> Any:
         return None
     errors = []
     for arg in args:
-        if arg is type(None):
+        if arg is type(None) or not _is_text(arg):
             continue
         try:
             return _convert(arg, value, option)

@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "millrace"
 PLAIN = {"config", "batching", "precision", "plan"}
 MAY_IMPORT = {
     "config": set(),
-    "batching": set(),
-    "precision": set(),
-    "plan": {"batching", "precision"},
+    "batching": {"config"},
+    "precision": {"config"},
+    "plan": {"config", "batching", "precision"},
     "data": PLAIN,
     "feeds": PLAIN,
     "nn": PLAIN,

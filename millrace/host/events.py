@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from millrace.config import ConfigurationError
+
 
 class Schedule(NamedTuple):
     """A run in whole updates."""
@@ -33,6 +35,7 @@ def schedule_events(
     updates_per_epoch: int,
     num_epochs: int,
     events_per_epoch: Mapping[str, float],
+    updates_per_execution: int | None = None,
 ) -> Schedule:
     """Work out when events happen.
 
@@ -41,11 +44,14 @@ def schedule_events(
         num_epochs: Passes.
         events_per_epoch: For each kind ("log", "checkpoint", "validate"), how often per
             epoch: 2 is twice, 0.5 every other epoch, 0 only at the end of the run.
+        updates_per_execution: A length to use instead of the longest that fits.
     """
     if updates_per_epoch < 1:
-        raise ValueError(f"updates_per_epoch must be at least 1, got {updates_per_epoch}.")
+        raise ConfigurationError(
+            f"updates_per_epoch must be at least 1, got {updates_per_epoch}."
+        )
     if num_epochs < 1:
-        raise ValueError(f"num_epochs must be at least 1, got {num_epochs}.")
+        raise ConfigurationError(f"num_epochs must be at least 1, got {num_epochs}.")
     periods, warnings = {}, []
     for event, rate in events_per_epoch.items():
         period, warning = _period(event, rate, updates_per_epoch, num_epochs)
@@ -60,6 +66,14 @@ def schedule_events(
             f"No event is asked for before the end: all {total} updates run on the "
             "device without returning to the host."
         )
+    if updates_per_execution is not None:
+        if execution % updates_per_execution:
+            raise ConfigurationError(
+                f"updates_per_execution ({updates_per_execution}) must divide the "
+                f"{execution} updates between two events of this run. The nearest that "
+                f"does is {closest_divisor(execution, updates_per_execution)}."
+            )
+        execution = updates_per_execution
     return Schedule(updates_per_epoch, total, execution, periods, warnings)
 
 
@@ -68,7 +82,7 @@ def _period(
 ) -> tuple[int, str | None]:
     """Return the updates between two events and a warning if the rate had to move."""
     if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(f"{event}s per epoch must be 0 or more, got {rate}.")
+        raise ConfigurationError(f"{event}s per epoch must be 0 or more, got {rate}.")
     if rate == 0:
         return 0, None
     # 0.333... is meant as a third; floats carry it to 16 digits.
@@ -77,7 +91,7 @@ def _period(
     if wanted < 1:
         epochs_each = 1 / wanted
         if (num_epochs / epochs_each).denominator != 1:
-            raise ValueError(
+            raise ConfigurationError(
                 f"It is not possible to {event} {float(epochs_each)} epochs at a time "
                 f"for {num_epochs} epochs. Choose a number of epochs that is a multiple "
                 f"of {float(epochs_each):g}, or another rate."

@@ -1,6 +1,7 @@
 """One run of one command: its directory, its screen, and an account of how it ended."""
 
 import contextlib
+import shutil
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ from millrace.plan import Plan
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
+
+
+_WRONG_COMMAND = 2
 
 
 class Run:
@@ -137,7 +141,7 @@ def run_command(
         run.summary |= {"status": "interrupted", "error": "stopped at once"}
         status = INTERRUPTED
     except Exception as error:
-        status = 2 if isinstance(error, ConfigurationError) else 1
+        status = _WRONG_COMMAND if isinstance(error, ConfigurationError) else 1
         message = " ".join(str(error).split()) or type(error).__name__
         run.summary |= {
             "status": "failed",
@@ -151,8 +155,13 @@ def run_command(
         for writer in writers:
             writer.close()
         run.summary["wall_seconds"] = time.time() - started
-        directory.write_summary(run.summary)
-        write_report(directory, run.summary)
+        if status == _WRONG_COMMAND and not options.resume:
+            shutil.rmtree(directory.path)  # nothing was run; leave the name free
+        else:
+            directory.write_summary(run.summary)
+            write_report(directory, run.summary)
+    if status == _WRONG_COMMAND:
+        return status
     _say_how_it_ended(run, directory.path)
     return status
 

@@ -34,6 +34,7 @@ def train(config: CnnConfig, run: Run) -> None:
             "checkpoint": config.ckpts_per_epoch,
             "validate": config.validations_per_epoch if config.validation else 0,
         },
+        updates_per_execution=config.updates_per_execution,
     )
     learning_rate = optax.cosine_decay_schedule(
         config.learning_rate, schedule.total_updates
