@@ -6,7 +6,7 @@ from typing import Any
 
 from millrace.host.run_directory import RunDirectory
 
-_WIDTH, _HEIGHT, _MARGIN = 560, 180, 44
+_WIDTH, _HEIGHT, _MARGIN = 560, 180, 62
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">

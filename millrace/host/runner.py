@@ -205,6 +205,7 @@ class Runner:
             if self._schedule.due("log", self._drained):
                 self._log_event()
         newest = {name: float(value[-1]) for name, value in values.items()}
+        newest |= {n: v for n, v in self._metrics.items() if n.startswith("validation_")}
         speed = self._throughput.per_second()
         self._console.advance(self._drained, newest, speed)
 

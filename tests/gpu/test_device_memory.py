@@ -1,0 +1,108 @@
+"""What only a device with memory of its own can show.
+
+On a machine with a GPU: ``JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/gpu``.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain_loop import (
+    GLOBAL_BATCH,
+    largest_difference,
+    make_data,
+    make_optimiser,
+    plain_loop,
+    train_with,
+)
+
+from millrace.plan import Plan
+from millrace.program.training import training_program
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def full_precision_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def peak_bytes() -> int:
+    return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+
+
+def test_offloading_lowers_the_devices_peak_by_most_of_the_state():
+    """The offloaded run comes first: the peak only ever rises within a process."""
+    size, layers = 2048, 24
+    rng = np.random.default_rng(0)
+    params = [rng.standard_normal((size, size), np.float32) / 64 for _ in range(layers)]
+    state_bytes = 2 * sum(p.nbytes for p in params)
+    batch = rng.standard_normal((2, 64, size), np.float32)
+
+    def loss(params, carried, batch, key):
+        x = batch
+        for p in params:
+            x = jnp.tanh(x @ p)
+        return jnp.square(x).mean(), (carried, {})
+
+    peaks, ends = {}, {}
+    for offloading in (True, False):
+        plan = Plan(
+            micro_batch_size=64,
+            gradient_accumulation_count=2,
+            optimizer_state_offloading=offloading,
+        )
+        program = training_program(loss, optax.adam(1e-3), plan)
+        state = program.init(params)
+        before = peak_bytes()
+        for _ in range(3):
+            chunk = jax.device_put(batch, program.chunk_sharding)
+            state, _ = program.run(state, chunk)
+        jax.block_until_ready(state)
+        peaks[offloading] = peak_bytes()
+        assert peaks[offloading] >= before
+        ends[offloading] = np.asarray(state.params[5])
+        del state
+    np.testing.assert_allclose(ends[True], ends[False], atol=1e-5)
+    assert peaks[False] - peaks[True] > 0.8 * state_bytes
+
+
+def test_recomputation_lowers_what_the_program_holds():
+    def deep(params, carried, batch, key):
+        h = batch["x"]
+        for _ in range(12):
+            h = jnp.tanh(h @ params["layer1"]["kernel"]) * jnp.exp(-h * h) + jnp.sin(h)
+        return (h * h).mean(), (carried, {})
+
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((2, 65536, 40)).astype(np.float32)}
+    held, weights = {}, {}
+    for recomputation in (False, True):
+        plan = Plan(micro_batch_size=65536, recomputation=recomputation)
+        state, _, program = train_with(plan, loss=deep, data=data)
+        (compiled,) = program._compiled.values()
+        held[recomputation] = compiled.memory_analysis().temp_size_in_bytes
+        weights[recomputation] = np.asarray(state.params["layer1"]["kernel"])
+    assert held[True] < 0.7 * held[False]
+    np.testing.assert_allclose(weights[True], weights[False], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_count": 4},
+        {"optimizer_state_offloading": True},
+        {"recomputation": True, "gradient_accumulation_count": 2},
+        {"loss_scaling": 128.0, "fp_exceptions": True},
+    ],
+    ids=str,
+)
+def test_features_give_the_plain_loops_weights_here_too(options):
+    params, _, _ = plain_loop(make_optimiser(), make_data())
+    pieces = options.get("gradient_accumulation_count", 1)
+    plan = Plan(micro_batch_size=GLOBAL_BATCH // pieces, **options)
+    state, _, _ = train_with(plan)
+    assert largest_difference(state.params, params) < 1e-5
