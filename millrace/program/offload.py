@@ -52,6 +52,43 @@ def placement(optimiser_state: Any, host: NamedSharding) -> Any:
     return jax.tree.map(lambda x: host if _is_large(x) else resident, optimiser_state)
 
 
+def init_streamed(
+    init: Callable[[Any], Any], params: Any, mesh: Mesh, host: NamedSharding
+) -> Any:
+    """Make the optimiser's state and move it out, one bucket after the other."""
+    jaxpr, spec = jax.make_jaxpr(init, return_shape=True)(params)
+    function, inputs = jaxpr_as_fun(jaxpr), jax.tree.leaves(params)
+    places = jax.tree.leaves(placement(spec, host))
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec)]
+    outputs: list[Any] = [None] * len(places)
+    for made in _packed([([i], size) for i, size in enumerate(sizes)]):
+        chosen = functools.partial(_chosen, function, made)
+        results = compile_for(mesh, chosen, *inputs)(*inputs)
+        for position, result in zip(made, results, strict=True):
+            # A leaf may be an argument handed back; a copy of our own can be donated.
+            outputs[position] = jax.device_put(jnp.copy(result), places[position])
+        jax.block_until_ready([outputs[position] for position in made])
+    return jax.tree.unflatten(jax.tree.structure(spec), outputs)
+
+
+def _chosen(function: Any, made: list[int], *inputs: jax.Array) -> list[jax.Array]:
+    results = function(*inputs)
+    return [results[position] for position in made]
+
+
+def _packed(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+    """Join groups of positions, each with its bytes, into buckets of 64 MiB or one."""
+    buckets: list[list[int]] = []
+    room = 0
+    for members, size in groups:
+        if not buckets or size > room:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1] += members
+        room -= size
+    return buckets
+
+
 def _is_large(leaf: Any) -> bool:
     return leaf.size * leaf.dtype.itemsize > _SMALL_BYTES
 
@@ -139,17 +176,12 @@ def _split(jaxpr: Any, owned: dict[int, int]) -> list[list[int]]:
     for output, inputs in enumerate(needs):
         for position in inputs & owned.keys():
             groups.join(output, position)
-    buckets: list[list[int]] = []
-    sizes: list[int] = []
-    for members in groups.of(range(len(needs))):
-        size = sum(owned.get(member, 0) for member in members)
-        if buckets and sizes[-1] + size <= _BUCKET_BYTES:
-            buckets[-1] += members
-            sizes[-1] += size
-        else:
-            buckets.append(list(members))
-            sizes.append(size)
-    return buckets
+    return _packed(
+        [
+            (members, sum(owned.get(member, 0) for member in members))
+            for members in groups.of(range(len(needs)))
+        ]
+    )
 
 
 def _needed_inputs(jaxpr: Any) -> list[set[int]]:

@@ -102,25 +102,30 @@ class TrainingProgram:
     def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
         """Place weights on the devices and start the optimiser; copies what is given."""
         weights = jnp.dtype(self.plan.types.weights)
-
-        def start(params: Any, carried: Any) -> TrainState:
-            params = jax.tree.map(
-                lambda p: p.astype(weights) if p.dtype == jnp.float32 else p, params
-            )
-            return TrainState(
-                update=jnp.int32(0),
-                params=params,
-                carried=carried,
-                optimiser_state=self._step.optimiser.init(steps.state_like(params)),
-                loss_scale=initial_loss_scale(self.plan.loss_scaling),
-                key=jax.random.key_data(jax.random.key(seed)),
-            )
-
         params, carried = jax.tree.map(_as_array, (params, carried))
-        params, carried = jax.device_put((params, carried), replicated(self._mesh))
-        state = jax.jit(start, out_shardings=replicated(self._mesh))(params, carried)
-        # A jit may hand an unchanged argument back; the state is donated, so copy.
-        return self.place(jax.tree.map(jnp.copy, state))
+        params = jax.tree.map(
+            lambda p: p.astype(weights) if p.dtype == jnp.float32 else p, params
+        )
+        state = TrainState(
+            update=jnp.int32(0),
+            params=params,
+            carried=carried,
+            optimiser_state=None,
+            loss_scale=initial_loss_scale(self.plan.loss_scaling),
+            key=jax.random.key_data(jax.random.key(seed)),
+        )
+        # Copied: the state is donated, and what the caller gave must stay usable.
+        state = jax.device_put(jax.tree.map(jnp.copy, state), replicated(self._mesh))
+        return state._replace(optimiser_state=self._init_optimiser(state.params))
+
+    def _init_optimiser(self, params: Any) -> Any:
+        def init(params: Any) -> Any:
+            return self._step.optimiser.init(steps.state_like(params))
+
+        if self._host_memory is None:
+            return jax.jit(init, out_shardings=replicated(self._mesh))(params)
+        host = replicated(self._mesh, self._host_memory)
+        return offload.init_streamed(init, params, self._mesh, host)
 
     def place(self, state: TrainState) -> TrainState:
         """Put every part of a state, from a checkpoint say, where it belongs."""
