@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import optax
 import reporting
-from reporting import init_mlp, mlp_loss, mlp_stream, spread
+from reporting import init_mlp, mlp_loss, mlp_stream, seconds, spread
 
 import millrace as mr
 from millrace.host.checkpoint import Checkpoints
@@ -42,7 +42,7 @@ class TimedCheckpoints(Checkpoints):
     copying = waiting = 0.0
 
     def save(self, *arguments: Any, **facts: Any) -> None:
-        """Save; what is not waiting for the write before is the copy to the host."""
+        """Save; what is not waiting for the write before is the copy."""
         started, waited = time.perf_counter(), self.waiting
         super().save(*arguments, **facts)
         self.copying += time.perf_counter() - started - (self.waiting - waited)
@@ -57,16 +57,11 @@ class TimedCheckpoints(Checkpoints):
 def seconds_per_update(
     program: mr.TrainingProgram, stream: mr.Stream, weights: Any
 ) -> float:
-    """Find out how many updates make an execution of the length that is wanted."""
-    updates, times = 16, []
+    """Find out what an execution of the wanted length is."""
     with mr.Infeed(stream) as infeed:
-        state = program.init(weights)
-        for _ in range(4):
-            started = time.perf_counter()
-            state = mr.train(program, state, infeed=infeed, updates=updates)
-            jax.block_until_ready(state)
-            times.append((time.perf_counter() - started) / updates)
-    return min(times[1:])
+        train = functools.partial(mr.train, infeed=infeed, updates=16)
+        times = [seconds(train, program, program.init(weights)) for _ in range(4)]
+    return min(times[1:]) / 16
 
 
 def run(
@@ -78,9 +73,9 @@ def run(
 ) -> float:
     """Train, with checkpoints if `pauses` is there to note them; return the seconds."""
     state = jax.block_until_ready(program.init(weights))
-    with tempfile.TemporaryDirectory(dir=".") as path:
+    with tempfile.TemporaryDirectory() as path:
         directory = RunDirectory(Path(path))
-        saving = None if pauses is None else TimedCheckpoints(directory.checkpoints)
+        saving = TimedCheckpoints(directory.checkpoints) if pauses is not None else None
         runner = Runner(
             program,
             mr.Infeed(stream),
@@ -90,27 +85,23 @@ def run(
             writers=open_writers(RunOptions(), directory, {}, "benchmark"),
             checkpoints=saving,
         )
-        started = time.perf_counter()
-        jax.block_until_ready(runner.run(state).state)
-        elapsed = time.perf_counter() - started
+        elapsed = seconds(lambda: runner.run(state).state)
         if saving is not None and pauses is not None:
             pause = {"copying": saving.copying, "waiting": saving.waiting}
-            started = time.perf_counter()
-            saving.close()
-            pauses.append(pause | {"last write": time.perf_counter() - started})
+            pauses.append(pause | {"last write": seconds(saving.close)})
     return elapsed
 
 
 def explain(cost: float, pauses: list[dict[str, float]], megabytes: float) -> str:
     """Say where the extra seconds of a run went."""
     spent = {kind: median(pause[kind] for pause in pauses) for kind in pauses[0]}
-    other = cost - spent["copying"] - spent["waiting"]
+    copying, waiting, after = spent.values()
     return (
-        f"A run with checkpoints takes {cost:.2f} s longer: {spent['copying']:.2f} s copying "
-        f"{megabytes:.0f} MB to the host each time, {spent['waiting']:.2f} s waiting for the "
-        f"write before, and {other:.2f} s because calls do not follow each other closely "
-        "around a pause and because the writing thread takes cores and memory. The last "
-        f"write goes on for {spent['last write']:.2f} s after the end, not counted here."
+        f"A run with checkpoints takes {cost:.2f} s longer: {copying:.2f} s for copies of "
+        f"{megabytes:.0f} MB, {waiting:.2f} s for writes under way, and "
+        f"{cost - copying - waiting:.2f} s since calls do not follow each other closely "
+        "around a pause and the writing thread takes cores and memory. The last write goes "
+        f"on for {after:.2f} s after the end, which is not counted."
     )
 
 

@@ -8,11 +8,8 @@ host supplies batches faster than the device uses them.
 Target: at least 95 % of the speed.
 """
 
-import functools
 import json
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +26,7 @@ from reporting import (
     paired_ratio,
     parser,
     publish,
+    seconds,
     spread,
 )
 
@@ -64,15 +62,9 @@ def measure(sizes: dict[str, int], rounds: int) -> dict[str, list[float]]:
     def from_infeed(state: Any) -> Any:
         return mr.train(program, state, infeed=infeed, updates=updates)
 
-    def seconds(run: Callable[[Any], Any]) -> float:
-        state = jax.block_until_ready(program.init(weights))
-        started = time.perf_counter()
-        jax.block_until_ready(run(state))
-        return (time.perf_counter() - started) / updates
-
     variants = {
-        "device": functools.partial(seconds, from_device),
-        "infeed": functools.partial(seconds, from_infeed),
+        "device": lambda: seconds(from_device, program.init(weights)) / updates,
+        "infeed": lambda: seconds(from_infeed, program.init(weights)) / updates,
     }
     with mr.Infeed(stream) as infeed:
         return interleave(variants, rounds)

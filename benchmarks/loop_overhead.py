@@ -12,31 +12,19 @@ Target: millrace's overhead is at least 10 times lower.
 import functools
 import itertools
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from reporting import Result, init_mlp, interleave, mlp_loss, parser, publish, spread
+import reporting
+from reporting import init_mlp, mlp_loss, seconds
 
 import millrace as mr
 
 _SIZES = (8, 16, 4)
 _MICRO_BATCH = 8
 _OPTIMISER = optax.adam(1e-3)
-_KEY = jax.random.key(0)
-_RESOLUTION = 0.1e-6
-"""Seconds per update; a smaller overhead is called this, lest a ratio be noise."""
-
-
-def make_batches(count: int) -> list[dict[str, np.ndarray]]:
-    """Draw `count` micro-batches."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((count, _MICRO_BATCH, _SIZES[0]), np.float32)
-    y = rng.standard_normal((count, _MICRO_BATCH, _SIZES[-1]), np.float32)
-    return [{"x": x[i], "y": y[i]} for i in range(count)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -44,7 +32,7 @@ def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
     """One update, as a plain JAX program would write it."""
 
     def loss_fn(params: Any) -> jax.Array:
-        return mlp_loss(params, None, batch, _KEY)[0]
+        return mlp_loss(params, None, batch, None)[0]
 
     params, optimiser_state = state
     loss, gradients = jax.value_and_grad(loss_fn)(params)
@@ -64,14 +52,6 @@ def plain_state() -> Any:
     return params, _OPTIMISER.init(params)
 
 
-def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Time one call until its results are there."""
-    jax.block_until_ready(arguments)
-    started = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - started
-
-
 def plain_loop(state: Any, batches: list[Any]) -> Any:
     """Call the step once per batch, as training loops are usually written."""
     loss = None
@@ -82,7 +62,8 @@ def plain_loop(state: Any, batches: list[Any]) -> Any:
 
 def measure(updates: int, per_execution: int, rounds: int) -> dict[str, list[float]]:
     """Return seconds per update of both loops, and per scan on the device."""
-    batches = make_batches(updates)
+    stream = reporting.mlp_stream(_MICRO_BATCH, _SIZES[0], _SIZES[-1])
+    batches = [stream.batch(position) for position in range(updates)]
     plan = mr.Plan(micro_batch_size=_MICRO_BATCH, updates_per_execution=per_execution)
     program = mr.training_program(mlp_loss, _OPTIMISER, plan)
     whole = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
@@ -108,7 +89,7 @@ def measure(updates: int, per_execution: int, rounds: int) -> dict[str, list[flo
         "millrace long": lambda: seconds(program.run, state(), long),
         "millrace short": lambda: seconds(program.run, state(), short),
     }
-    return interleave(variants, rounds)
+    return reporting.interleave(variants, rounds)
 
 
 def summarise(measured: dict[str, list[float]], loop: str, updates: int) -> dict[str, Any]:
@@ -116,13 +97,16 @@ def summarise(measured: dict[str, list[float]], loop: str, updates: int) -> dict
     long, short = (statistics.median(measured[f"{loop} {x}"]) for x in ("long", "short"))
     device = (long - short) / (updates - updates // 2)
     times = [value / updates for value in measured[loop]]
-    overhead = max(_RESOLUTION, statistics.median(times) - device)
+    median = statistics.median(times)
+    # An overhead below the noise is called the noise, lest the ratio be made of it.
+    noise = statistics.median(abs(value - median) for value in times)
+    overhead = max(noise, median - device)
     return {"seconds": times, "device": device, "overhead": overhead}
 
 
 def main() -> None:
     """Measure and report."""
-    options = parser(__doc__)
+    options = reporting.parser(__doc__)
     options.add_argument("--updates", type=int, default=20_000, help="per round")
     options.add_argument("--updates-per-execution", type=int, default=1_000)
     args = options.parse_args()
@@ -132,13 +116,13 @@ def main() -> None:
     rows = [
         {
             "loop": name,
-            "µs per update": spread(loop["seconds"], 1e6),
+            "µs per update": reporting.spread(loop["seconds"], 1e6),
             "device's own µs": f"{1e6 * loop['device']:.2f}",
             "overhead µs": f"{1e6 * loop['overhead']:.2f}",
         }
         for name, loop in loops.items()
     ]
-    result = Result(
+    result = reporting.Result(
         name="loop_overhead",
         table=rows,
         ratio_name="overhead of the plain loop / overhead of millrace",
@@ -153,7 +137,7 @@ def main() -> None:
         ),
         numbers={"loops": loops, "seconds": measured},
     )
-    publish(result, args)
+    reporting.publish(result, args)
 
 
 if __name__ == "__main__":

@@ -77,26 +77,24 @@ def on_gpu() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def init_mlp(sizes: Sequence[int]) -> list[dict[str, np.ndarray]]:
+def init_mlp(sizes: Sequence[int]) -> list[np.ndarray]:
     """Make weights for dense layers of these sizes; all layers of a shape are alike."""
     drawn = {
         shape: np.random.default_rng(0).standard_normal(shape, np.float32)
         for shape in set(itertools.pairwise(sizes))
     }
     return [
-        {"w": drawn[n, m] * np.float32(n**-0.5), "b": np.zeros(m, np.float32)}
-        for n, m in itertools.pairwise(sizes)
+        drawn[shape] * np.float32(shape[0] ** -0.5) for shape in itertools.pairwise(sizes)
     ]
 
 
-def mlp_loss(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+def mlp_loss(params: Any, carried: Any, batch: Any, key: Any) -> Any:
     """Regress batch["y"] on batch["x"], which may be of any numeric type."""
     del key
     hidden = batch["x"].astype(jnp.float32)
-    for layer in params[:-1]:
-        hidden = jax.nn.relu(hidden @ layer["w"] + layer["b"])
-    out = hidden @ params[-1]["w"] + params[-1]["b"]
-    return jnp.mean((out - batch["y"]) ** 2), (carried, {})
+    for weights in params[:-1]:
+        hidden = jax.nn.relu(hidden @ weights)
+    return jnp.mean((hidden @ params[-1] - batch["y"]) ** 2), (carried, {})
 
 
 def mlp_stream(micro_batch: int, features: int, outputs: int) -> mr.Stream:
@@ -105,6 +103,14 @@ def mlp_stream(micro_batch: int, features: int, outputs: int) -> mr.Stream:
     x = rng.integers(0, 2, (32 * micro_batch, features), np.uint8)
     y = rng.standard_normal((32 * micro_batch, outputs), np.float32)
     return mr.Stream(mr.ArraySource({"x": x, "y": y}), micro_batch)
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Time one call, from when its arguments are there until its results are."""
+    jax.block_until_ready(arguments)
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - started
 
 
 def interleave(
@@ -170,7 +176,7 @@ def _markdown(result: Result, facts: dict[str, str], table: str) -> str:
 
 def _facts(commit: str | None) -> dict[str, str]:
     device = jax.devices()[0]
-    hardware = f"{len(os.sched_getaffinity(0))} cores of {_cpu_model()}"
+    hardware = f"{os.cpu_count()} cores of {_cpu_model()}"
     if device.platform != "cpu":
         software = " ".join(device.client.platform_version.split())
         hardware = f"{device.device_kind} ({software}), {hardware}"
@@ -201,7 +207,7 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
-        changed = git("status", "--porcelain", "--", "../millrace").strip()
+        changed = git("status", "--porcelain", "--", "../millrace", "*.py").strip()
         return git("rev-parse", "HEAD").strip() + (", with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no git repository here"

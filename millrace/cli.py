@@ -43,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigurationError as error:
         print(f"millrace: {error}", file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:
+        status = 130
     sys.exit(status)
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    applications = {application for application, _ in _COMMANDS}
+    asked = words[1:2] if words[:1] and words[0] in applications else words[:1]
+    if not words or asked in (["-h"], ["--help"]):
         print(_usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):

@@ -76,6 +76,14 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
         if name not in known:
             raise ConfigurationError(_unknown_key(name, known))
         checked[name] = _convert(hints[name], value, _option(name))
+    missing = [
+        _option(name)
+        for name, field in known.items()
+        if name not in checked
+        and field.default is field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigurationError(f"{' and '.join(missing)} must be given.")
     try:
         return config_type(**checked)
     except ConfigurationError:
@@ -88,7 +96,7 @@ def load_named(path: str | Path | None, name: str) -> dict[str, Any]:
     """Return entry `name` of the YAML file at `path`; its keys use either - or _."""
     if path is None:
         raise ConfigurationError("--config needs --config-path FILE with this command.")
-    entries = load_yaml(Path(path))
+    entries = {str(key): entry for key, entry in load_yaml(Path(path)).items()}
     if name not in entries:
         raise ConfigurationError(
             f"--config {name}: {path} has no such entry. It has: "
@@ -327,7 +335,7 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(value)
     return int(value)
 
@@ -344,7 +352,7 @@ def _to_float(value: Any) -> float:
 
 
 def _to_text(value: Any) -> str:
-    if isinstance(value, dict | list | bool):
+    if value is None or isinstance(value, dict | list | bool):
         raise TypeError(value)
     return str(value)
 
@@ -360,6 +368,8 @@ def _number(item: Any) -> Any:
     """YAML reads 1e-5 (no dot) as text; a dictionary of options means the number."""
     if isinstance(item, list):
         return [_number(entry) for entry in item]
+    if isinstance(item, dict):
+        return {str(key): _number(entry) for key, entry in item.items()}
     if isinstance(item, str):
         try:
             return float(item)

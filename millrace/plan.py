@@ -1,7 +1,7 @@
 """The plan: how the work of training is replicated, accumulated, rounded, offloaded."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.batching import Batching, resolve_batching
@@ -23,7 +23,9 @@ class Plan:
     """Samples one replica processes in one forward-backward pass."""
     num_replicas: int = 1
     """Copies of the model, one per device, whose gradients are averaged."""
-    gradient_accumulation_count: int | None = None
+    gradient_accumulation_count: int | None = field(
+        default=None, metadata={"aliases": ("--gradient-accumulation",)}
+    )
     """Micro-batches each replica accumulates before a weight update."""
     global_batch_size: int | None = None
     """Samples per weight update, from which the accumulation count is worked out."""
@@ -85,7 +87,8 @@ class Plan:
                 raise ValueError(
                     "loss_scaling dynamic is for float16, whose range is small; got "
                     f"precision {self.precision} with half_type {self.half_type}. "
-                    "Leave loss_scaling at 0, or set half_type to float16."
+                    "Leave loss_scaling at 0, or set half_type to float16 with "
+                    "precision 16.16 or 16.32."
                 )
         elif isinstance(self.loss_scaling, str) or not 0 <= self.loss_scaling < 2**127:
             raise ValueError(

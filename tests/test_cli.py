@@ -21,7 +21,7 @@ import yaml
 import millrace
 from millrace.apps.cnn.config import CnnConfig
 from millrace.cli import main
-from millrace.config import build, load_yaml
+from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
@@ -102,17 +102,26 @@ class Finished(SimpleNamespace):
 def finished(tmp_path_factory) -> dict[str, Finished]:
     """The runs that several tests look at, made side by side."""
     folder = tmp_path_factory.mktemp("runs")
-    commands = {"first": TRAIN, "second": TRAIN, "interrupted": TRAIN, "replicas": REPLICAS}
-    processes = {
-        name: start(*words, "--run-dir", str(folder / name))
-        for name, words in commands.items()
-    }
+    processes = {}
+
+    def begin(name: str, *words: str) -> None:
+        processes[name] = start(*words, "--run-dir", str(folder / name))
+
+    def end(name: str) -> Finished:
+        ended = finish(processes[name])
+        return Finished(path=folder / name, status=ended.returncode, errors=ended.stderr)
+
+    begin("interrupted", *TRAIN)
+    begin("first", *TRAIN)
     interrupt_when_logging(processes["interrupted"], folder / "interrupted")
-    ended = {name: finish(process) for name, process in processes.items()}
-    return {
-        name: Finished(path=folder / name, status=end.returncode, errors=end.stderr)
-        for name, end in ended.items()
-    }
+    interrupted = end("interrupted")
+    shutil.copytree(interrupted.path, folder / "resumed")
+    begin("resumed", *TRAIN, "--resume")
+    begin("second", *TRAIN)
+    begin("replicas", *REPLICAS)
+    begin("refused", "cnn", "train", "--num-replicas", "4")
+    names = ("first", "resumed", "second", "replicas", "refused")
+    return {"interrupted": interrupted} | {name: end(name) for name in names}
 
 
 def interrupt_when_logging(process: subprocess.Popen, directory: Path) -> None:
@@ -251,16 +260,17 @@ def test_a_mistake_found_only_with_the_data_is_a_plain_line_and_status_2(
     assert status == 2
 
 
-def test_too_few_devices_are_a_mistake_with_advice(tmp_path):
-    directory = tmp_path / "run"
-    ended = run("cnn", "train", "--num-replicas", "4", "--run-dir", str(directory))
-    assert ended.returncode == 2
-    assert "num_replicas is 4" in ended.stderr
-    assert "--virtual-devices 4" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert len(ended.stderr.splitlines()) <= 2
-    assert summary_of(directory)["status"] == "failed"
-    assert "num_replicas is 4" in summary_of(directory)["error"]
+def test_too_few_devices_are_a_mistake_with_advice(finished):
+    refused = finished["refused"]
+    assert refused.status == 2
+    assert "num_replicas is 4" in refused.errors
+    assert "--virtual-devices 4" in refused.errors
+    assert "Traceback" not in refused.errors
+    assert len(refused.errors.splitlines()) <= 2
+
+
+def test_a_refused_command_leaves_the_name_of_its_directory_free(finished):
+    assert not finished["refused"].path.exists()
 
 
 def test_a_directory_with_a_run_in_it_is_refused_and_left_alone(trained):
@@ -399,15 +409,11 @@ def test_ctrl_c_ends_a_run_in_good_order(finished):
     assert "interrupted" in (interrupted.path / "report.html").read_text()
 
 
-def test_a_resumed_run_reaches_the_numbers_of_one_that_was_never_stopped(
-    finished, trained, tmp_path
-):
-    directory = tmp_path / "resumed"
-    shutil.copytree(finished["interrupted"].path, directory)
-    stopped_after = summary_of(directory)["updates"]
-    ended = run(*TRAIN, "--run-dir", str(directory), "--resume")
-    assert ended.returncode == 0, ended.stderr
-    assert f"Resuming after update {stopped_after}" in ended.stderr
+def test_a_resumed_run_reaches_the_numbers_of_one_that_was_never_stopped(finished, trained):
+    resumed, directory = finished["resumed"], finished["resumed"].path
+    assert resumed.status == 0, resumed.errors
+    stopped_after = summary_of(finished["interrupted"].path)["updates"]
+    assert f"Resuming after update {stopped_after}" in resumed.errors
     summary = summary_of(directory)
     assert summary["status"] == "completed"
     assert summary["error"] is None
@@ -550,6 +556,30 @@ def test_an_interrupt_at_once_is_recorded_as_one(outcome, tmp_path):
     assert status == 130
     assert "Traceback" not in errors
     assert summary_of(tmp_path / "run")["status"] == "interrupted"
+
+
+def refuse(options, run):
+    raise ConfigurationError("the sluice is shut")
+
+
+def test_a_mistake_removes_only_the_directory_the_command_made(outcome, tmp_path):
+    (tmp_path / "run").mkdir()  # by the user, perhaps a mounted disk
+    status, errors = outcome(refuse)
+    assert status == 2
+    assert errors == "millrace: the sluice is shut\n"
+    assert (tmp_path / "run").is_dir()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_mistake_noticed_late_deletes_no_results(outcome, tmp_path):
+    def work_then_refuse(options, run):
+        run.directory.append_metrics({"update": 1, "epoch": 0.1, "time": 3600.0})
+        raise ConfigurationError("the sluice is shut")
+
+    status, _ = outcome(work_then_refuse)
+    assert status == 2
+    assert events_of(tmp_path / "run")[0]["time"] == 3600
+    assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_run_directory_that_vanishes_is_a_plain_failure(outcome, tmp_path):

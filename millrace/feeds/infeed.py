@@ -1,8 +1,11 @@
 """The queue in: batches read ahead on a thread and staged on the devices in chunks."""
 
+import contextlib
 import itertools
+import math
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -10,6 +13,8 @@ import jax
 import numpy as np
 
 _POLL_SECONDS = 0.05
+_PATIENCE_SECONDS = 0.005
+"""How long a loop waits for a full chunk before it takes what there is."""
 _CHUNK_BYTES = 16 << 20
 _CHUNK_ELEMENTS = 256
 
@@ -187,7 +192,7 @@ class _Reader:
         self._only_full = only_full
         self._sharding = sharding
         self._ready: queue.Queue[Any] = queue.Queue(infeed.prefetch_depth)
-        self._waiting = threading.Event()
+        self._waiting_since = math.inf
         self._ended = False
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
@@ -197,7 +202,7 @@ class _Reader:
     def get(self) -> Chunk | None:
         if self._ended:
             return None
-        self._waiting.set()
+        self._waiting_since = time.monotonic()
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
@@ -205,7 +210,7 @@ class _Reader:
             except queue.Empty:
                 if not self._thread.is_alive() and self._ready.empty():
                     raise RuntimeError("The infeed was closed while in use.") from None
-        self._waiting.clear()
+        self._waiting_since = math.inf
         if isinstance(item, BaseException):
             self._ended = True
             raise item
@@ -214,6 +219,9 @@ class _Reader:
 
     def close(self) -> None:
         self.stop.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # lets a reader go that waits for room
+                self._ready.get_nowait()
         self._thread.join()
 
     def _offer(self, item: Any) -> None:
@@ -246,7 +254,8 @@ class _Reader:
             self._offer(stager.take())
 
     def _starving(self) -> bool:
-        return self._waiting.is_set() and self._ready.empty()
+        waited = time.monotonic() - self._waiting_since
+        return waited > _PATIENCE_SECONDS and self._ready.empty()
 
     def _elements(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._dataset, Seekable):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from millrace.host.run_directory import finite_json, versions, write_atomically
@@ -28,6 +29,10 @@ _PARTIAL = ".partial"
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not as it was written."""
 
 
 class Restored(NamedTuple):
@@ -66,15 +71,18 @@ class Checkpoints:
         """Start writing a checkpoint; waits for the one before, and raises its error.
 
         Args:
-            state: Copied to the host before this returns; it may be donated after.
+            state: Copied on its device before this returns; it may be donated after.
             update: The number of updates made.
             **facts: JSON-able things to keep with it: data position, metrics.
         """
         self.wait()
-        if (self._path / _name(update)).is_dir():
+        if (self._path / _name(update) / "manifest.json").is_file():
             return  # the same updates give the same state
-        copied = jax.tree.map(np.array, jax.device_get(state))
-        self._writing = self._writer.submit(self._write, copied, update, facts)
+        # The writer fetches the copy while training goes on. Fetching it here took
+        # 0.28 s for 305 MB on an H200, 13 % of an execution of two seconds.
+        copy = [_snapshot(leaf) for leaf in jax.tree.leaves(state)]
+        structure = jax.tree.structure(state)
+        self._writing = self._writer.submit(self._write, copy, structure, update, facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is on the disk."""
@@ -100,7 +108,12 @@ class Checkpoints:
             return None
         best: tuple[Path, dict] | None = None
         for path in self.saved():
-            metrics = read_manifest(path).get("metrics") or {}
+            try:
+                metrics = read_manifest(path).get("metrics") or {}
+            except CheckpointError:
+                continue  # dealt with when it is to be restored
+            if any(isinstance(value, str) for value in metrics.values()):
+                continue  # what is not finite is written as text
             if metrics and (best is None or self._better(metrics, best[1])):
                 best = path, metrics
         return best[0] if best else None
@@ -109,18 +122,25 @@ class Checkpoints:
         """Read the newest checkpoint that is whole; None if there has been none yet."""
         for leftover in self._path.glob(f"*{_PARTIAL}"):
             shutil.rmtree(leftover)
-        saved = self.saved()
-        for path in reversed(saved):
+        # Not only saved(): a folder without its manifest is damaged too.
+        for path in sorted(self._path.glob("update-*[0-9]"), reverse=True):
             try:
                 return restore(path, like)
-            except CheckpointError as error:
+            except Damaged as error:  # one that does not fit is nobody's damage
                 _log.warning("%s It is set aside for an older one.", error)
-                path.rename(path.with_name(f"{path.name}.damaged"))
-        if saved:
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if any(self._path.glob("*.damaged")):
             raise CheckpointError(f"No checkpoint in {self._path} can be used.")
         return None
 
-    def _write(self, state: Any, update: int, facts: dict[str, Any]) -> None:
+    def _write(
+        self, copy: list[Any], structure: Any, update: int, facts: dict[str, Any]
+    ) -> None:
+        for place, leaf in enumerate(copy):
+            copy[place] = np.asarray(leaf)  # one by one: the device's copies go as well
+        state = jax.tree.unflatten(structure, copy)
         final = self._path / _name(update)
         partial = final.with_name(final.name + _PARTIAL)
         try:
@@ -132,11 +152,13 @@ class Checkpoints:
                 "format": _FORMAT,
                 "update": update,
                 **facts,
+                "arrays": _arrays(state),
                 "versions": versions(),
                 "files": _inventory(partial),
             }
-            text = json.dumps(finite_json(manifest), indent=1)
-            write_atomically(partial / "manifest.json", text)
+            manifest = finite_json(manifest)
+            manifest["checksum"] = _manifest_checksum(manifest)
+            write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))
             partial.rename(final)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -155,6 +177,23 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
+def _snapshot(leaf: Any) -> Any:
+    """A copy that outlives the donation of `leaf`, made where it lies.
+
+    State that rests in host memory is never donated, so it needs no copy.
+    """
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    if leaf.sharding.memory_kind not in (None, _device_memory(leaf)):
+        return leaf
+    return jnp.copy(leaf)
+
+
+def _device_memory(leaf: jax.Array) -> str:
+    (device, *_) = leaf.sharding.device_set
+    return device.default_memory().kind
+
+
 def _name(update: int) -> str:
     return f"update-{update:09d}"
 
@@ -168,21 +207,33 @@ def restore(path: Path, like: Any) -> Restored:
     """
     manifest = read_manifest(path)
     _check_inventory(path, manifest)
+    _check_fits(path, manifest["arrays"], _arrays(like))
     target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
-    try:
-        state = _orbax_restore(path / "state", target)
-    except (ValueError, KeyError, TypeError) as error:
+    return Restored(_orbax_restore(path / "state", target), manifest)
+
+
+def _arrays(state: Any) -> dict[str, str]:
+    """Describe every array of a state by its path."""
+    return {
+        jax.tree_util.keystr(path): f"{np.dtype(x.dtype).name}{list(x.shape)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _check_fits(path: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
+    # Orbax would quietly convert types, and says little about structures.
+    differing = [
+        f"{name} is {found.get(name, 'not in it')}, this model has "
+        f"{wanted.get(name, 'no such array')}"
+        for name in sorted(found.keys() | wanted.keys())
+        if found.get(name) != wanted.get(name)
+    ]
+    if differing:
+        rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
-            f"The checkpoint {path} does not fit this model: {str(error).splitlines()[0]}"
-        ) from error
-    for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
-        if (new.shape, new.dtype) != (old.shape, old.dtype):
-            raise CheckpointError(
-                f"The checkpoint {path} does not fit this model: it has an array of "
-                f"{new.dtype}{list(new.shape)} where {old.dtype}{list(old.shape)} is "
-                "needed."
-            )
-    return Restored(state, manifest)
+            f"The checkpoint {path} does not fit this model: "
+            f"{'; '.join(differing[:3])}{rest}."
+        )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -190,13 +241,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error}.") from error
+        raise Damaged(f"{path} is damaged, without a manifest: {error}.") from error
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {manifest.get('format')}; this version reads "
             f"{_FORMAT}."
         )
+    if manifest.pop("checksum", None) != _manifest_checksum(manifest):
+        raise Damaged(f"{path} is damaged: manifest.json is not as it was written.")
     return manifest
+
+
+def _manifest_checksum(manifest: dict[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _inventory(folder: Path) -> dict[str, list[Any]]:
@@ -211,9 +269,9 @@ def _check_inventory(folder: Path, manifest: dict[str, Any]) -> None:
     for name, (size, checksum) in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is gone.")
+            raise Damaged(f"The checkpoint {folder} is damaged: {name} is gone.")
         if path.stat().st_size != size or _checksum(path) != checksum:
-            raise CheckpointError(
+            raise Damaged(
                 f"The checkpoint {folder} is damaged: {name} is not as it was written "
                 f"({path.stat().st_size} bytes, {size} were written)."
             )

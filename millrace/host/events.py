@@ -89,12 +89,17 @@ def _period(
     wanted = Fraction(rate).limit_denominator(1_000_000)
     span = updates_per_epoch
     if wanted < 1:
-        epochs_each = 1 / wanted
-        if (num_epochs / epochs_each).denominator != 1:
+        # Below one in a million epochs `wanted` is 0.
+        if not wanted or (num_epochs * wanted).denominator != 1:
+            advice = (
+                f"a number of epochs that is a multiple of {wanted.denominator}, or "
+                if wanted
+                else ""
+            )
+            each = float(1 / wanted) if wanted else 1 / rate
             raise ConfigurationError(
-                f"It is not possible to {event} {float(epochs_each)} epochs at a time "
-                f"for {num_epochs} epochs. Choose a number of epochs that is a multiple "
-                f"of {float(epochs_each):g}, or another rate."
+                f"It is not possible to {event} {each} epochs at a time for {num_epochs} "
+                f"epochs. Choose {advice}another rate (0: only at the end)."
             )
         wanted *= num_epochs
         span *= num_epochs

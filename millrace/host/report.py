@@ -117,7 +117,7 @@ def _curve(name: str, points: list[tuple[float, float]]) -> str:
         f'<text x="2" y="16">{high:.3g}</text><text x="2" y="{base}">{low:.3g}</text>'
         f'<text x="{_MARGIN}" y="{base + 16}">epoch {first:g}</text>'
         f'<text x="{_WIDTH - _MARGIN}" y="{base + 16}" text-anchor="end">'
-        f"{first + width:g}</text>"
+        f"{max(xs):g}</text>"
         f'<polyline points="{path}" fill="none" stroke="var(--line)" '
         f'stroke-width="1.5"/>{dots}</svg></figure>'
     )

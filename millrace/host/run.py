@@ -1,7 +1,7 @@
 """One run of one command: its directory, its screen, and an account of how it ended."""
 
 import contextlib
-import shutil
+import functools
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -151,15 +151,20 @@ def run_command(
             traceback.print_exc()
         else:
             error_line(_plain(error, message))
-    finally:
-        for writer in writers:
-            writer.close()
-        run.summary["wall_seconds"] = time.time() - started
-        if status == _WRONG_COMMAND and not options.resume:
-            shutil.rmtree(directory.path)  # nothing was run; leave the name free
-        else:
-            directory.write_summary(run.summary)
-            write_report(directory, run.summary)
+    run.summary["wall_seconds"] = time.time() - started
+    nothing_ran = not directory.metrics_path.exists() and not options.resume
+    endings = [writer.close for writer in writers]
+    if status == _WRONG_COMMAND and nothing_ran:
+        endings.append(directory.discard)  # leave the name free
+    else:
+        endings.append(functools.partial(directory.write_summary, run.summary))
+        endings.append(functools.partial(write_report, directory, run.summary))
+    for end in endings:
+        try:
+            end()
+        except Exception as error:
+            error_line(_plain(error, " ".join(str(error).split())))
+            status = status or 1
     if status == _WRONG_COMMAND:
         return status
     _say_how_it_ended(run, directory.path)
@@ -179,7 +184,9 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
         run.console.line(f"failed; what there is lies in {path}")
         return
     shown = {
-        name.replace("_", " "): f"{value:.4f}" for name, value in summary["metrics"].items()
+        # A resumed run has what is not finite as text.
+        name.replace("_", " "): f"{float(value):.4f}"
+        for name, value in summary["metrics"].items()
     }
     speed = summary["samples_per_second"]
     run.console.facts(

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import time
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.made = not path.exists()
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
 
@@ -33,6 +35,12 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         """The log events, one JSON object a line."""
         return self._metrics
+
+    def discard(self) -> None:
+        """Take back a run that never began; a folder that was there before stays."""
+        (self.path / "config.yml").unlink()
+        if self.made:
+            shutil.rmtree(self.path)
 
     def append_metrics(self, event: dict[str, Any]) -> None:
         """Add one log event."""
@@ -84,7 +92,9 @@ def open_run_directory(
             )
         _check_same(load_yaml(record), config, command, path)
         return directory
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(f"--run-dir {path} is a file, not a directory.")
+    if path.exists() and any(path.iterdir()):
         raise ConfigurationError(
             f"The run directory {path} exists and is not empty. Choose another "
             "--run-dir, or add --resume to continue the run in it."

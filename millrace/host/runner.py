@@ -145,6 +145,8 @@ class Runner:
                     self._drain()
             self._between_executions(state, done)
         self._drain_all()
+        if self._stop_requested:  # maybe after the last look at it in the loop
+            self._save(state, done)
         return state, done
 
     def _chunk(self, capacities: tuple[int, ...]) -> Any:
@@ -157,16 +159,15 @@ class Runner:
     def _between_executions(self, state: TrainState, done: int) -> None:
         """Do what is due while no update is under way."""
         validate = self._validate is not None and self._schedule.due("validate", done)
-        save = self._checkpoints is not None and (
-            self._schedule.due("checkpoint", done) or self._stop_requested
-        )
+        save = self._schedule.due("checkpoint", done)
         if not validate and not save:
             return
         self._drain_all()
         with self._throughput.paused():
             if validate:
                 self._run_validation(state, done)
-            if save:
+            # Asked only now: Ctrl-C may have come during the validation.
+            if save or self._stop_requested:
                 self._save(state, done)
 
     def _run_validation(self, state: TrainState, done: int) -> None:
@@ -179,7 +180,8 @@ class Runner:
         self._console.status("training")
 
     def _save(self, state: TrainState, done: int) -> None:
-        assert self._checkpoints is not None
+        if self._checkpoints is None:
+            return
         self._checkpoints.save(
             state,
             done,

@@ -13,17 +13,21 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[float, int, bool]] = []
+        self._marks: list[tuple[float, int]] = []
+        self._ends: list[tuple[float, int]] = []
         self._paused = 0.0
 
     def start(self) -> None:
         """Begin the first execution."""
-        self._marks.append((self._now(), 0, True))
+        self._marks.append((self._now(), 0))
+        self._ends.append(self._marks[-1])
 
     def add(self, samples: int, *, execution_ends: bool) -> None:
         """Note that a call of the program has ended."""
         total = self._marks[-1][1] + samples
-        self._marks.append((self._now(), total, execution_ends))
+        self._marks.append((self._now(), total))
+        if execution_ends:
+            self._ends.append(self._marks[-1])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -36,16 +40,18 @@ class Throughput:
 
     def per_second(self) -> float:
         """Return samples per second, 0 if nothing was measured."""
-        ends = [mark for mark in self._marks if mark[2]]
         # The run's start counts as an end; with one execution only, its first call is
         # dropped; with one call only, nothing is.
-        marks = ends[1:] if len(ends) > 2 else self._marks[1:]
-        if len(marks) < 2:
-            marks = self._marks
-        if len(marks) < 2:
+        if len(self._ends) > 2:
+            first, last = self._ends[1], self._ends[-1]
+        elif len(self._marks) > 2:
+            first, last = self._marks[1], self._marks[-1]
+        elif len(self._marks) == 2:
+            first, last = self._marks
+        else:
             return 0.0
-        seconds = marks[-1][0] - marks[0][0]
-        return (marks[-1][1] - marks[0][1]) / seconds if seconds > 0 else 0.0
+        seconds = last[0] - first[0]
+        return (last[1] - first[1]) / seconds if seconds > 0 else 0.0
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused

@@ -77,10 +77,14 @@ def _chosen(function: Any, made: list[int], *inputs: jax.Array) -> list[jax.Arra
 
 
 def _packed(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-    """Join groups of positions, each with its bytes, into buckets of 64 MiB or one."""
+    """Join groups of positions, each with its bytes, into buckets of 64 MiB or one.
+
+    Small groups come first: scattered between large ones they would be buckets of
+    their own, and leave the link idle.
+    """
     buckets: list[list[int]] = []
     room = 0
-    for members, size in groups:
+    for members, size in sorted(groups, key=lambda group: group[1]):
         if not buckets or size > room:
             buckets.append([])
             room = _BUCKET_BYTES
@@ -186,15 +190,25 @@ def _split(jaxpr: Any, owned: dict[int, int]) -> list[list[int]]:
 
 def _needed_inputs(jaxpr: Any) -> list[set[int]]:
     """For every output, the positions of the inputs it is computed from."""
-    origin: dict[Any, set[int]] = {v: {i} for i, v in enumerate(jaxpr.jaxpr.invars)}
+    return _origins(jaxpr.jaxpr, [{i} for i in range(len(jaxpr.jaxpr.invars))])
+
+
+def _origins(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
+    origin: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(variable: Any) -> set[int]:
         return set() if isinstance(variable, Literal) else origin.get(variable, set())
 
-    for equation in jaxpr.jaxpr.eqns:
-        inputs = set().union(*map(of, equation.invars))
-        origin.update(dict.fromkeys(equation.outvars, inputs))
-    return [of(variable) for variable in jaxpr.jaxpr.outvars]
+    for equation in jaxpr.eqns:
+        given = [of(variable) for variable in equation.invars]
+        inner = equation.params.get("jaxpr")
+        if equation.primitive.name in ("jit", "pjit") and inner is not None:
+            # Optax may jit a function of the whole tree: look which leaf goes where.
+            made = _origins(inner.jaxpr, given)
+        else:
+            made = [set().union(*given)] * len(equation.outvars)
+        origin.update(zip(equation.outvars, made, strict=True))
+    return [of(variable) for variable in jaxpr.outvars]
 
 
 class _Groups:

@@ -102,7 +102,8 @@ class TrainingProgram:
     def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
         """Place weights on the devices and start the optimiser; copies what is given."""
         weights = jnp.dtype(self.plan.types.weights)
-        params, carried = jax.tree.map(_as_array, (params, carried))
+        # Copied: the state is donated, and what the caller gave must stay usable.
+        params, carried = jax.tree.map(jnp.array, (params, carried))
         params = jax.tree.map(
             lambda p: p.astype(weights) if p.dtype == jnp.float32 else p, params
         )
@@ -114,8 +115,7 @@ class TrainingProgram:
             loss_scale=initial_loss_scale(self.plan.loss_scaling),
             key=jax.random.key_data(jax.random.key(seed)),
         )
-        # Copied: the state is donated, and what the caller gave must stay usable.
-        state = jax.device_put(jax.tree.map(jnp.copy, state), replicated(self._mesh))
+        state = jax.device_put(state, replicated(self._mesh))
         return state._replace(optimiser_state=self._init_optimiser(state.params))
 
     def _init_optimiser(self, params: Any) -> Any:
@@ -257,6 +257,7 @@ class TrainingProgram:
                 resident = state._replace(optimiser_state=None)
                 gathered = gather_program(resident, chunk, index)
                 state, info = stream.apply(state, gathered)
+                del gathered  # before the next ones are made
                 infos.append(info)
             return state, jax.tree.map(lambda *values: jnp.stack(values), *infos)
 
@@ -296,7 +297,3 @@ def element_bytes(chunk_element: Any) -> int:
     return sum(
         math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(chunk_element)
     )
-
-
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

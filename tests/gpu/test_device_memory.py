@@ -17,6 +17,8 @@ from plain_loop import (
     train_with,
 )
 
+from millrace.nn.layers import apply_layers, conv, init_layers, relu
+from millrace.nn.norms import batch_norm
 from millrace.plan import Plan
 from millrace.program.training import training_program
 
@@ -66,27 +68,34 @@ def test_offloading_lowers_the_devices_peak_by_most_of_the_state():
         ends[offloading] = np.asarray(state.params[5])
         del state
     np.testing.assert_allclose(ends[True], ends[False], atol=1e-5)
-    assert peaks[False] - peaks[True] > 0.8 * state_bytes
+    fall = (peaks[False] - peaks[True]) / state_bytes
+    assert fall > 0.8, (peaks, state_bytes)
 
 
-def test_recomputation_lowers_what_the_program_holds():
-    def deep(params, carried, batch, key):
-        h = batch["x"]
-        for _ in range(12):
-            h = jnp.tanh(h @ params["layer1"]["kernel"]) * jnp.exp(-h * h) + jnp.sin(h)
-        return (h * h).mean(), (carried, {})
+def test_recomputation_halves_what_a_cnn_holds():
+    model = [
+        layer
+        for n in range(12)
+        for layer in (conv(f"c{n}", 64), batch_norm(f"b{n}"), relu(f"r{n}"))
+    ]
 
-    rng = np.random.default_rng(0)
-    data = {"x": rng.standard_normal((2, 65536, 40)).astype(np.float32)}
+    def loss(params, carried, batch, key):
+        x, carried = apply_layers(model, params, carried, batch, training=True)
+        return jnp.square(x.astype(jnp.float32)).mean(), (carried, {})
+
+    images = np.random.default_rng(0).standard_normal((2, 32, 56, 56, 64), np.float32)
+    params, carried = init_layers(model, jax.random.key(0), images[0])
     held, weights = {}, {}
     for recomputation in (False, True):
-        plan = Plan(micro_batch_size=65536, recomputation=recomputation)
-        state, _, program = train_with(plan, loss=deep, data=data)
+        plan = Plan(micro_batch_size=32, precision="16.32", recomputation=recomputation)
+        program = training_program(loss, optax.sgd(0.1), plan)
+        state = program.init(params, carried)
+        state, _ = program.run(state, jax.device_put(images, program.chunk_sharding))
         (compiled,) = program._compiled.values()
         held[recomputation] = compiled.memory_analysis().temp_size_in_bytes
-        weights[recomputation] = np.asarray(state.params["layer1"]["kernel"])
-    assert held[True] < 0.7 * held[False]
-    np.testing.assert_allclose(weights[True], weights[False], atol=1e-5)
+        weights[recomputation] = np.asarray(state.params["c5"]["kernel"])
+    assert held[True] < 0.6 * held[False], held
+    np.testing.assert_allclose(weights[True], weights[False], atol=2e-3)
 
 
 @pytest.mark.parametrize(

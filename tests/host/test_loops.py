@@ -109,9 +109,9 @@ def test_negative_numbers_are_refused():
         mr.while_loop(lambda c: True, lambda c: (c, None), 0, maximum_iterations=-1)
 
 
-@pytest.mark.parametrize("benchmark", ["dataset", "infeed"])
-def test_benchmarks_return_the_documented_json(benchmark):
-    if benchmark == "dataset":
+@pytest.mark.parametrize("kind", ["dataset", "infeed"])
+def test_benchmarks_return_the_documented_json(kind):
+    if kind == "dataset":
         text = mr.dataset_benchmark(Ones(), 3, 50)
     else:
         with mr.Infeed(Ones()) as infeed:

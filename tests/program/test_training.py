@@ -140,7 +140,9 @@ def test_the_update_is_cut_into_buckets_that_own_their_state(monkeypatch):
 
 def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
     together = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
-    for optimiser, expected in ((optax.adam(1e-2), 6), (together, 1)):
+    adam = optax.adam(1e-2)
+    jitted = optax.GradientTransformation(adam.init, jax.jit(adam.update))
+    for optimiser, expected in ((adam, 6), (jitted, 6), (together, 1)):
         plan = Plan(micro_batch_size=GLOBAL_BATCH)
         program = training_program(loss_fn, optimiser, plan)
         state = program.init(make_params(), make_carried())

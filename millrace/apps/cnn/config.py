@@ -1,5 +1,6 @@
 """What ``millrace cnn train`` can be told. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,15 @@ class CnnConfig(RunOptions, Plan):
                 "label_smoothing must be at least 0 and below 1, "
                 f"got {self.label_smoothing}."
             )
-        for name in ("learning_rate", "momentum"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative.")
+        for name in (
+            "learning_rate",
+            "momentum",
+            "logs_per_epoch",
+            "ckpts_per_epoch",
+            "validations_per_epoch",
+        ):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {value:g}.")
+        size = self.validation_micro_batch_size
+        if size is not None and size < 1:
+            raise ValueError(f"validation_micro_batch_size must be at least 1, got {size}.")
