@@ -72,7 +72,7 @@ def test_offloading_lowers_the_devices_peak_by_most_of_the_state():
     assert fall > 0.8, (peaks, state_bytes)
 
 
-def test_recomputation_halves_what_a_cnn_holds():
+def test_recomputation_keeps_one_activation_per_convolution_instead_of_two():
     model = [
         layer
         for n in range(12)
@@ -94,7 +94,10 @@ def test_recomputation_halves_what_a_cnn_holds():
         (compiled,) = program._compiled.values()
         held[recomputation] = compiled.memory_analysis().temp_size_in_bytes
         weights[recomputation] = np.asarray(state.params["c5"]["kernel"])
-    assert held[True] < 0.6 * held[False], held
+    activation = images[0].size * 2  # in bfloat16
+    # Twelve convolutions' results, and a few in use, against their inputs as well.
+    assert held[False] > 24 * activation
+    assert held[True] < 18 * activation
     np.testing.assert_allclose(weights[True], weights[False], atol=2e-3)
 
 
