@@ -1,12 +1,20 @@
 """Normalisation: batch norm, also across groups of replicas, and group norm."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from millrace.nn.layers import Call, Layer, Tree
+
+
+class NormFactory(Protocol):
+    """Makes a model's normalisation layers; the model says only where they stand."""
+
+    def __call__(self, name: str, *, zero_scale: bool = False) -> Layer:
+        """Return a layer; `zero_scale` where a residual branch should start silent."""
+        ...
 
 
 class ReplicaGroups(NamedTuple):
@@ -71,21 +79,43 @@ def batch_norm(
     return Layer(name, init, apply)
 
 
-def group_norm(name: str, num_groups: int, *, epsilon: float = 1.001e-5) -> Layer:
-    """Normalise each sample by the statistics of groups of its channels."""
+def group_norm(
+    name: str,
+    *,
+    num_groups: int | None = None,
+    channels_per_group: int | None = None,
+    epsilon: float = 1.001e-5,
+    zero_scale: bool = False,
+) -> Layer:
+    """Normalise each sample by the statistics of groups of its channels.
+
+    Give the number of groups, or how many channels each has.
+    """
+    if (num_groups is None) == (channels_per_group is None):
+        raise ValueError(
+            "group_norm needs num_groups or channels_per_group, and only one of them; "
+            f"got {num_groups} and {channels_per_group}."
+        )
+
+    def groups_of(channels: int) -> int:
+        parts = num_groups or channels_per_group or 1
+        if channels % parts:
+            how = f"{num_groups} groups" if num_groups else f"groups of {parts}"
+            raise ValueError(
+                f"Layer {name}: {channels} channels cannot be divided into {how}."
+            )
+        return num_groups or channels // parts
 
     def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
         del key
-        if x.shape[-1] % num_groups:
-            raise ValueError(
-                f"Layer {name}: {x.shape[-1]} channels cannot be divided into "
-                f"{num_groups} groups."
-            )
-        return {"scale": jnp.ones(x.shape[-1]), "bias": jnp.zeros(x.shape[-1])}, {}
+        channels = x.shape[-1]
+        groups_of(channels)
+        scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)
+        return {"scale": scale, "bias": jnp.zeros(channels)}, {}
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         del carried, call
-        split = x.reshape(*x.shape[:-1], num_groups, -1).astype(jnp.float32)
+        split = x.reshape(*x.shape[:-1], groups_of(x.shape[-1]), -1).astype(jnp.float32)
         dims = (*range(1, x.ndim - 1), x.ndim)
         mean = split.mean(dims, keepdims=True)
         var = jnp.square(split - mean).mean(dims, keepdims=True)

@@ -108,7 +108,7 @@ def test_the_stable_variance_survives_a_large_mean():
 
 def test_group_norm_agrees_with_numpy():
     x = np.random.default_rng(0).normal(1, 3, (3, 4, 4, 8)).astype(np.float32)
-    layer = group_norm("gn", 2, epsilon=1e-3)
+    layer = group_norm("gn", num_groups=2, epsilon=1e-3)
     params, carried = layer.init(jax.random.key(0), x)
     y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
     split = x.reshape(3, 4, 4, 2, 4)
@@ -116,8 +116,17 @@ def test_group_norm_agrees_with_numpy():
     var = split.var((1, 2, 4), keepdims=True)
     expected = ((split - mean) / np.sqrt(var + 1e-3)).reshape(x.shape)
     np.testing.assert_allclose(y, expected, atol=1e-5)
+    same, _ = group_norm("gn", channels_per_group=4, epsilon=1e-3).apply(
+        params, carried, jnp.asarray(x), layers.Call(True)
+    )
+    np.testing.assert_array_equal(same, y)
     with pytest.raises(ValueError, match="8 channels cannot be divided into 3 groups"):
-        group_norm("gn", 3).init(jax.random.key(0), x)
+        group_norm("gn", num_groups=3).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="8 channels cannot be divided into groups of 3"):
+        group_norm("gn", channels_per_group=3).init(jax.random.key(0), x)
+    for wrong in ({}, {"num_groups": 2, "channels_per_group": 4}):
+        with pytest.raises(ValueError, match="only one of them"):
+            group_norm("gn", **wrong)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -1,5 +1,6 @@
 """Train a CNN. Read from top to bottom: this is the whole application."""
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from millrace.host.runner import Runner
 from millrace.host.validation import evaluate
 from millrace.nn.layers import apply_layers, init_layers, num_parameters
 from millrace.nn.losses import correct, cross_entropy
+from millrace.nn.norms import batch_norm
 from millrace.program.evaluate import EvaluationProgram
 from millrace.program.training import training_program
 
@@ -24,7 +26,8 @@ from millrace.program.training import training_program
 def train(config: CnnConfig, run: Run) -> None:
     """Train on `config.dataset`; results go to the run directory."""
     training, validation = load_digits()
-    model = models.build(config.model_name, NUM_CLASSES)
+    norm = functools.partial(batch_norm, momentum=0.9)
+    model = models.build(config.model_name, NUM_CLASSES, norm)
     batching = config.batching
     schedule = schedule_events(
         updates_per_epoch=batching.updates_per_epoch(len(training)),

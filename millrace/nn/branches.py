@@ -1,0 +1,40 @@
+"""Residual branches as layers: the skip connection travels beside the activations.
+
+Between the layer that opens a branch and the one that closes it, what flows from layer
+to layer is ``{"main": …, "skip": …}``. So a model with skip connections is still a plain
+list of layers, and can be split before any of them.
+"""
+
+from typing import Any
+
+import jax
+
+from millrace.nn.layers import Call, Layer, Tree, stateless
+
+
+def opening(layer: Layer) -> Layer:
+    """Run `layer` on the main branch and keep its input as the skip connection."""
+
+    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        y, carried = layer.apply(params, carried, x, call)
+        return {"main": y, "skip": x}, carried
+
+    return layer._replace(apply=apply)
+
+
+def on(branch: str, layer: Layer) -> Layer:
+    """Run `layer` on one branch, "main" or "skip", and pass the other by."""
+
+    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
+        return layer.init(key, x[branch])
+
+    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        y, carried = layer.apply(params, carried, x[branch], call)
+        return {**x, branch: y}, carried
+
+    return Layer(layer.name, init, apply)
+
+
+def closing(name: str) -> Layer:
+    """Add the skip connection to the main branch."""
+    return stateless(name, lambda x: x["main"] + x["skip"])
