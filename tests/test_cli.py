@@ -38,7 +38,8 @@ PATIENCE = 120  # seconds; a run takes about 6, but the machine may be busy
 # Eight epochs of 44 updates, in executions of 11.
 TRAIN = [
     *("cnn", "train", "--micro-batch-size", "32", "--num-epochs", "8"),
-    *("--learning-rate", "0.1", "--logs-per-epoch", "4", "--validations-per-epoch", "0.5"),
+    *("--lr-schedule-params", "{initial_learning_rate: 0.003}"),
+    *("--logs-per-epoch", "4", "--validations-per-epoch", "0.5"),
 ]
 REPLICAS = [
     *("cnn", "train", "--micro-batch-size", "8", "--num-replicas", "4"),
@@ -285,10 +286,10 @@ def test_a_directory_with_a_run_in_it_is_refused_and_left_alone(trained):
 
 def test_resuming_with_another_option_is_refused_by_its_name(trained, in_process):
     before = (trained.path / "summary.json").read_bytes()
-    words = [*TRAIN, "--run-dir", str(trained.path), "--resume", "--momentum", "0.5"]
+    words = [*TRAIN, "--run-dir", str(trained.path), "--resume", "--bn-momentum", "0.5"]
     status, errors = in_process(*words)
     assert status == 2
-    assert "momentum was 0.9, now 0.5" in errors
+    assert "bn_momentum was 0.97, now 0.5" in errors
     assert (trained.path / "summary.json").read_bytes() == before
 
 
@@ -317,7 +318,7 @@ def test_a_run_records_the_configuration_it_was_given(trained):
     assert config == CnnConfig(
         micro_batch_size=32,
         num_epochs=8,
-        learning_rate=0.1,
+        lr_schedule_params={"initial_learning_rate": 0.003},
         logs_per_epoch=4,
         validations_per_epoch=0.5,
         run_dir=trained.path,

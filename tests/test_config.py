@@ -555,11 +555,13 @@ def test_a_rate_of_events_that_cannot_be_is_refused_by_its_name(option, value):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("learning_rate", "-0.1"),
-        ("learning_rate", "nan"),
-        ("learning_rate", "inf"),
-        ("momentum", "-1"),
-        ("momentum", "nan"),
+        ("weight_decay", "-0.1"),
+        ("weight_decay", "nan"),
+        ("l2_regularization", "inf"),
+        ("bn_momentum", "1.0"),
+        ("bn_momentum", "nan"),
+        ("dbn_replica_group_size", "0"),
+        ("weight_updates_per_epoch", "0"),
         ("label_smoothing", "1"),
         ("label_smoothing", "nan"),
         ("num_epochs", "0"),

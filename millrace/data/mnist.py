@@ -1,0 +1,128 @@
+"""MNIST and Fashion-MNIST, from the IDX files they are published as."""
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from millrace.data.catalogue import CATALOGUE, not_found
+from millrace.data.source import ArraySource
+
+_IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801  # unsigned bytes in three dims, in one
+_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_MNIST_FOLDERS = ("", "raw", "mnist", "mnist/raw", "MNIST", "MNIST/raw")
+_FASHION_FOLDERS = (
+    "",
+    "raw",
+    "fashion_mnist",
+    "fashion-mnist",
+    "fashion-mnist/data/fashion",
+    "data/fashion",
+    "FashionMNIST",
+    "FashionMNIST/raw",
+)
+
+
+def load_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:
+    """Return training and validation digits from the folder at `path`.
+
+    The files may be gzipped or not, and may lie in the usual subfolders. A sample has
+    ``image`` uint8[28, 28, 1] and ``label`` int32.
+    """
+    return _load("mnist", Path(path), _MNIST_FOLDERS)
+
+
+def load_fashion_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:
+    """Return training and validation clothes, in the form of `load_mnist`."""
+    return _load("fashion_mnist", Path(path), _FASHION_FOLDERS)
+
+
+def _load(
+    name: str, folder: Path, subfolders: Sequence[str]
+) -> tuple[ArraySource, ArraySource]:
+    training_images, training_labels, test_images, test_labels = _find(
+        name, folder, subfolders
+    )
+    return (
+        _read_split(name, training_images, training_labels),
+        _read_split(name, test_images, test_labels),
+    )
+
+
+def _find(name: str, folder: Path, subfolders: Sequence[str]) -> list[Path]:
+    """Return the four files of the first subfolder that has them all."""
+    for subfolder in subfolders:
+        found = [
+            path
+            for file in _FILES
+            for path in (folder / subfolder / file, folder / subfolder / f"{file}.gz")
+            if path.is_file()
+        ]
+        # Where both forms lie side by side, the plain one comes first.
+        by_name = {path.name.removesuffix(".gz"): path for path in reversed(found)}
+        if len(by_name) == len(_FILES):
+            return [by_name[file] for file in _FILES]
+    raise not_found(name, folder, [f"{file}[.gz]" for file in _FILES])
+
+
+def _read_split(name: str, images_file: Path, labels_file: Path) -> ArraySource:
+    shape = CATALOGUE[name].image_shape
+    image = _read_idx(images_file, _IMAGES_MAGIC)
+    label = _read_idx(labels_file, _LABELS_MAGIC)
+    if image.shape[1:] != shape[:2]:
+        raise ValueError(
+            f"{images_file} holds pictures of {image.shape[1]} x {image.shape[2]}; "
+            f"{name} has {shape[0]} x {shape[1]}."
+        )
+    if len(image) != len(label):
+        raise ValueError(
+            f"{images_file} holds {len(image)} pictures, but {labels_file} "
+            f"{len(label)} labels."
+        )
+    if len(label) and label.max() >= CATALOGUE[name].num_classes:
+        raise ValueError(
+            f"{labels_file} has the label {label.max()}; labels of {name} end at "
+            f"{CATALOGUE[name].num_classes - 1}."
+        )
+    return ArraySource(
+        {"image": image.reshape(-1, *shape), "label": label.astype(np.int32)}
+    )
+
+
+def _read_idx(path: Path, magic: int) -> np.ndarray:
+    num_dims = magic & 0xFF
+    try:
+        with _open(path) as file:
+            header = file.read(4 + 4 * num_dims)
+            if len(header) < 4 + 4 * num_dims:
+                raise ValueError(f"{path} is too short to be an IDX file.")
+            found, *shape = struct.unpack(f">{1 + num_dims}I", header)
+            if found != magic:
+                raise ValueError(
+                    f"{path} starts with the magic number {found:#x}; expected {magic:#x}."
+                )
+            size = math.prod(shape)
+            data = file.read(size + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is a damaged gzip file: {error}.") from error
+    if len(data) != size:
+        raise ValueError(
+            f"{path} should hold {size} bytes after its header, but holds "
+            f"{'more' if len(data) > size else len(data)}."
+        )
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _open(path: Path) -> BinaryIO:
+    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return cast(BinaryIO, opened)

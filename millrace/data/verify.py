@@ -1,0 +1,79 @@
+"""Whether a data set on disk is what it should be."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from millrace.data.catalogue import Dataset
+from millrace.data.image_source import ImageSource
+from millrace.data.source import ArraySource, Source
+
+_BATCH_SIZE = 64
+
+
+def verify(
+    sources: tuple[Source, Source], expected: Dataset, *, num_samples: int | None = 256
+) -> list[str]:
+    """Return what is not as expected, one plain sentence each; nothing if all is well.
+
+    Args:
+        sources: Training and validation.
+        expected: What is known of the data set.
+        num_samples: Samples of each to read, evenly spaced, where reading them means
+            decoding; None reads all. Arrays in memory are always checked whole.
+    """
+    training, validation = sources
+    return [
+        *_verify_split("training", training, expected.num_training, expected, num_samples),
+        *_verify_split(
+            "validation", validation, expected.num_validation, expected, num_samples
+        ),
+    ]
+
+
+def _verify_split(
+    split: str, source: Source, count: int, expected: Dataset, num_samples: int | None
+) -> Iterator[str]:
+    if len(source) != count:
+        yield f"{expected.name} has {len(source):,} {split} samples; expected {count:,}."
+    wrong: dict[str, None] = {}  # each sentence once, in order
+    labels = []
+    for batch in _batches(source, num_samples):
+        wrong |= dict.fromkeys(_verify_batch(split, batch, expected))
+        labels.append(batch.get("label", np.empty(0, np.int32)))
+    yield from wrong
+    label = np.concatenate([np.empty(0, np.int32), *labels])
+    if label.size and (label.min() < 0 or label.max() >= expected.num_classes):
+        yield (
+            f"{split} labels go from {label.min()} to {label.max()}; expected 0 to "
+            f"{expected.num_classes - 1}."
+        )
+    if isinstance(source, ImageSource):
+        for name, reason in source.corrupt.items():
+            yield f"{name} cannot be read: {reason}."
+
+
+def _batches(source: Source, num_samples: int | None) -> Iterator[dict[str, np.ndarray]]:
+    if isinstance(source, ArraySource):
+        yield source.arrays
+        return
+    chosen = np.arange(len(source))
+    if num_samples is not None and num_samples < len(source):
+        chosen = np.linspace(0, len(source) - 1, num_samples).round().astype(int)
+    for first in range(0, len(chosen), _BATCH_SIZE):
+        yield source[chosen[first : first + _BATCH_SIZE]]
+
+
+def _verify_batch(
+    split: str, batch: dict[str, np.ndarray], expected: Dataset
+) -> Iterator[str]:
+    for name, dtype in (("image", np.uint8), ("label", np.int32)):
+        if name not in batch:
+            yield f"{split} samples have no {name}."
+        elif batch[name].dtype != dtype:
+            yield f"{split} {name}s are {batch[name].dtype}; expected {np.dtype(dtype)}."
+    if "image" in batch and batch["image"].shape[1:] != expected.image_shape:
+        yield (
+            f"{split} images have the shape {batch['image'].shape[1:]}; expected "
+            f"{expected.image_shape}."
+        )

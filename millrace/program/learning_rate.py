@@ -1,0 +1,248 @@
+"""Learning rates as functions of the update's number, chosen by name."""
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from millrace.config import ConfigurationError
+
+T = TypeVar("T")
+
+_Rate = Callable[[jax.Array], jax.Array]
+"""From the update's number (int32) to the learning rate (float32)."""
+
+
+def learning_rate_schedule(
+    name: str,
+    params: Mapping[str, Any],
+    *,
+    global_batch_size: int,
+    updates_per_epoch: int,
+    factor: float = 1.0,
+    warmup: Mapping[str, Any] | None = None,
+    staircase: bool = False,
+) -> optax.Schedule:
+    """Return the learning rate of each update, as a pure function of its number.
+
+    Args:
+        name: const, cosine, stepped, polynomial or exponential.
+        params: What the schedule needs, no key more or less. Each but stepped has
+            ``initial_learning_rate``, per sample: it is multiplied by the global batch.
+
+            - const: nothing else.
+            - cosine: ``epochs_to_total_decay``. Half a cosine down to 0.
+            - polynomial: ``epochs_to_total_decay``, ``end_learning_rate_ratio``,
+              ``power``. Falls as a power of the time left, down to a ratio of the start.
+            - exponential: ``epochs_to_total_decay``, ``num_decays``, ``decay_rate``.
+              Multiplied by the rate after each of so many equal intervals. EfficientNet:
+              0.97, 146 times over its 350 epochs.
+            - stepped: ``boundaries`` in epochs, and one more ``values``, which are not
+              multiplied by the global batch. The update at a boundary has the old value.
+        global_batch_size: Samples per update.
+        updates_per_epoch: Turns epochs into updates, rounded down.
+        factor: On every learning rate.
+        warmup: ``warmup_epochs``, over which the rate rises linearly, and
+            ``warmup_mode``: shift (the schedule starts after it) or mask (it multiplies
+            the schedule's beginning).
+        staircase: Keep the rate of an epoch's first update for the whole epoch. A
+            stepped boundary on a whole epoch then shows one epoch later.
+    """
+    assert updates_per_epoch >= 1
+    kind = one_of("--lr-schedule", name, _KINDS)
+    check_keys(f"--lr-schedule-params of {name}", params, kind.keys)
+    rate = kind.make(params, _Units(global_batch_size, updates_per_epoch, factor))
+    if warmup is not None:
+        rate = _warmed_up(rate, warmup, updates_per_epoch)
+    if staircase:
+        rate = _stepping(rate, updates_per_epoch)
+    return lambda count: rate(jnp.asarray(count, jnp.int32))
+
+
+class _Units(NamedTuple):
+    """What turns a recipe's numbers into those of this run."""
+
+    global_batch_size: int
+    updates_per_epoch: int
+    factor: float
+
+    def initial(self, params: Mapping[str, Any]) -> float:
+        """Return the learning rate at the start."""
+        per_sample = _number(params, "initial_learning_rate")
+        return per_sample * self.global_batch_size * self.factor
+
+    def decay_updates(self, params: Mapping[str, Any]) -> int:
+        """Return the number of updates over which the learning rate decays."""
+        epochs = _number(params, "epochs_to_total_decay")
+        if (updates := int(epochs * self.updates_per_epoch)) < 1:
+            raise ConfigurationError(
+                f"{_PARAMS}: epochs_to_total_decay must be at least one update; got "
+                f"{epochs} epochs of {self.updates_per_epoch} updates."
+            )
+        return updates
+
+
+def _const(params: Mapping[str, Any], units: _Units) -> _Rate:
+    initial = units.initial(params)
+    return lambda update: jnp.full_like(update, initial, jnp.float32)
+
+
+def _cosine(params: Mapping[str, Any], units: _Units) -> _Rate:
+    initial, updates = units.initial(params), units.decay_updates(params)
+
+    def rate(update: jax.Array) -> jax.Array:
+        angle = math.pi * _fraction(jnp.minimum(update, updates), updates)
+        return 0.5 * initial * (1.0 + jnp.cos(angle))
+
+    return rate
+
+
+def _polynomial(params: Mapping[str, Any], units: _Units) -> _Rate:
+    initial, updates = units.initial(params), units.decay_updates(params)
+    end = initial * _number(params, "end_learning_rate_ratio")
+    power = _number(params, "power")
+
+    def rate(update: jax.Array) -> jax.Array:
+        left = _fraction(updates - jnp.minimum(update, updates), updates)
+        return (initial - end) * left**power + end
+
+    return rate
+
+
+def _exponential(params: Mapping[str, Any], units: _Units) -> _Rate:
+    initial, updates = units.initial(params), units.decay_updates(params)
+    decay_rate = _number(params, "decay_rate")
+    if (count := _number(params, "num_decays")) != int(count):
+        raise ConfigurationError(
+            f"{_PARAMS}: num_decays must be a whole number, got {count}."
+        )
+    decays = range(1, int(count) + 1)
+    return _piecewise(
+        [updates * decay // len(decays) for decay in decays],
+        [initial] + [initial * decay_rate**decay for decay in decays],
+    )
+
+
+def _stepped(params: Mapping[str, Any], units: _Units) -> _Rate:
+    boundaries, values = _numbers(params, "boundaries"), _numbers(params, "values")
+    if len(values) != len(boundaries) + 1:
+        raise ConfigurationError(
+            f"{_PARAMS}: values must be one more than boundaries; got "
+            f"{len(values)} values and {len(boundaries)} boundaries."
+        )
+    if boundaries != sorted(boundaries):
+        raise ConfigurationError(
+            f"{_PARAMS}: boundaries must not decrease, got {boundaries}."
+        )
+    return _piecewise(
+        [int(epochs * units.updates_per_epoch) for epochs in boundaries],
+        [value * units.factor for value in values],
+    )
+
+
+def _piecewise(boundaries: Sequence[int], values: Sequence[float]) -> _Rate:
+    """Constant between the boundaries; an update at a boundary has the value before."""
+    edges, rates = np.array(boundaries, np.int32), np.array(values, np.float32)
+
+    def rate(update: jax.Array) -> jax.Array:
+        passed = jnp.sum(update[..., None] > edges, axis=-1)
+        return jnp.asarray(rates)[passed]
+
+    return rate
+
+
+class _Kind(NamedTuple):
+    make: Callable[[Mapping[str, Any], _Units], _Rate]
+    keys: tuple[str, ...]
+
+
+_PARAMS = "--lr-schedule-params"
+_INITIAL = "initial_learning_rate"
+_DECAYING = (_INITIAL, "epochs_to_total_decay")
+_KINDS = {
+    "const": _Kind(_const, (_INITIAL,)),
+    "cosine": _Kind(_cosine, _DECAYING),
+    "stepped": _Kind(_stepped, ("boundaries", "values")),
+    "polynomial": _Kind(_polynomial, (*_DECAYING, "end_learning_rate_ratio", "power")),
+    "exponential": _Kind(_exponential, (*_DECAYING, "num_decays", "decay_rate")),
+}
+
+
+def _warmed_up(rate: _Rate, warmup: Mapping[str, Any], updates_per_epoch: int) -> _Rate:
+    """Rise linearly to `rate`, or to its beginning."""
+    option = "--lr-warmup-params"
+    check_keys(option, warmup, ("warmup_mode", "warmup_epochs"))
+    epochs = number(f"{option}: warmup_epochs", warmup["warmup_epochs"])
+    updates = int(epochs * updates_per_epoch)
+    delays = {"shift": updates, "mask": 0}
+    delay = one_of(f"{option}: warmup_mode", warmup["warmup_mode"], delays)
+
+    def warmed_up(update: jax.Array) -> jax.Array:
+        full = rate(jnp.maximum(update - delay, 0))
+        rising = full * _fraction(update + 1, updates + 1)
+        return jnp.where(update < updates, rising, full)
+
+    return warmed_up
+
+
+def _stepping(rate: _Rate, updates_per_epoch: int) -> _Rate:
+    return lambda update: rate(update // updates_per_epoch * updates_per_epoch)
+
+
+def _fraction(part: jax.Array, whole: int) -> jax.Array:
+    return part.astype(jnp.float32) / whole
+
+
+def _number(params: Mapping[str, Any], key: str) -> float:
+    return number(f"{_PARAMS}: {key}", params[key])
+
+
+def _numbers(params: Mapping[str, Any], key: str) -> list[float]:
+    values = params[key]
+    if not isinstance(values, list | tuple):
+        raise ConfigurationError(f"{_PARAMS}: {key} must be a list, got {values!r}.")
+    return [number(f"{_PARAMS}: {key}", value) for value in values]
+
+
+def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
+    """Return the choice called `name`, or say which there are."""
+    if name not in list(choices):  # a list, because a mistaken name may be unhashable
+        raise ConfigurationError(
+            f"{option} must be one of {', '.join(choices)}; got {name!r}."
+            + _nearest(str(name), choices)
+        )
+    return choices[name]
+
+
+def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Refuse a dictionary that has not exactly these `keys`."""
+    missing = [key for key in keys if key not in params]
+    unknown = [str(key) for key in params if key not in keys]
+    if missing or unknown:
+        raise ConfigurationError(
+            f"{option} needs the keys {', '.join(keys)}; "
+            f"got {', '.join(map(str, params)) or 'none'}."
+            + "".join(_nearest(key, missing or keys) for key in unknown[:1])
+        )
+
+
+def number(
+    option: str, value: Any, *, at_least: float = 0.0, below: float = math.inf
+) -> float:
+    """Return `value` as a float if it is a number in the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not at_least <= value < below:
+        limits = "" if at_least == -math.inf else f" of at least {at_least:g}"
+        limits += "" if below == math.inf else f" and below {below:g}"
+        raise ConfigurationError(f"{option} must be a number{limits}, got {value!r}.")
+    return float(value)
+
+
+def _nearest(word: str, choices: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -1,0 +1,101 @@
+"""The application as a user calls it, on small data."""
+
+import json
+
+import numpy as np
+import pytest
+
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.train import plan_events, train
+from millrace.config import ConfigurationError, build, load_named, load_yaml
+from millrace.host.run import run_command
+
+SEEDS = {"num_epochs": 6, "micro_batch_size": 8, "gradient_accumulation_count": 8}
+
+
+def run(directory, **options):
+    config = build(CnnConfig, {"run_dir": directory, "quiet": True} | options)
+    status = run_command(train, config, command="cnn-train", command_line="test")
+    summary = directory / "summary.json"
+    return status, json.loads(summary.read_text()) if summary.exists() else None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_replicas": 4, "micro_batch_size": 8, "dbn_replica_group_size": 2},
+        {"optimizer": "lars", "optimizer_params": {
+            "momentum": 0.9, "weight_decay": 1e-4, "eeta": 0.01, "epsilon": 0}},
+        {"norm_layer": {"name": "group_norm", "num_groups": 4}, "label_smoothing": 0.1},
+        {"accelerator_side_preprocess": True, "l2_regularization": 1e-4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_digits_are_learnt_with_every_kind_of_option(options, tmp_path):
+    settings = {
+        "micro_batch_size": 32,
+        "num_epochs": 4,
+        "optimizer_params": {"momentum": 0.9},
+        "lr_schedule": "cosine",
+        "lr_schedule_params": {
+            "initial_learning_rate": 0.003, "epochs_to_total_decay": 4},
+        "bn_momentum": 0.8,
+        "validations_per_epoch": 0,
+        "ckpts_per_epoch": 0,
+    }  # fmt: skip
+    status, summary = run(tmp_path / "run", **(settings | options))
+    assert (status, summary["status"]) == (0, "completed")
+    assert summary["metrics"]["validation_accuracy"] > 0.9
+
+
+def test_weight_updates_per_epoch_sets_the_length_of_an_epoch(tmp_path):
+    _, summary = run(tmp_path / "run", num_epochs=2, weight_updates_per_epoch=10)
+    assert summary["updates"] == 20
+
+
+def test_a_mistake_in_a_dictionary_of_options_is_exit_2(tmp_path, capsys):
+    status, summary = run(tmp_path / "run", optimizer_params={"momentun": 0.9})
+    assert (status, summary) == (2, None)
+    assert "Did you mean momentum?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", load_yaml_names := [
+    "digits_demo", "resnet8_test", "resnet8_test_lars",
+    "cifar_resnet20_1gpu", "cifar_resnet56_1gpu",
+])  # fmt: skip
+def test_every_named_configuration_makes_a_schedule(name):
+    from pathlib import Path
+
+    import millrace.apps.cnn as cnn
+
+    path = Path(cnn.__file__).parent / "runs.yml"
+    assert set(load_yaml(path)) == set(load_yaml_names)
+    config = build(CnnConfig, load_named(path, name))
+    size = 1437 if config.resolved_dataset == "digits" else 50_000
+    schedule = plan_events(config, size)
+    assert schedule.total_updates % schedule.updates_per_execution == 0
+    assert not schedule.warnings
+
+
+def test_seed_002s_periods_hold_for_cifar():
+    config = build(CnnConfig, {"model_name": "cifar_resnet8", "logs_per_epoch": 10,
+                               "validation": False, "ckpts_per_epoch": 0} | SEEDS)  # fmt: skip
+    schedule = plan_events(config, 50_000)
+    assert (schedule.updates_per_epoch, schedule.updates_per_execution) == (781, 71)
+    assert len(schedule.warnings) == 1
+    with pytest.raises(ConfigurationError, match=r"2\.0 epochs at a time for 5 epochs"):
+        plan_events(
+            build(CnnConfig, SEEDS | {"num_epochs": 5, "logs_per_epoch": 0.5}), 50_000
+        )
+
+
+def test_two_runs_with_one_seed_are_the_same_and_with_another_not(tmp_path):
+    settings = {"micro_batch_size": 64, "validation": False,
+                "lr_schedule_params": {"initial_learning_rate": 0.001}}  # fmt: skip
+    losses = [
+        run(tmp_path / str(number), seed=seed, **settings)[1]["metrics"]["train_loss"]
+        for number, seed in enumerate((1, 1, 2))
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    assert np.isfinite(losses).all()

@@ -1,0 +1,98 @@
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from image_files import write_folders
+
+from millrace.data.augment import imagenet_image
+from millrace.data.catalogue import CATALOGUE
+from millrace.data.image_folder import load_image_folder
+from millrace.data.source import ArraySource
+from millrace.data.verify import verify
+
+EXPECTED = dataclasses.replace(
+    CATALOGUE["cifar10"], num_training=20, num_validation=10, image_shape=(4, 4, 3)
+)
+
+
+def source(count, shape=(4, 4, 3), image_dtype=np.uint8, label_dtype=np.int32, labels=None):
+    label = np.arange(count) % 10 if labels is None else np.resize(labels, count)
+    return ArraySource(
+        {
+            "image": np.zeros((count, *shape), image_dtype),
+            "label": label.astype(label_dtype),
+        }
+    )
+
+
+def test_a_data_set_as_expected_has_no_mismatches():
+    assert verify((source(20), source(10)), EXPECTED) == []
+
+
+@pytest.mark.parametrize(
+    ("validation", "sentence"),
+    [
+        (source(9), "cifar10 has 9 validation samples; expected 10."),
+        (
+            source(10, shape=(4, 5, 3)),
+            "validation images have the shape (4, 5, 3); expected (4, 4, 3).",
+        ),
+        (
+            source(10, image_dtype=np.float32),
+            "validation images are float32; expected uint8.",
+        ),
+        (
+            source(10, label_dtype=np.int64),
+            "validation labels are int64; expected int32.",
+        ),
+        (
+            source(10, labels=[1, 10]),
+            "validation labels go from 1 to 10; expected 0 to 9.",
+        ),
+        (
+            source(10, labels=[-1, 3]),
+            "validation labels go from -1 to 3; expected 0 to 9.",
+        ),
+    ],
+)
+def test_each_mismatch_is_a_sentence(validation, sentence):
+    assert verify((source(20), validation), EXPECTED) == [sentence]
+
+
+def test_several_mismatches_are_all_listed():
+    without_labels = ArraySource({"image": np.zeros((3, 2, 2, 1), np.uint8)})
+    assert verify((without_labels, source(10)), EXPECTED) == [
+        "cifar10 has 3 training samples; expected 20.",
+        "training samples have no label.",
+        "training images have the shape (2, 2, 1); expected (4, 4, 3).",
+    ]
+
+
+@pytest.mark.parametrize("num_samples", [4, None])
+def test_pictures_in_folders_are_decoded_and_the_corrupt_ones_named(tmp_path, num_samples):
+    write_folders(tmp_path)
+    prepare = functools.partial(imagenet_image, size=16)
+    expected = dataclasses.replace(
+        EXPECTED, num_training=15, num_validation=15, image_shape=(16, 16, 3), num_classes=3
+    )
+    sources = load_image_folder(tmp_path, prepare)
+    assert verify(sources, expected, num_samples=num_samples) == []
+    victim = tmp_path / "train" / "class_0" / "0.JPEG"
+    victim.write_bytes(b"")
+    two = dataclasses.replace(expected, num_classes=2)
+    wrong_label, corrupt, wrong_too = verify(sources, two, num_samples=num_samples)
+    assert "to 2; expected 0 to 1." in wrong_label
+    assert wrong_too == "validation labels go from 0 to 2; expected 0 to 1."
+    assert str(victim) in corrupt and "cannot be read" in corrupt
+
+
+def test_the_catalogue_holds_together():
+    for name, known in CATALOGUE.items():
+        assert known.name == name
+        assert len(known.mean) == len(known.std) == known.image_shape[2]
+        for file in known.files:
+            assert len(file.md5) == 32 and file.num_bytes > 0
+            assert file.sha256 is None or len(file.sha256) == 64
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            known.name = "another"  # type: ignore[misc]
