@@ -39,4 +39,4 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) dist runs
+	rm -rf $(VENV) dist

@@ -13,7 +13,6 @@ import difflib
 import inspect
 import itertools
 import re
-import sys
 import textwrap
 import types
 import typing
@@ -401,9 +400,3 @@ def _class_field_docs(cls: Any) -> dict[str, str]:
         ):
             docs[statement.target.id] = str(following.value.value)
     return docs
-
-
-def exit_with_usage_error(error: ConfigurationError) -> NoReturn:
-    """Print the mistake as plain lines and leave with status 2."""
-    print(f"millrace: {error}", file=sys.stderr)
-    sys.exit(2)

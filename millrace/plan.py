@@ -12,7 +12,15 @@ Reduction = Literal["sum", "mean", "running_mean"]
 AccumulatorType = str | type | None | Callable[[str, Any], Any]
 """None (each variable's own type), a type, or ``f(path, variable) -> type``."""
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_FLOATS = ("float16", "bfloat16", "float32")
+
+_WHOLE_NUMBERS = (
+    "micro_batch_size",
+    "num_replicas",
+    "gradient_accumulation_count",
+    "global_batch_size",
+    "updates_per_execution",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,8 @@ class Plan:
     """How micro-batch gradients become one: sum, mean, or running_mean (the mean with
     an accumulator that never exceeds one gradient's size)."""
     precision: PrecisionName = "32.32"
-    """Bits of computation and of weights with their update: 16.16, 16.32 or 32.32."""
+    """Bits of computation and of weights with their update: 16.16, 16.32 or 32.32. The
+    batch's float32 arrays are cast to the compute type too; integers are not."""
     half_type: HalfType = "bfloat16"
     """The 16-bit type that precision means."""
     stochastic_rounding: bool = False
@@ -57,6 +66,10 @@ class Plan:
     """Stop at the first loss or gradient that is not a finite number."""
 
     def __post_init__(self) -> None:
+        for name in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}.")
         _ = self.batching, self.types  # each raises on what does not fit
         if self.updates_per_execution is not None and self.updates_per_execution < 1:
             raise ValueError(
@@ -89,6 +102,11 @@ class Plan:
                     f"precision {self.precision} with half_type {self.half_type}. "
                     "Leave loss_scaling at 0, or set half_type to float16 with "
                     "precision 16.16 or 16.32."
+                )
+            if self.fp_exceptions:
+                raise ValueError(
+                    "fp_exceptions would stop at the first overflow, which dynamic "
+                    "loss_scaling makes on purpose. Use a fixed loss_scaling with it."
                 )
         elif isinstance(self.loss_scaling, str) or not 0 <= self.loss_scaling < 2**127:
             raise ValueError(

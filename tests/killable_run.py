@@ -86,9 +86,8 @@ def work(config, run):
             writers=run.writers,
             checkpoints=checkpoints,
         )
-        result = runner.run(state, resume=config.resume)
-    run.finished(result, batching)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state)]
+        state = run.train(runner, state)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     np.savez(run.directory.path / "final.npz", *leaves)
 
 

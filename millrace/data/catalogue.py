@@ -23,7 +23,7 @@ class Dataset:
     """A data set as it should be found on disk."""
 
     name: str
-    """What ``--dataset`` and ``millrace data fetch`` call it."""
+    """What it is called in messages."""
     num_training: int
     num_validation: int
     image_shape: tuple[int, int, int]
@@ -41,8 +41,16 @@ def not_found(name: str, folder: Path, looked_for: Iterable[str]) -> Configurati
     """Say what is missing, where it was looked for, and how to get it."""
     return ConfigurationError(
         f"There is no {name} in {folder}; looked for {', '.join(looked_for)}. "
-        f"Give the folder that holds it, or run: millrace data fetch {name}"
+        f"Give the folder that holds it with --dataset-path{_where_to_get(name)}."
     )
+
+
+def _where_to_get(name: str) -> str:
+    known = CATALOGUE.get(name)
+    if known is None or known.url is None:
+        return ""
+    files = ", ".join(file.name for file in known.files)
+    return f", or put {files} there from {known.url}"
 
 
 _MNIST = Dataset(

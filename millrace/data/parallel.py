@@ -22,9 +22,8 @@ class ParallelStream:
 
     Args:
         stream: Makes a batch by its number, for example a `Stream`.
-        num_workers: Batches made at a time. For pictures, threads within the batch
-            (`num_threads` of the source) need less memory; one or two workers then
-            keep them busy between batches.
+        num_workers: Batches made at a time. An `ImageSource` decodes in threads of its
+            own, which all workers share: two workers keep them busy.
         ahead: Batches that may be ready or under way beyond the one in use; twice
             `num_workers` where not given.
     """
@@ -119,7 +118,7 @@ class _Workers:
         """Return the next position to make, once there is room for it."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stopped or self._next <= self._wanted + self._ahead - 1
+                lambda: self._stopped or self._next < self._wanted + self._ahead
             )
             if self._stopped:
                 return None

@@ -84,12 +84,13 @@ class Stream:
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             epoch = 0
-        if self._order is None or self._order[0] != epoch:
+        kept = self._order  # read once: several threads may ask
+        if kept is None or kept[0] != epoch:
             order = np.arange(len(self.source))
             if self._shuffle:
                 np.random.default_rng([self._seed, 0, epoch]).shuffle(order)
-            self._order = epoch, order
-        return self._order[1]
+            kept = self._order = epoch, order
+        return kept[1]
 
 
 class EvaluationBatches:

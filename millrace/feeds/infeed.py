@@ -1,8 +1,9 @@
 """The queue in: batches read ahead on a thread and staged on the devices in chunks."""
 
+import collections
 import contextlib
 import itertools
-import math
+import logging
 import queue
 import threading
 import time
@@ -12,7 +13,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+_log = logging.getLogger("millrace")
+
 _POLL_SECONDS = 0.05
+_JOIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 0.005
 """How long a loop waits for a full chunk before it takes what there is."""
 _CHUNK_BYTES = 16 << 20
@@ -83,6 +87,9 @@ class Infeed:
         self._reader: _Reader | None = None
         self._chunk: Chunk | None = None
         self._peeked: Any = None
+        self._unused: _ReadOnce | None = None
+        if not isinstance(dataset, Seekable) and iter(dataset) is (again := iter(dataset)):
+            self._unused = _ReadOnce(again)
 
     @property
     def position(self) -> int:
@@ -97,29 +104,31 @@ class Infeed:
     def peek(self) -> Any:
         """Return an element like those to come, without taking it."""
         if self._peeked is None:
-            elements = iter(self.dataset)
             try:
-                self._peeked = next(elements)
+                if self._unused is None:
+                    self._peeked = next(iter(self.dataset))
+                else:
+                    self._peeked = self._unused.first()
             except StopIteration:
                 raise DatasetEnded("The dataset has no elements.") from None
-            if elements is self.dataset:  # an iterator: put the element back
-                self.dataset = itertools.chain([self._peeked], elements)
         return self._peeked
 
     def seek(self, position: int) -> None:
         """Go to an element, before or between loops.
 
-        A dataset without a ``seek`` of its own is read from its start up to there.
+        A dataset without a ``seek`` of its own is read from its start up to there; one
+        that can be read only once cannot go back.
         """
         if position < 0:
             raise ValueError(f"position must not be negative, got {position}.")
-        if isinstance(self.dataset, Iterator) and self._reader is not None:
-            raise ValueError(
-                "This infeed's dataset is an iterator that has been read from; it "
-                "cannot go to another position. Give Infeed an iterable, or a dataset "
-                "with a seek method."
-            )
         self.close()
+        if self._unused is not None:
+            if position < self._position:
+                raise ValueError(
+                    f"This infeed's dataset can be read only once and is past element "
+                    f"{position}. Give Infeed an iterable, or a dataset with a seek method."
+                )
+            self._unused.skip(position - self._position)
         self._position = position
 
     def chunk(
@@ -154,6 +163,8 @@ class Infeed:
         assert self._chunk is not None and count <= self._chunk.stop - self._chunk.start
         self._chunk = self._chunk._replace(start=self._chunk.start + count)
         self._position += count
+        if self._unused is not None:
+            self._unused.skip(count)
 
     def close(self) -> None:
         """Stop reading ahead. What was staged but not used is read again later."""
@@ -174,6 +185,36 @@ class Infeed:
             reader.stop.set()
 
 
+class _ReadOnce:
+    """An iterator whose elements are kept until a loop has used them.
+
+    Reading runs ahead of use. When reading starts anew, with chunks of another size
+    say, what was read but not used comes first.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._kept: collections.deque[Any] = collections.deque()
+
+    def first(self) -> Any:
+        if not self._kept:
+            self._kept.append(next(self._iterator))
+        return self._kept[0]
+
+    def skip(self, count: int) -> None:
+        for _ in range(count):
+            if self._kept:
+                self._kept.popleft()
+            elif next(self._iterator, self) is self:
+                return
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self._kept)
+        for element in self._iterator:
+            self._kept.append(element)
+            yield element
+
+
 class _Reader:
     """The thread that reads a dataset from a position and stages it."""
 
@@ -187,12 +228,14 @@ class _Reader:
         self.key = (pattern, sharding, only_full)
         self.stop = threading.Event()
         self._dataset = infeed.dataset
+        self._unused = infeed._unused
+        self._stager: _Stager | None = None
+        self._lock = threading.Lock()
         self._start = self.elements_read = infeed.position
         self._pattern = pattern
         self._only_full = only_full
         self._sharding = sharding
         self._ready: queue.Queue[Any] = queue.Queue(infeed.prefetch_depth)
-        self._waiting_since = math.inf
         self._ended = False
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
@@ -202,27 +245,40 @@ class _Reader:
     def get(self) -> Chunk | None:
         if self._ended:
             return None
-        self._waiting_since = time.monotonic()
+        patience_ends = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                item = self._ready.get(timeout=_POLL_SECONDS)
+                item = self._ready.get(timeout=_PATIENCE_SECONDS)
                 break
             except queue.Empty:
+                if self._pattern is None and time.monotonic() > patience_ends:
+                    # Nothing is ready: take what has been gathered, however little.
+                    chunk = self._take_partial()
+                    if chunk is not None:
+                        return chunk
                 if not self._thread.is_alive() and self._ready.empty():
                     raise RuntimeError("The infeed was closed while in use.") from None
-        self._waiting_since = math.inf
         if isinstance(item, BaseException):
             self._ended = True
             raise item
         self._ended = item is None
         return item
 
+    def _take_partial(self) -> Chunk | None:
+        with self._lock:
+            # What is ready comes first; the reader may have put it there just now.
+            if self._ready.empty() and self._stager is not None and self._stager.count:
+                return self._stager.take()
+        return None
+
     def close(self) -> None:
         self.stop.set()
         with contextlib.suppress(queue.Empty):
             while True:  # lets a reader go that waits for room
                 self._ready.get_nowait()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("The infeed's dataset does not answer; its reader is left behind.")
 
     def _offer(self, item: Any) -> None:
         while not self.stop.is_set():
@@ -232,39 +288,41 @@ class _Reader:
                 continue
 
     def _run(self) -> None:
-        stager: _Stager | None = None
         try:
             for index, element in self._elements():
                 if self.stop.is_set():
                     return
-                stager = stager or _Stager(element, self._pattern, self._sharding)
-                stager.add(element, index)
-                self.elements_read = index + 1
-                if stager.full or (self._pattern is None and self._starving()):
-                    self._offer(stager.take())
-            self._offer_rest(stager)
+                with self._lock:
+                    self._stager = self._stager or _Stager(
+                        element, self._pattern, self._sharding
+                    )
+                    self._stager.add(element, index)
+                    self.elements_read = index + 1
+                    chunk = self._stager.take() if self._stager.full else None
+                if chunk is not None:
+                    self._offer(chunk)
+            self._offer_rest()
             self._offer(None)
         except BaseException as error:
-            self._offer_rest(stager)
+            self._offer_rest()
             self._offer(error)
 
-    def _offer_rest(self, stager: "_Stager | None") -> None:
+    def _offer_rest(self) -> None:
         """Hand over the good elements before the end, unless only full chunks serve."""
-        if stager is not None and stager.count and not self._only_full:
-            self._offer(stager.take())
-
-    def _starving(self) -> bool:
-        waited = time.monotonic() - self._waiting_since
-        return waited > _PATIENCE_SECONDS and self._ready.empty()
+        with self._lock:
+            rest = None
+            if self._stager is not None and self._stager.count and not self._only_full:
+                rest = self._stager.take()
+        if rest is not None:
+            self._offer(rest)
 
     def _elements(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._dataset, Seekable):
             self._dataset.seek(self._start)
             yield from enumerate(self._dataset, self._start)
             return
-        if isinstance(self._dataset, Iterator):
-            # Already under way: it cannot be read again, so it simply goes on.
-            yield from enumerate(self._dataset, self._start)
+        if self._unused is not None:
+            yield from enumerate(self._unused, self._start)
             return
         for index, element in enumerate(self._dataset):
             if index >= self._start:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax import lax
 
 _log = logging.getLogger("millrace")
 
@@ -49,6 +50,7 @@ class Outfeed:
         self._blocks: collections.deque[_Block] = collections.deque()
         self._changed = threading.Condition()
         self._state: Literal["new", "running", "finished"] = "new"
+        self._was_read = False
 
     def dequeue(self, wait: bool = False) -> Any:
         """Return what has arrived since the last call.
@@ -67,6 +69,7 @@ class Outfeed:
                     "No loop has filled this outfeed. Pass it to repeat, while_loop or "
                     "train first."
                 )
+            self._was_read = True
             blocks = list(self._blocks)
             if self.mode == "all":
                 self._blocks.clear()
@@ -92,6 +95,7 @@ class Outfeed:
                     self._changed.wait()
                 if not self._blocks:
                     return
+                self._was_read = True
                 block = self._blocks[0]
                 index = block.start
                 block.start += 1
@@ -122,6 +126,7 @@ class Outfeed:
         """Add `count` elements, the first ones along dim 0 of every leaf of `stack`."""
         if count == 0:
             return
+        stack = _trimmed(stack, count)
         for leaf in jax.tree.leaves(stack):
             leaf.copy_to_host_async()
         block = _Block(stack, count)
@@ -144,16 +149,23 @@ class Outfeed:
                     self._capacity >> 20,
                 )
                 said = True
-            if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())):
+            # A reader that has come may be as slow as it likes.
+            patience = None if self._was_read else max(0.0, deadline - time.monotonic())
+            if not self._changed.wait(timeout=patience):
                 raise OutfeedFull(
                     f"The outfeed's buffer of {self._capacity} bytes has been full for "
                     f"{self._patience:g} s and nobody reads it. Read it from another "
                     "thread, use mode='last', or raise capacity_bytes."
                 )
-            now = sum(block.bytes for block in self._blocks)
-            if now < held:
-                deadline = time.monotonic() + self._patience
-            held = now
+            held = sum(block.bytes for block in self._blocks)
+
+
+def _trimmed(stack: Any, count: int) -> Any:
+    """Leave out what is padding, to a power of two: few shapes, so few compilations."""
+    kept = 1 << (count - 1).bit_length()
+    return jax.tree.map(
+        lambda x: lax.slice_in_dim(x, 0, kept) if kept < x.shape[0] else x, stack
+    )
 
 
 class _Block:
@@ -164,12 +176,8 @@ class _Block:
         self._fetched: Any = None
         self._lock = threading.Lock()
         self.start, self.stop = 0, count
-        first = jax.tree.leaves(stack)
-        self._element_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in first)
-
-    @property
-    def bytes(self) -> int:
-        return self._element_bytes * (self.stop - self.start)
+        self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
+        """Held until its last element is read."""
 
     def _numpy(self) -> Any:
         with self._lock:

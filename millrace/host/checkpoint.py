@@ -48,7 +48,7 @@ class Checkpoints:
     Args:
         path: The folder of checkpoints.
         keep: How many of the newest to keep.
-        better: ``better(metrics, other)`` tells whether a checkpoint's metrics beat
+        better: ``better(scores, other)`` tells whether a checkpoint's scores beat
             another's; the best one is then never deleted.
     """
 
@@ -73,7 +73,8 @@ class Checkpoints:
         Args:
             state: Copied on its device before this returns; it may be donated after.
             update: The number of updates made.
-            **facts: JSON-able things to keep with it: data position, metrics.
+            **facts: JSON-able things to keep with it, such as the data position;
+                ``scores`` are what the best checkpoint is chosen by.
         """
         self.wait()
         if (self._path / _name(update) / "manifest.json").is_file():
@@ -82,6 +83,7 @@ class Checkpoints:
         # 0.28 s for 305 MB on an H200, 13 % of an execution of two seconds.
         copy = [_snapshot(leaf) for leaf in jax.tree.leaves(state)]
         structure = jax.tree.structure(state)
+        facts = finite_json(facts)  # a copy: the caller's change while it is written
         self._writing = self._writer.submit(self._write, copy, structure, update, facts)
 
     def wait(self) -> None:
@@ -109,13 +111,13 @@ class Checkpoints:
         best: tuple[Path, dict] | None = None
         for path in self.saved():
             try:
-                metrics = read_manifest(path).get("metrics") or {}
+                scores = read_manifest(path).get("scores") or {}
             except CheckpointError:
                 continue  # dealt with when it is to be restored
-            if any(isinstance(value, str) for value in metrics.values()):
+            if any(isinstance(value, str) for value in scores.values()):
                 continue  # what is not finite is written as text
-            if metrics and (best is None or self._better(metrics, best[1])):
-                best = path, metrics
+            if scores and (best is None or self._better(scores, best[1])):
+                best = path, scores
         return best[0] if best else None
 
     def restore_newest(self, like: Any) -> Restored | None:
@@ -132,7 +134,10 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
         if any(self._path.glob("*.damaged")):
-            raise CheckpointError(f"No checkpoint in {self._path} can be used.")
+            raise CheckpointError(
+                f"No checkpoint in {self._path} can be used: all of them are damaged. "
+                "Start the run again in another --run-dir."
+            )
         return None
 
     def _write(

@@ -12,10 +12,18 @@ import numpy as np
 
 from millrace.feeds.infeed import Chunk, DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
-from millrace.program.loop import LoopBody, LoopResult, run_steps, scan_steps
+from millrace.host.staging import MAX_IN_FLIGHT
+from millrace.program.loop import (
+    LoopBody,
+    LoopResult,
+    holds,
+    output_bytes,
+    run_steps,
+    scan_steps,
+)
 
-_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
 _CAPACITY = 256
+_OUTPUT_BYTES = 16 << 20
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.02, 0.1
 
 
@@ -111,30 +119,41 @@ class _Loop:
         self._outfeed = outfeed
         self._length = steps_per_execution
         self._pace = _Pace()
+        self._capacity = _CAPACITY
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, carry: Any, limit: int | None) -> Any:
         carry = jax.tree.map(_own_array, carry)
-        done = 0
+        done, more = 0, True
+        if self._body.condition is not None:
+            start = jax.jit(holds, static_argnums=0)(self._body, carry)
+            more = bool(jax.device_get(start))
         with jax.transfer_guard("disallow"):
-            while limit is None or done < limit:
+            while more and (limit is None or done < limit):
                 chunk = None
                 if self._infeed is not None:
                     chunk = self._infeed.chunk(self._length)
                     if chunk is None:
                         self._check_end(done, limit)
                         break
+                self._limit_outputs(carry, chunk)
                 asked = self._steps(chunk, None if limit is None else limit - done)
                 result = self._execute(carry, chunk, asked)
                 carry = result.carry
-                steps = self._settle(asked, result)
-                done += steps
-                if steps < asked:
-                    break  # the condition no longer holds
+                done += self._settle(asked, result)
+                if self._body.condition is not None:
+                    more = bool(jax.device_get(result.more))
         return carry
 
+    def _limit_outputs(self, carry: Any, chunk: Chunk | None) -> None:
+        """Before the first step: let one execution's outputs take at most 16 MiB."""
+        if self._outfeed is not None and self._length is None and not self._in_flight:
+            data = None if chunk is None else chunk.data
+            size = output_bytes(self._body, carry, data)
+            self._capacity = max(1, min(_CAPACITY, _OUTPUT_BYTES // max(1, size)))
+
     def _steps(self, chunk: Chunk | None, left: int | None) -> int:
-        steps = self._pace.count if self._length is None else self._length
+        steps = self._length or min(self._pace.count, self._capacity)
         if chunk is not None:
             steps = min(steps, chunk.stop - chunk.start)
         return steps if left is None else min(steps, left)
@@ -144,7 +163,7 @@ class _Loop:
         start = jax.device_put(np.int32(0 if chunk is None else chunk.start))
         if self._length is not None:
             return scan_steps(carry, data, start, body=self._body, length=count)
-        capacity = _CAPACITY if self._outfeed is not None else 1
+        capacity = self._capacity if self._outfeed is not None else 1
         number = jax.device_put(np.int32(count))
         return run_steps(carry, data, start, number, body=self._body, capacity=capacity)
 
@@ -158,7 +177,7 @@ class _Loop:
         if self._outfeed is not None:
             self._outfeed.put(result.outputs, steps)
         self._in_flight.append(result.steps)
-        if len(self._in_flight) >= _IN_FLIGHT:
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
             self._pace.finished()
         return steps

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import jax
 
-from millrace.batching import Batching
 from millrace.config import ConfigurationError, as_plain
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line
@@ -22,9 +22,10 @@ from millrace.host.run_directory import (
     open_run_directory,
     versions,
 )
-from millrace.host.runner import RunResult
+from millrace.host.runner import Runner
 from millrace.host.writers import Writer, open_writers
 from millrace.plan import Plan
+from millrace.program.step import TrainState
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
@@ -107,16 +108,25 @@ class Run:
         finally:
             checkpoints.close()
 
-    def finished(self, result: RunResult, batching: Batching) -> None:
-        """Take a training run's result into the summary."""
-        self.summary |= {
-            "status": "interrupted" if result.interrupted else "completed",
-            "updates": result.updates,
-            "samples": result.updates * batching.global_batch_size,
-            "samples_per_second": result.samples_per_second,
-            "compile_seconds": result.compile_seconds,
-            "metrics": result.metrics,
-        }
+    def train(self, runner: Runner, state: TrainState) -> TrainState:
+        """Run to the end; the summary says how far it came, whatever the end was."""
+        before = self.summary_before()
+        try:
+            result = runner.run(state, resume=self.options.resume)
+        finally:
+            progress = runner.progress()
+            if not progress["samples_per_second"]:  # nothing was left to do
+                progress["samples_per_second"] = before.get("samples_per_second", 0.0)
+            self.summary |= progress
+        self.summary["status"] = "interrupted" if result.interrupted else "completed"
+        return result.state
+
+    def summary_before(self) -> dict[str, Any]:
+        """Return the summary that an earlier part of this run has left, if any."""
+        try:
+            return json.loads((self.directory.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
 
 
 def run_command(
@@ -184,9 +194,7 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
         run.console.line(f"failed; what there is lies in {path}")
         return
     shown = {
-        # A resumed run has what is not finite as text.
-        name.replace("_", " "): f"{float(value):.4f}"
-        for name, value in summary["metrics"].items()
+        name.replace("_", " "): f"{value:.4f}" for name, value in summary["metrics"].items()
     }
     speed = summary["samples_per_second"]
     run.console.facts(

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import signal
 import threading
@@ -9,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from millrace.feeds.infeed import Infeed
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console
 from millrace.host.events import Schedule
+from millrace.host.finite import FiniteWatch
 from millrace.host.run_directory import RunDirectory
-from millrace.host.staging import compile_calls, next_chunk
+from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.host.timing import Throughput
 from millrace.host.writers import Writer
 from millrace.program.step import TrainState
@@ -24,24 +24,50 @@ from millrace.program.training import TrainingProgram
 
 _log = logging.getLogger("millrace")
 
-_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
-
 Validate = Callable[[TrainState], dict[str, float]]
-
-
-class NotFinite(FloatingPointError):
-    """A loss or gradient was not a finite number, and the plan says to stop then."""
 
 
 class RunResult(NamedTuple):
     """How a run of the program ended."""
 
     state: TrainState
-    updates: int
     interrupted: bool
-    samples_per_second: float
-    compile_seconds: float
-    metrics: dict[str, float]
+    progress: dict[str, Any]
+    """updates, samples, samples_per_second, compile_seconds, metrics."""
+
+    @property
+    def updates(self) -> int:
+        """Updates made, those before a resume included."""
+        return self.progress["updates"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric."""
+        return self.progress["metrics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What has been reported since the last log event, added up."""
+
+    sums: dict[str, float] = dataclasses.field(default_factory=dict)
+    newest: dict[str, float] = dataclasses.field(default_factory=dict)
+    updates: int = 0
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> "_Sums":
+        sums, newest = (
+            {name: float(value) for name, value in saved[part].items()}
+            for part in ("sums", "newest")
+        )
+        return cls(sums, newest, saved["updates"])
+
+    def plus(self, info: dict[str, float]) -> "_Sums":
+        sums = {name: self.sums.get(name, 0.0) + value for name, value in info.items()}
+        return _Sums(sums, info, self.updates + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / self.updates for name, total in self.sums.items()}
 
 
 class Runner:
@@ -83,9 +109,9 @@ class Runner:
         self._earlier_seconds = 0.0
         self._pending: collections.deque[tuple[int, bool, Any]] = collections.deque()
         self._drained = 0
-        self._since_log: list[dict[str, np.ndarray]] = []
+        self._since_log = _Sums()
         self._metrics: dict[str, float] = {}
-        self._warned_not_finite = False
+        self._validated_at = -1
         self._stop_requested = False
 
     def run(self, state: TrainState, *, resume: bool = False) -> RunResult:
@@ -93,6 +119,9 @@ class Runner:
         if resume:
             state = self._resume(state)
         done = self._drained = int(state.update)
+        self._finite = FiniteWatch(
+            self._program.plan, done, self._schedule.updates_per_epoch
+        )
         total = self._schedule.total_updates
         self._console.start(total, done)
         try:
@@ -105,14 +134,18 @@ class Runner:
         finally:
             self._console.stop()
             self._infeed.close()
-        return RunResult(
-            state=state,
-            updates=done,
-            interrupted=done < total,
-            samples_per_second=self._throughput.per_second(),
-            compile_seconds=self._program.compile_seconds,
-            metrics=self._metrics,
-        )
+        return RunResult(state, done < total, self.progress())
+
+    def progress(self) -> dict[str, Any]:
+        """Say how far the run has come: what ``summary.json`` reports, whatever the end."""
+        done = self._drained
+        return {
+            "updates": done,
+            "samples": done * self._program.plan.batching.global_batch_size,
+            "samples_per_second": self._throughput.per_second(),
+            "compile_seconds": self._program.compile_seconds,
+            "metrics": dict(self._metrics),
+        }
 
     def _resume(self, state: TrainState) -> TrainState:
         restored = None
@@ -126,7 +159,9 @@ class Runner:
         self._infeed.seek(manifest["data_position"])
         self._directory.forget_metrics_after(manifest["update"])
         self._earlier_seconds = manifest["time"]
-        self._metrics = dict(manifest["metrics"])
+        # What is not finite is text in JSON; float() reads it.
+        self._metrics = {name: float(v) for name, v in manifest["metrics"].items()}
+        self._since_log = _Sums.restored(manifest["since_log"])
         self._console.line(f"Resuming after update {manifest['update']}.")
         return self._program.place(restored.state)
 
@@ -141,7 +176,7 @@ class Runner:
                 updates = capacity // micro_batches
                 done += updates
                 self._pending.append((updates, number == len(capacities), info))
-                while len(self._pending) >= _IN_FLIGHT:
+                while len(self._pending) >= MAX_IN_FLIGHT:
                     self._drain()
             self._between_executions(state, done)
         self._drain_all()
@@ -176,6 +211,7 @@ class Runner:
         found = self._validate(state)
         values = {f"validation_{name}": value for name, value in found.items()}
         self._metrics |= values
+        self._validated_at = done
         self._write_event(done, values)
         self._console.status("training")
 
@@ -188,6 +224,9 @@ class Runner:
             data_position=self._infeed.position,
             time=self._elapsed(),
             metrics=self._metrics,
+            # Only of these very weights: an older validation says nothing of them.
+            scores=self._metrics if self._validated_at == done else {},
+            since_log=dataclasses.asdict(self._since_log),
         )
 
     def _drain_all(self) -> None:
@@ -196,14 +235,14 @@ class Runner:
 
     def _drain(self) -> None:
         """Wait for the oldest call under way and deal with what it reported."""
-        updates, execution_ends, info = self._pending.popleft()
-        values = {name: np.asarray(value) for name, value in info.items()}
+        updates, execution_ends, reported = self._pending.popleft()
+        values = self._finite.check(reported)
         samples = updates * self._program.plan.batching.global_batch_size
         self._throughput.add(samples, execution_ends=execution_ends)
-        self._check_finite(values)
         for index in range(updates):
             self._drained += 1
-            self._since_log.append({name: v[index] for name, v in values.items()})
+            info = {name: float(v[index]) for name, v in values.items()}
+            self._since_log = self._since_log.plus(info)
             if self._schedule.due("log", self._drained):
                 self._log_event()
         newest = {name: float(value[-1]) for name, value in values.items()}
@@ -213,20 +252,15 @@ class Runner:
 
     def _log_event(self) -> None:
         """Report the means since the last report."""
-        names = self._since_log[0]
-        means = {
-            name: float(np.mean([info[name] for info in self._since_log], dtype=float))
-            for name in names
-        }
-        newest = self._since_log[-1]
+        means, newest = self._since_log.means(), self._since_log.newest
         values = {
             # A schedule's value is of one update; only what was measured is a mean.
-            name if name in self._program.watched else f"train_{name}": float(
+            name if name in self._program.watched else f"train_{name}": (
                 newest[name] if name in self._program.watched else mean
             )
             for name, mean in means.items()
         }
-        self._since_log.clear()
+        self._since_log = _Sums()
         self._metrics |= values
         values["samples_per_second"] = self._throughput.per_second()
         self._write_event(self._drained, values)
@@ -243,29 +277,6 @@ class Runner:
         if not self._console.live:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             self._console.line(f"epoch {event['epoch']:g}  update {update}  {shown}")
-
-    def _check_finite(self, values: dict[str, np.ndarray]) -> None:
-        plan = self._program.plan
-        finite = np.isfinite(values["loss"])
-        if "gradients_finite" in values and plan.fp_exceptions:
-            finite = finite & (values["gradients_finite"] > 0)
-        if finite.all():
-            return
-        first = int(np.argmin(finite))
-        update = self._drained + first + 1
-        what = f"The loss is {values['loss'][first]:g}"
-        if np.isfinite(values["loss"][first]):
-            what = "A gradient is not finite"
-        epoch = update / self._schedule.updates_per_epoch
-        where = f"{what} at update {update} (epoch {epoch:.2f})"
-        if plan.fp_exceptions:
-            raise NotFinite(f"{where}; fp_exceptions stops there.")
-        if not self._warned_not_finite and plan.loss_scaling != "dynamic":
-            self._warned_not_finite = True
-            _log.warning(
-                "%s. Training goes on; --fp-exceptions would stop at this update.",
-                where,
-            )
 
     def _elapsed(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._started

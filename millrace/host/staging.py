@@ -9,6 +9,9 @@ from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram, element_bytes
 
+MAX_IN_FLIGHT = 2
+"""Calls under way at once: more than 32 with collectives deadlock on CPU devices."""
+
 
 def compile_calls(
     program: TrainingProgram, state: TrainState, infeed: Infeed, execution: int
@@ -19,6 +22,12 @@ def compile_calls(
         For each call of an execution, the elements it takes from the infeed.
     """
     element = infeed.peek()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(element):
+        if np.ndim(leaf) == 0:
+            raise ValueError(
+                f"The infeed's elements must have samples along dim 0; "
+                f"{jax.tree_util.keystr(path)} is a single number."
+            )
     per_call = program.updates_per_call(execution, element_bytes(element))
     calls = [per_call] * (execution // per_call)
     if rest := execution % per_call:

@@ -3,16 +3,14 @@
 import collections
 from typing import Any
 
-import jax
-
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
+from millrace.host.finite import FiniteWatch
 from millrace.host.loops import check_infeed, filling
-from millrace.host.staging import compile_calls, next_chunk
+from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 
-_IN_FLIGHT = 2  # more than 32 unawaited calls with collectives deadlock on CPU
 _EXECUTIONS = 20
 
 
@@ -32,10 +30,11 @@ def train(
         infeed: Its elements are batches for all replicas: micro_batch_size x
             num_replicas samples along dim 0.
         updates: How many.
-        outfeed: Receives every update's info after each execution: every
+        outfeed: Receives every update's info after each call: at the latest every
             `plan.updates_per_execution` updates, or twenty times if that is not given.
     """
     in_flight: collections.deque[Any] = collections.deque()
+    watch = FiniteWatch(program.plan, int(state.update))
     with filling(outfeed):
         check_infeed(infeed)
         if updates < 0:
@@ -51,7 +50,9 @@ def train(
                     if outfeed is not None:
                         outfeed.put(info, info["loss"].shape[0])
                     in_flight.append(info)
-                    if len(in_flight) >= _IN_FLIGHT:
-                        jax.block_until_ready(in_flight.popleft())
+                    if len(in_flight) >= MAX_IN_FLIGHT:
+                        watch.check(in_flight.popleft())
             updates %= execution
+        while in_flight:  # a caller may call again and again, and must not run ahead
+            watch.check(in_flight.popleft())
     return state

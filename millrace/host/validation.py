@@ -28,7 +28,7 @@ def evaluate(
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
     capacity = min(len(batches), max(1, _STAGED_BYTES // size))
     sums: dict[str, float] = {}
-    with Infeed(batches, on_end="stop") as infeed:
+    with Infeed(batches) as infeed:
         while (chunk := infeed.chunk(capacity, program.chunk_sharding)) is not None:
             # What is missing from the last chunk is zeros, which are not "valid".
             for name, value in program.run(state, chunk.data).items():

@@ -1,5 +1,6 @@
 """Where metrics go besides the screen: JSON lines, TensorBoard, Weights & Biases."""
 
+import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ def open_writers(
     """Open the writers that the options ask for."""
     writers: list[Writer] = [_JsonLines(directory)]
     if options.tensorboard:
-        writers.append(_TensorBoard(directory.path / "tensorboard"))
+        writers.append(_TensorBoard(directory.path / "tensorboard", directory))
     if options.wandb:
         writers.append(_WeightsAndBiases(directory.path, config, name))
     return writers
@@ -44,18 +45,30 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    def __init__(self, path: Path) -> None:
-        from tensorboard.summary import Writer as EventWriter
+    """Event files, made anew from the metrics so far when a run is resumed."""
 
-        self._writer = EventWriter(str(path))
+    def __init__(self, path: Path, directory: RunDirectory) -> None:
+        self._path = path
+        self._directory = directory
+        self._writer: Any = None
 
     def write(self, event: dict[str, Any]) -> None:
-        for name, value in _metrics(event).items():
-            self._writer.add_scalar(name, value, event["update"])
+        events = [event]
+        if self._writer is None:
+            from tensorboard.summary import Writer as EventWriter
+
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._writer = EventWriter(str(self._path))
+            # The JSON lines come first, so they hold this event and those before.
+            events = self._directory.read_metrics()
+        for each in events:
+            for name, value in _metrics(each).items():
+                self._writer.add_scalar(name, value, each["update"])
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _WeightsAndBiases:
@@ -66,8 +79,16 @@ class _WeightsAndBiases:
             raise ConfigurationError(
                 "--wandb needs the wandb package: pip install 'millrace[wandb]'."
             ) from error
+        kept = path / "wandb-id"  # so that a resumed run goes on with the same one
+        identity = kept.read_text() if kept.exists() else wandb.util.generate_id()
+        kept.write_text(identity)
         self._run = wandb.init(
-            project="millrace", name=f"{name}-{path.name}", config=config, dir=str(path)
+            project="millrace",
+            name=f"{name}-{path.name}",
+            config=config,
+            dir=str(path),
+            id=identity,
+            resume="allow",
         )
 
     def write(self, event: dict[str, Any]) -> None:

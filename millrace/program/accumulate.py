@@ -45,7 +45,9 @@ def accumulate(
         # No accumulator: the sum, mean and running mean of one gradient are itself.
         first = jax.tree.map(lambda x: x[0], batches)
         gradients, carried, info = gradient_fn(first, jnp.int32(0))
-        gradients = jax.tree.map(lambda g, t: g.astype(t), gradients, types)
+        gradients = jax.tree.map(
+            lambda g, t: g.astype(jnp.promote_types(g.dtype, t)), gradients, types
+        )
         return Accumulated(gradients, carried, info)
 
     def add(so_far: tuple[Any, Any], item: tuple[jax.Array, Any]) -> Any:
@@ -97,6 +99,6 @@ def _add(
     if how == "mean":
         return total + gradient / count
     # In float32, rounded once: 16-bit factors do not add up to 1, and that compounds.
-    wide, new = total.astype(jnp.float32), gradient.astype(jnp.float32)
-    mean = wide + (new - wide) / (index + 1).astype(jnp.float32)
+    wide = total.astype(jnp.promote_types(total.dtype, jnp.float32))
+    mean = wide + (gradient.astype(wide.dtype) - wide) / (index + 1).astype(wide.dtype)
     return mean.astype(total.dtype)

@@ -15,12 +15,14 @@ class LossScale(NamedTuple):
 
     factor: jax.Array
     good_updates: jax.Array
+    skipped: jax.Array
+    """Updates that overflowed and changed nothing, in all."""
 
 
 def initial_loss_scale(setting: float | Literal["dynamic"]) -> LossScale:
     """Start from the plan's setting; 0 means no scaling, a factor of 1."""
     factor = _INITIAL if setting == "dynamic" else setting or 1.0
-    return LossScale(jnp.float32(factor), jnp.int32(0))
+    return LossScale(jnp.float32(factor), jnp.int32(0), jnp.int32(0))
 
 
 def adjust(scale: LossScale, finite: jax.Array) -> LossScale:
@@ -29,7 +31,11 @@ def adjust(scale: LossScale, finite: jax.Array) -> LossScale:
     grow = good >= _GOOD_UPDATES_BEFORE_GROWTH
     factor = jnp.where(finite, scale.factor, scale.factor / 2)
     factor = jnp.where(grow, factor * 2, factor)
-    return LossScale(jnp.clip(factor, _SMALLEST, _LARGEST), jnp.where(grow, 0, good))
+    return LossScale(
+        jnp.clip(factor, _SMALLEST, _LARGEST),
+        jnp.where(grow, 0, good),
+        jnp.where(finite, scale.skipped, scale.skipped + 1),
+    )
 
 
 def all_finite(tree: Any) -> jax.Array:

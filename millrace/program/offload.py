@@ -123,10 +123,11 @@ class StreamedUpdate:
             functools.partial(steps.apply, step), return_shape=True
         )(*spec)
         self._out_tree = jax.tree.structure(outputs)
-        owned = _owned_positions(state)
+        owned, needs = _owned_positions(state), _needed_inputs(jaxpr)
+        specs = jax.tree.leaves(spec)
         self.buckets = [
-            _compile_bucket(mesh, jaxpr, jax.tree.leaves(spec), owned, made)
-            for made in _split(jaxpr, owned)
+            _compile_bucket(mesh, jaxpr, specs, owned, needs, made)
+            for made in _split(needs, owned)
         ]
 
     def apply(self, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
@@ -168,14 +169,13 @@ def _owned_positions(state: TrainState) -> dict[int, int]:
     return owned
 
 
-def _split(jaxpr: Any, owned: dict[int, int]) -> list[list[int]]:
+def _split(needs: list[set[int]], owned: dict[int, int]) -> list[list[int]]:
     """Group the outputs into buckets that own disjoint weights and large state.
 
     An optimiser that works variable by variable falls apart into one group per
     variable. One whose update of a variable depends on another's state (clipping by
     the global norm of Adam's updates, say) stays in one piece: right, but no smaller.
     """
-    needs = _needed_inputs(jaxpr)
     groups = _Groups()
     for output, inputs in enumerate(needs):
         for position in inputs & owned.keys():
@@ -234,9 +234,13 @@ class _Groups:
 
 
 def _compile_bucket(
-    mesh: Mesh, jaxpr: Any, specs: list[Any], owned: dict[int, int], made: list[int]
+    mesh: Mesh,
+    jaxpr: Any,
+    specs: list[Any],
+    owned: dict[int, int],
+    needs: list[set[int]],
+    made: list[int],
 ) -> Bucket:
-    needs = _needed_inputs(jaxpr)
     used = sorted(set().union(*(needs[output] for output in made)))
     function = jaxpr_as_fun(jaxpr)
 

@@ -90,33 +90,25 @@ def apply(step: Step, state: TrainState, gathered: Gathered) -> tuple[TrainState
         carried=gathered.carried,
         loss_scale=_next_scale(step.plan, state.loss_scale, finite),
     )
-    (params, optimiser_state) = new_weights(
-        step, state.params, state.optimiser_state, gathered.gradients, state
-    )
+    params, optimiser_state = new_weights(step, state, gathered.gradients)
     new = new._replace(params=params, optimiser_state=optimiser_state)
     if step.plan.loss_scaling == "dynamic":
         new = new._replace(carried=_select(finite, new.carried, state.carried))
     return new, update_info(step, state, gathered.info, finite)
 
 
-def new_weights(
-    step: Step, params: Any, optimiser_state: Any, gradients: Any, state: TrainState
-) -> tuple[Any, Any]:
-    """Run the optimiser in float32 and round what it returns to the stored types.
-
-    `state` gives the key, the update's number and the loss scale; the weights come
-    separately so that the state may be streamed through in parts.
-    """
+def new_weights(step: Step, state: TrainState, gradients: Any) -> tuple[Any, Any]:
+    """Run the optimiser in float32 and round what it returns to the stored types."""
     plan = step.plan
     wide = _widen(gradients)
     if plan.loss_scaling:
         wide = jax.tree.map(lambda g: g / state.loss_scale.factor, wide)
-    old_params, old_state = _widen(params), _widen(optimiser_state)
+    stored = (state.params, state.optimiser_state)
+    old_params, old_state = _widen(stored)
     updates, new_state = step.optimiser.update(wide, old_state, old_params)
     new_params = optax.apply_updates(old_params, updates)
     key = jax.random.fold_in(unwrap(state.key), state.update)
     key = jax.random.fold_in(key, _ROUNDING)
-    stored = (params, optimiser_state)
     rounded = round_tree(
         (new_params, new_state), stored, key, stochastic=plan.stochastic_rounding
     )
@@ -132,7 +124,9 @@ def update_info(
     """Add what the program knows about this update to what the loss reported."""
     info = dict(info)
     for name, function in step.watch.items():
-        info[name] = jnp.asarray(function(state.update), jnp.float32)
+        # As the optimiser counts: an update that was skipped is not one.
+        applied = state.update - state.loss_scale.skipped
+        info[name] = jnp.asarray(function(applied), jnp.float32)
     if step.plan.loss_scaling == "dynamic":
         info["loss_scale"] = state.loss_scale.factor
     if finite is not None:
@@ -148,7 +142,7 @@ def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any
         batch_ = narrow(batch, plan.types.compute)
         returned = step.loss_fn(params, state.carried, batch_, key)
         loss, carried, info = _unpacked(returned)
-        info = _checked_info(info) | {"loss": loss}
+        info = _checked_info(info, step.watch) | {"loss": loss}
         carried = _checked_carried(carried, state.carried)
         if plan.loss_scaling:
             loss = loss * state.loss_scale.factor
@@ -267,11 +261,17 @@ def _unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
     return jnp.asarray(loss, jnp.float32), carried, info
 
 
-def _checked_info(info: Any) -> dict[str, jax.Array]:
+def _checked_info(info: Any, watch: Mapping[str, Any]) -> dict[str, jax.Array]:
     if not isinstance(info, Mapping):
         raise TypeError(
             "loss_fn must return (loss, (carried, info)) with info a flat dict of "
             f"scalars, got info of type {type(info).__name__}."
+        )
+    taken = {"loss", "loss_scale", "gradients_finite", *watch} & set(info)
+    if taken:
+        raise ValueError(
+            f"info cannot be called {' or '.join(sorted(taken))}: the program reports "
+            "that itself."
         )
     for name, value in info.items():
         if isinstance(value, Mapping | list | tuple) or jnp.ndim(value):

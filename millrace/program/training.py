@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from millrace.plan import Plan
 from millrace.program import offload
 from millrace.program import step as steps
+from millrace.program.accumulate import path_name
 from millrace.program.compiling import compile_for
 from millrace.program.loss_scale import initial_loss_scale
 from millrace.program.replicas import (
@@ -104,8 +105,14 @@ class TrainingProgram:
         weights = jnp.dtype(self.plan.types.weights)
         # Copied: the state is donated, and what the caller gave must stay usable.
         params, carried = jax.tree.map(jnp.array, (params, carried))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"The parameter {path_name(path)} is {leaf.dtype}, which has no "
+                    "gradient. Keep it in the carried values or in the loss function."
+                )
         params = jax.tree.map(
-            lambda p: p.astype(weights) if p.dtype == jnp.float32 else p, params
+            lambda p: p.astype(weights) if p.dtype.itemsize <= 4 else p, params
         )
         state = TrainState(
             update=jnp.int32(0),
@@ -179,13 +186,14 @@ class TrainingProgram:
 
     def _runner(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(chunk))
-        if shapes not in self._compiled:
+        key = (shapes, jax.tree.structure(chunk), jax.tree.structure(state))
+        if key not in self._compiled:
             self._check_chunk(chunk)
             started = time.perf_counter()
             build = self._streamed if self._host_memory else self._resident
-            self._compiled[shapes] = build(state, chunk)
+            self._compiled[key] = build(state, chunk)
             self.compile_seconds += time.perf_counter() - started
-        return self._compiled[shapes]
+        return self._compiled[key]
 
     def _check_chunk(self, chunk: Any) -> None:
         batching = self.plan.batching
@@ -212,6 +220,11 @@ class TrainingProgram:
 
         return jax.jit(one_update)
 
+    @functools.cached_property
+    def _gather(self) -> Callable[..., Any]:
+        """The first half of an update, likewise traced only once."""
+        return jax.jit(functools.partial(steps.gather, self._step))
+
     def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             return lax.scan(self._one_update, state, chunk)
@@ -231,7 +244,7 @@ class TrainingProgram:
             batches = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, update, keepdims=False), chunk
             )
-            return steps.gather(self._step, state, batches)
+            return self._gather(state, batches)
 
         program = self._mapped(
             gather, (PartitionSpec(), _BY_UPDATE, PartitionSpec()), PartitionSpec()

@@ -233,8 +233,8 @@ def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path)
         load_cifar10(tmp_path)
     for part in ("test_batch.bin", "cifar-10-python.tar.gz", str(tmp_path)):
         assert part in str(caught.value)
-    assert "millrace data fetch cifar10" in str(caught.value)
-    with pytest.raises(ConfigurationError, match="millrace data fetch cifar100"):
+    assert "cifar-10-binary.tar.gz" in str(caught.value)
+    with pytest.raises(ConfigurationError, match="cifar-100"):
         load_cifar100(tmp_path / "nowhere")
 
 

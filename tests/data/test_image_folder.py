@@ -199,7 +199,7 @@ def test_a_missing_or_misshapen_data_set_is_said_so(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigurationError) as caught:
             load_image_folder(path, SMALL)
-        for part in (str(path), "train/<class>/*.jpg", "millrace data fetch imagenet"):
+        for part in (str(path), "train/<class>/*.jpg", "--dataset-path"):
             assert part in str(caught.value)
     write_folders(tmp_path)
     (tmp_path / "val" / "class_7").mkdir()

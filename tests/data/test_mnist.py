@@ -71,7 +71,7 @@ def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path)
         with pytest.raises(ConfigurationError) as caught:
             load_mnist(path)
         message = str(caught.value)
-        assert str(path) in message and "millrace data fetch mnist" in message
+        assert str(path) in message and "--dataset-path" in message
         assert "t10k-labels-idx1-ubyte[.gz]" in message
 
 

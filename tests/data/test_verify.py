@@ -95,4 +95,4 @@ def test_the_catalogue_holds_together():
             assert len(file.md5) == 32 and file.num_bytes > 0
             assert file.sha256 is None or len(file.sha256) == 64
         with pytest.raises(dataclasses.FrozenInstanceError):
-            known.name = "another"  # type: ignore[misc]
+            known.name = "another"

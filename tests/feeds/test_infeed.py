@@ -121,11 +121,59 @@ def test_a_seekable_dataset_is_not_read_from_its_start():
     assert min(data.read) == 9000
 
 
-def test_an_iterator_that_was_read_cannot_go_back():
+def test_an_iterator_can_go_forward_but_not_back():
     with mr.Infeed(iter(numbers(20))) as infeed:
-        mr.repeat(3, add, 0.0, infeed=infeed)
-        with pytest.raises(ValueError, match="an iterator that has been read"):
+        infeed.seek(5)
+        outfeed = mr.Outfeed()
+        mr.repeat(3, lambda c, x: (c, x[0]), 0.0, infeed=infeed, outfeed=outfeed)
+        np.testing.assert_array_equal(outfeed.dequeue(), [5, 6, 7])
+        infeed.close()
+        with pytest.raises(ValueError, match="read only once and is past element 0"):
             infeed.seek(0)
+
+
+def test_what_an_iterator_read_ahead_is_not_lost_when_chunks_change_their_size():
+    def endless():
+        yield from numbers(10_000)
+
+    outfeed = mr.Outfeed()
+    with mr.Infeed(endless()) as infeed:
+        for count, steps in ((3, 3), (2, 2), (4, None), (1, 1)):
+            mr.repeat(
+                count,
+                lambda c, x: (c, x[0]),
+                0.0,
+                infeed=infeed,
+                outfeed=outfeed,
+                steps_per_execution=steps,
+            )
+    np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10))
+
+
+def test_an_iterable_that_hands_out_one_generator_is_read_once_too():
+    class Shared:
+        def __init__(self):
+            self.generator = iter(numbers(9))
+
+        def __iter__(self):
+            return self.generator
+
+    infeed = mr.Infeed(Shared())
+    assert infeed.peek()[0] == 0
+    assert float(mr.repeat(3, add, 0.0, infeed=infeed)) == 9.0
+
+
+def test_elements_that_are_there_are_used_when_the_dataset_stalls(caplog):
+    released = threading.Event()
+
+    def stalling():
+        yield from numbers(3)
+        released.wait(20)
+
+    with mr.Infeed(stalling()) as infeed:
+        assert float(mr.repeat(3, add, 0.0, infeed=infeed)) == 9.0
+    assert "does not answer" in caplog.text
+    released.set()
 
 
 def test_peeking_takes_nothing_even_from_an_iterator():

@@ -133,3 +133,27 @@ def test_a_benchmark_of_a_dataset_that_runs_out_says_so():
         mr.infeed_benchmark(mr.Infeed(short), 2, 5)
     with pytest.raises(ValueError, match="number_of_epochs must be at least 1"):
         mr.dataset_benchmark(short, 0, 5)
+
+
+def test_while_does_not_ask_for_data_it_will_not_use():
+    exactly = [np.float32(1)] * 5
+    end = mr.while_loop(
+        lambda c: c < 5, lambda c, x: (c + x, None), 0.0, infeed=mr.Infeed(exactly)
+    )
+    assert float(end) == 5.0
+    none = mr.while_loop(
+        lambda c: c < 0, lambda c, x: (c + x, None), 0.0, infeed=mr.Infeed([])
+    )
+    assert float(none) == 0.0
+
+
+def test_the_body_is_traced_once_for_two_lengths_of_execution():
+    traces = 0
+
+    def counted(carry):
+        nonlocal traces
+        traces += 1
+        return carry + 1, carry
+
+    mr.repeat(10, counted, 0, steps_per_execution=4, outfeed=mr.Outfeed())
+    assert traces == 1

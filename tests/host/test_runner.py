@@ -1,6 +1,7 @@
 """The runner meets bad data: each failure is named, with the update it happened at."""
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,9 @@ import millrace as mr
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console
 from millrace.host.events import schedule_events
+from millrace.host.finite import NotFinite
 from millrace.host.run_directory import RunDirectory
-from millrace.host.runner import NotFinite, Runner
+from millrace.host.runner import Runner
 from millrace.host.writers import _JsonLines
 
 
@@ -26,6 +28,8 @@ def batches(values):
 
 
 def make_runner(path, dataset, *, updates=12, plan=None, logs=4, validate=None, **rates):
+    if "validations" in rates:
+        rates["validate"] = rates.pop("validations")
     plan = plan or mr.Plan(micro_batch_size=2)
     program = mr.training_program(
         loss_fn, optax.sgd(0.01), plan, watch={"rate": lambda update: update * 10}
@@ -179,3 +183,89 @@ def test_train_is_the_runner_without_a_directory():
         mr.train(program, state, infeed=infeed, updates=-1)
     with pytest.raises(TypeError, match=r"Wrap the dataset: Infeed\(dataset\)"):
         mr.train(program, state, infeed=[1], updates=1)
+
+
+def test_the_best_checkpoint_is_the_best_of_those_that_were_validated(tmp_path):
+    scores = iter([0.5, 0.9, 0.6])
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r",
+        batches(range(12)),
+        validate=lambda state: {"accuracy": next(scores)},
+        logs=1,
+        checkpoint=2,
+        validations=3,
+    )
+    checkpoints._better = lambda new, old: (
+        new["validation_accuracy"] > old["validation_accuracy"]
+    )
+    runner.run(state)
+    checkpoints.close()
+    # Validated after 4, 8 and 12; saved after 6 and 12: the 0.5 is not update 6's.
+    assert checkpoints.best().name == "update-000000012"
+
+
+def test_a_checkpoint_keeps_the_metrics_of_its_own_moment(tmp_path):
+    numbers = iter(range(1, 100))
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r",
+        batches(range(12)),
+        validate=lambda state: {"number": float(next(numbers))},
+        checkpoint=12,
+        logs=12,
+        validations=12,
+    )
+    checkpoints._keep = 100
+    runner.run(state)
+    checkpoints.close()
+    for path in checkpoints.saved():
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert manifest["metrics"]["validation_number"] == manifest["update"]
+
+
+def test_a_resumed_run_logs_the_means_of_the_whole_interval(tmp_path):
+    whole, state, _, checkpoints = make_runner(
+        tmp_path / "whole", list(batches(range(12))), logs=1, checkpoint=4
+    )
+    expected = whole.run(state).metrics
+    checkpoints.close()
+    shutil.rmtree(tmp_path / "whole" / "checkpoints" / "update-000000012")
+    again, state, _, checkpoints = make_runner(
+        tmp_path / "whole", list(batches(range(12))), logs=1, checkpoint=4
+    )
+    assert again.run(state, resume=True).metrics == expected
+    checkpoints.close()
+
+
+def test_a_nan_is_named_under_dynamic_loss_scaling_too(tmp_path, capsys):
+    plan = mr.Plan(
+        micro_batch_size=2, precision="16.32", half_type="float16", loss_scaling="dynamic"
+    )
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches([np.nan] * 12), plan=plan
+    )
+    runner.run(state)
+    checkpoints.close()
+    assert "The loss is nan at update 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_train_stops_at_the_first_nan_if_asked_to():
+    plan = mr.Plan(micro_batch_size=2, fp_exceptions=True)
+    program = mr.training_program(loss_fn, optax.sgd(0.01), plan)
+    values = [1.0, 1.0, np.nan, *[1.0] * 9]
+    with (
+        mr.Infeed(batches(values)) as infeed,
+        pytest.raises(NotFinite, match="The loss is nan at update 3;"),
+    ):
+        mr.train(program, program.init({"w": jnp.ones(1)}), infeed=infeed, updates=12)
+
+
+def test_train_may_be_called_again_and_again_on_replicas():
+    """Calls that were never awaited would deadlock after the thirty-second."""
+    plan = mr.Plan(micro_batch_size=1, num_replicas=8)
+    program = mr.training_program(loss_fn, optax.sgd(0.01), plan)
+    state = program.init({"w": jnp.ones(1)})
+    data = [np.ones(8, np.float32)] * 120
+    with mr.Infeed(data) as infeed:
+        for _ in range(120):
+            state = mr.train(program, state, infeed=infeed, updates=1)
+    assert int(state.update) == 120

@@ -103,8 +103,7 @@ def train(config: CnnConfig, run: Run) -> None:
             checkpoints=saved,
             validate=validate if config.validation else None,
         )
-        state = program.init(params, carried, seed=config.seed)
-        run.finished(runner.run(state, resume=config.resume), batching)
+        run.train(runner, program.init(params, carried, seed=config.seed))
 
 
 def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:

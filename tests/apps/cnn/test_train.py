@@ -79,8 +79,8 @@ def test_every_named_configuration_makes_a_schedule(name):
 
 
 def test_seed_002s_periods_hold_for_cifar():
-    config = build(CnnConfig, {"model_name": "cifar_resnet8", "logs_per_epoch": 10,
-                               "validation": False, "ckpts_per_epoch": 0} | SEEDS)  # fmt: skip
+    quiet = {"logs_per_epoch": 10, "validation": False, "ckpts_per_epoch": 0}
+    config = build(CnnConfig, SEEDS | quiet | {"model_name": "cifar_resnet8"})
     schedule = plan_events(config, 50_000)
     assert (schedule.updates_per_epoch, schedule.updates_per_execution) == (781, 71)
     assert len(schedule.warnings) == 1
