@@ -482,7 +482,7 @@ def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
                 validate=validate or (lambda state: {"weight": float(state.params)}),
             )
             state = program.init(jnp.float32(0), {}, seed=0)
-            run.finished(runner.run(state, resume=options.resume), plan.batching)
+            run.train(runner, state)
 
     return train
 

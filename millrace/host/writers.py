@@ -1,5 +1,6 @@
 """Where metrics go besides the screen: JSON lines, TensorBoard, Weights & Biases."""
 
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +81,7 @@ class _WeightsAndBiases:
                 "--wandb needs the wandb package: pip install 'millrace[wandb]'."
             ) from error
         kept = path / "wandb-id"  # so that a resumed run goes on with the same one
-        identity = kept.read_text() if kept.exists() else wandb.util.generate_id()
+        identity = kept.read_text() if kept.exists() else secrets.token_hex(8)
         kept.write_text(identity)
         self._run = wandb.init(
             project="millrace",
@@ -101,7 +102,7 @@ class _WeightsAndBiases:
 def _metrics(event: dict[str, Any]) -> dict[str, float]:
     """The numbers of an event, without what only places it in time."""
     return {
-        name: value
+        name: float(value)  # what is not finite is text in the JSON lines
         for name, value in event.items()
-        if name not in ("update", "time") and isinstance(value, int | float)
+        if name not in ("update", "time")
     }

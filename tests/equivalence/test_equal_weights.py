@@ -46,7 +46,7 @@ FEATURES = {
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Offload even small state, in several buckets."""
-    monkeypatch.setattr(offload, "_BUCKET_BYTES", 4000)
+    monkeypatch.setattr(offload, "_BUCKET_BYTES", 8000)
     monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
@@ -164,14 +164,9 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-@pytest.mark.parametrize("feature", ["offloading", "recomputation", "fp_exceptions"])
-def test_features_that_change_no_arithmetic_change_no_sixteen_bit_weight(
-    feature, precision
-):
-    if feature == "fp_exceptions" and precision.get("loss_scaling") == "dynamic":
-        pytest.skip("the two are refused together")
+def test_offloading_changes_no_sixteen_bit_weight(precision):
     expected, _, _ = train_with(Plan(micro_batch_size=GLOBAL_BATCH, **precision))
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, **precision, **FEATURES[feature])
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, **precision, optimizer_state_offloading=True)
     state, _, _ = train_with(plan)
     # Fusions differ between programs, so a bfloat16 may fall on the other side.
     step = 2.0**-8 if plan.half_type == "bfloat16" else 2.0**-11

@@ -220,7 +220,7 @@ def keep_smallest_loss(folder: Path, losses: list[float]) -> Checkpoints:
         folder, keep=1, better=lambda new, old: new["loss"] < old["loss"]
     )
     for update, loss in enumerate(losses, 1):
-        checkpoints.save(small_state(update), update, metrics={"loss": loss})
+        checkpoints.save(small_state(update), update, scores={"loss": loss})
     checkpoints.close()
     return checkpoints
 
@@ -250,7 +250,7 @@ def test_a_damaged_older_checkpoint_does_not_stop_new_ones(folder):
     checkpoints = keep_smallest_loss(folder, [0.5, 0.6])
     truncate(folder / "update-000000001" / "manifest.json")
     again = Checkpoints(folder, keep=1, better=lambda new, old: new["loss"] < old["loss"])
-    again.save(small_state(3), 3, metrics={"loss": 0.4})
+    again.save(small_state(3), 3, scores={"loss": 0.4})
     again.close()
     assert value(checkpoints.restore_newest(small_state())) == 3
 

@@ -91,6 +91,7 @@ def test_a_killed_run_resumes_to_identical_weights(moment, undisturbed, tmp_path
     assert_same_run(directory, expected)
 
 
+@pytest.mark.slow
 def test_killed_twice_it_still_arrives(undisturbed, tmp_path):
     expected, _ = undisturbed
     directory = tmp_path / "run"
@@ -121,7 +122,9 @@ def test_a_damaged_newest_checkpoint_costs_time_but_not_the_result(undisturbed, 
     assert_same_run(directory, expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_polite_stop_checkpoints_and_exits_130(number, undisturbed, tmp_path):
     expected, _ = undisturbed
     directory = tmp_path / "run"
