@@ -19,7 +19,7 @@ demo: $(INSTALLED)  ## train a small CNN on the embedded digits
 	$(BIN)/millrace cnn train --config digits_demo
 
 test: $(INSTALLED) lint types  ## everything CI checks
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow

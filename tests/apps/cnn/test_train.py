@@ -35,11 +35,11 @@ def run(directory, **options):
 def test_digits_are_learnt_with_every_kind_of_option(options, tmp_path):
     settings = {
         "micro_batch_size": 32,
-        "num_epochs": 4,
+        "num_epochs": 2,
         "optimizer_params": {"momentum": 0.9},
         "lr_schedule": "cosine",
         "lr_schedule_params": {
-            "initial_learning_rate": 0.003, "epochs_to_total_decay": 4},
+            "initial_learning_rate": 0.003, "epochs_to_total_decay": 2},
         "bn_momentum": 0.8,
         "validations_per_epoch": 0,
         "ckpts_per_epoch": 0,
