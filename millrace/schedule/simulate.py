@@ -1,0 +1,190 @@
+"""How long a timetable takes, and what it holds in memory, given what stages cost."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from millrace.config import ConfigurationError
+from millrace.schedule.costs import Costs, Link
+from millrace.schedule.table import Action, Stages, Table
+from millrace.schedule.timeline import Span
+
+Execution = Literal["ticks", "free"]
+
+
+class Simulation(NamedTuple):
+    """What a weight update, or a pass of inference, takes."""
+
+    timeline: list[Span]
+    seconds: float
+    busy_seconds: list[float]
+    """By device; waiting and sending are not counted."""
+    peak_bytes: list[float]
+    """By device: the most that its stages held between forward and backward."""
+
+    @property
+    def idle_seconds(self) -> list[float]:
+        """By device: the time in which it had nothing to do."""
+        return [max(0.0, self.seconds - busy) for busy in self.busy_seconds]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in which they had nothing to do."""
+        if not self.seconds:
+            return 0.0
+        return sum(self.idle_seconds) / (self.seconds * len(self.busy_seconds))
+
+
+def simulate(
+    table: Table, costs: Costs, link: Link | None = None, *, execution: Execution = "ticks"
+) -> Simulation:
+    """Work through `table` as devices would.
+
+    Args:
+        table: What each device does, in order.
+        costs: What each stage takes.
+        link: Between devices; if None, results arrive at once.
+        execution: "ticks" if all devices wait for the slowest at each tick and then
+            exchange their results, as one program with collectives does; "free" if each
+            begins as soon as its inputs have arrived, and sends while it works.
+    """
+    if len(costs.forward) != table.stages.num_stages:
+        raise ConfigurationError(
+            f"There are costs for {len(costs.forward)} stages; "
+            f"the pipeline has {table.stages.num_stages}."
+        )
+    traffic = _Traffic(table, costs)
+    run = _in_ticks if execution == "ticks" else _freely
+    spans = list(run(table, traffic, link or Link()))
+    if table.training:
+        spans += _once_per_update(spans, table.stages, costs, execution)
+    busy = [0.0] * table.stages.num_devices
+    for span in spans:
+        busy[span.device] += span.end - span.start
+    seconds = max(span.end for span in spans)
+    return Simulation(spans, seconds, busy, peak_bytes(table, costs))
+
+
+class _Traffic:
+    """How long actions take, what they wait for, and to which devices they send."""
+
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self._stages, self._training, self._costs = table.stages, table.training, costs
+        self._positions = table.stages.positions
+        # An empty group before the first position and one after the last.
+        self._groups = ((), *table.stages.groups, ())
+
+    def seconds(self, action: Action) -> float:
+        if action.kind == "forward":
+            return self._costs.of("forward", action.stage)
+        again = self._costs.of("recompute", action.stage)
+        return again + self._costs.of("backward", action.stage)
+
+    def needs(self, action: Action) -> list[Action]:
+        before, own, after = self._neighbours(action.stage)
+        if action.kind == "forward":
+            return [Action("forward", stage, action.micro_batch) for stage in before]
+        if after:
+            return [Action("backward", stage, action.micro_batch) for stage in after]
+        # The loss takes the outputs of all stages at the last position.
+        return [Action("forward", stage, action.micro_batch) for stage in own]
+
+    def sends(self, action: Action) -> dict[int, float]:
+        """The bytes for each device, its own included."""
+        before, own, after = self._neighbours(action.stage)
+        bytes_for: dict[int, float] = defaultdict(float)
+        if action.kind == "backward":
+            for stage in before:  # to each the gradient of what it handed over
+                output = self._costs.of("output_bytes", stage)
+                bytes_for[self._stages.device_of[stage]] += output
+            return bytes_for
+        output = self._costs.of("output_bytes", action.stage)
+        for stage in after or (own if self._training else ()):
+            bytes_for[self._stages.device_of[stage]] = output  # once to each device
+        return bytes_for
+
+    def _neighbours(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        position = self._positions[stage]
+        return self._groups[position : position + 3]
+
+
+def _in_ticks(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
+    now = 0.0
+    for tick in table.ticks:
+        end, exchange = now, 0.0
+        for device, action in tick.items():
+            span = Span(device, now, now + traffic.seconds(action), *action)
+            end = max(end, span.end)
+            yield span
+            for other, num_bytes in traffic.sends(action).items():
+                if other != device:
+                    exchange = max(exchange, link.seconds(num_bytes))
+        now = end + exchange
+
+
+def _freely(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
+    device_free = [0.0] * table.stages.num_devices
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    arrivals: dict[tuple[Action, int], float] = {}
+    # The table's order is one in which every action comes after what it needs, so one
+    # pass gives the times; on a link, results queue in the order they were sent.
+    for tick in table.ticks:
+        for device, action in tick.items():
+            inputs = [arrivals[needed, device] for needed in traffic.needs(action)]
+            start = max([device_free[device], *inputs])
+            end = device_free[device] = start + traffic.seconds(action)
+            yield Span(device, start, end, *action)
+            arrivals[action, device] = end
+            for other, num_bytes in traffic.sends(action).items():
+                if other != device:
+                    sent = max(end, link_free[device, other])
+                    arrivals[action, other] = sent + link.seconds(num_bytes)
+                    link_free[device, other] = sent + num_bytes / link.bytes_per_second
+
+
+def _once_per_update(
+    spans: Sequence[Span], stages: Stages, costs: Costs, execution: Execution
+) -> Iterator[Span]:
+    """All-reduce and update of each stage, one after another on each device."""
+    ends = [0.0] * stages.num_devices
+    for span in spans:
+        ends[span.device] = max(ends[span.device], span.end)
+    if execution == "ticks":
+        ends = [max(ends)] * stages.num_devices
+    for kind in ("all_reduce", "update"):
+        for stage, device in enumerate(stages.device_of):
+            seconds = costs.of(kind, stage)
+            if seconds:
+                start = ends[device]
+                ends[device] += seconds
+                yield Span(device, start, ends[device], kind, stage)
+
+
+def peak_bytes(table: Table, costs: Costs) -> list[float]:
+    """Return the most bytes each device holds for backward passes still to come.
+
+    A stage that recomputes holds only what came in, and for the time of its backward
+    pass also what it computes again.
+    """
+    held = [_held_bytes(table.stages, costs, s) for s in range(table.stages.num_stages)]
+    now = [0.0] * table.stages.num_devices
+    peak = list(now)
+    if not table.training:
+        return peak
+    for tick in table.ticks:
+        for device, (kind, stage, _) in tick.items():
+            now[device] += held[stage] if kind == "forward" else 0
+            again = costs.recompute is not None and kind == "backward"
+            working = costs.of("stored_bytes", stage) if again else 0
+            peak[device] = max(peak[device], now[device] + working)
+            now[device] -= held[stage] if kind == "backward" else 0
+    return peak
+
+
+def _held_bytes(stages: Stages, costs: Costs, stage: int) -> float:
+    if costs.recompute is None:
+        return costs.of("stored_bytes", stage)
+    position = stages.position_of(stage)
+    if position == 0:
+        return costs.input_bytes
+    return sum(costs.of("output_bytes", before) for before in stages.groups[position - 1])

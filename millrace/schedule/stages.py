@@ -1,0 +1,107 @@
+"""How the stages of a pipeline stand one behind another, and on which devices."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from millrace.config import ConfigurationError
+
+DeviceMapping = Sequence[int | Sequence[int]]
+"""A device for each position; a list of devices where concurrent stages stand."""
+
+
+class Stages(NamedTuple):
+    """Stages by position, numbered in order, and the device that each is on."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The stages at each position; more than one are concurrent."""
+    device_of: tuple[int, ...]
+    """The device of each stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, concurrent ones counted singly."""
+        return len(self.device_of)
+
+    @property
+    def num_positions(self) -> int:
+        """Steps a micro-batch takes from the first stage to the last."""
+        return len(self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the stages use."""
+        return max(self.device_of) + 1
+
+    def position_of(self, stage: int) -> int:
+        """Return where in the pipeline `stage` stands."""
+        return next(p for p, group in enumerate(self.groups) if stage in group)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The position of every stage, by its number."""
+        return tuple(p for p, group in enumerate(self.groups) for _ in group)
+
+
+def place_stages(shape: Sequence[int], device_mapping: DeviceMapping | None) -> Stages:
+    """Number the stages and put each on its device.
+
+    Args:
+        shape: How many stages stand at each position: ``[1, 2, 1]`` has two concurrent
+            stages in the middle.
+        device_mapping: The device of each position, a list where stages are concurrent:
+            ``[0, [1, 2], 0]``. If None, each stage has a device of its own.
+    """
+    if not shape or min(shape) < 1:
+        raise ConfigurationError(
+            "A pipeline needs at least one stage, and at least one at each position; "
+            f"got {list(shape)}."
+        )
+    groups, num_stages = [], 0
+    for count in shape:
+        groups.append(tuple(range(num_stages, num_stages + count)))
+        num_stages += count
+    if device_mapping is None:
+        return Stages(tuple(groups), tuple(range(num_stages)))
+    devices = _flatten(shape, device_mapping)
+    _check_devices(devices)
+    return Stages(tuple(groups), tuple(devices))
+
+
+def _flatten(shape: Sequence[int], device_mapping: DeviceMapping) -> list[int]:
+    if len(device_mapping) != len(shape):
+        raise ConfigurationError(
+            f"device_mapping has {len(device_mapping)} entries for {len(shape)} "
+            f"positions; got {list(device_mapping)}. Give one entry for each."
+        )
+    devices: list[int] = []
+    for position, (count, entry) in enumerate(zip(shape, device_mapping, strict=True)):
+        # A list where one stage stands, or a number where several do, is more likely a
+        # list that slipped by one than a choice.
+        if count == 1 and isinstance(entry, Sequence):
+            raise ConfigurationError(
+                f"device_mapping has {list(entry)} at position {position}, where a "
+                "single stage stands. Give one device there."
+            )
+        if count > 1 and not (isinstance(entry, Sequence) and len(entry) == count):
+            raise ConfigurationError(
+                f"device_mapping has {entry} at position {position}, where {count} "
+                f"concurrent stages stand. Give a list of {count} devices there."
+            )
+        devices.extend(entry if isinstance(entry, Sequence) else [entry])
+    return devices
+
+
+def _check_devices(devices: Sequence[int]) -> None:
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+            raise ConfigurationError(
+                f"device_mapping names devices 0, 1, 2, …; got {device!r}."
+            )
+    used = set(devices)
+    missing = sorted(set(range(max(used) + 1)) - used)
+    if missing:
+        raise ConfigurationError(
+            f"device_mapping leaves out device {missing[0]} of 0 to {max(used)}; "
+            f"{len(used)} devices are numbered 0 to {len(used) - 1}. "
+            f"Got {list(devices)}."
+        )

@@ -1,0 +1,41 @@
+"""Where the stages of a pipeline stand, and what is refused."""
+
+import pytest
+
+from millrace.config import ConfigurationError
+from millrace.schedule.stages import Stages, place_stages
+
+
+def test_each_stage_has_a_device_of_its_own_unless_told_otherwise():
+    stages = place_stages([1, 2, 1], None)
+    assert stages == Stages(((0,), (1, 2), (3,)), (0, 1, 2, 3))
+    assert (stages.num_stages, stages.num_positions, stages.num_devices) == (4, 3, 4)
+
+
+def test_concurrent_stages_take_the_devices_of_their_list():
+    stages = place_stages([1, 2, 1, 1], [0, [1, 2], 2, 3])
+    assert stages.device_of == (0, 1, 2, 2, 3)
+    assert stages.positions == (0, 1, 1, 2, 3)
+    assert [stages.position_of(stage) for stage in range(5)] == [0, 1, 1, 2, 3]
+    assert stages.num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "mapping", "said"),
+    [
+        ([], None, "at least one stage"),
+        ([1, 0], None, "at least one at each position"),
+        ([1, 1, 1], [0, 1], "2 entries for 3 positions"),
+        ([1, 1], [0, [1]], r"\[1\] at position 1, where a single stage stands"),
+        ([1, 2], [0, 1], "1 at position 1, where 2 concurrent stages stand"),
+        ([1, 2], [0, [1, 2, 3]], "a list of 2 devices"),
+        ([1, 1, 1], [0, 3, 1], "leaves out device 2 of 0 to 3; 3 devices are numbered"),
+        ([1, 1], [1, 2], "leaves out device 0"),
+        ([1, 1], [0, -1], "names devices 0, 1, 2, …; got -1"),
+        ([1, 1], [0, True], "got True"),
+        ([1, 1], [0, 0.5], "got 0.5"),
+    ],
+)
+def test_a_mapping_that_does_not_fit_is_refused_with_what_would(shape, mapping, said):
+    with pytest.raises(ConfigurationError, match=said):
+        place_stages(shape, mapping)

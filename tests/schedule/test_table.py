@@ -1,0 +1,220 @@
+"""Every timetable is right: for any stages, on any devices, for any legal count."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule.pipelines import schedules, stage_layouts
+
+from millrace.config import ConfigurationError
+from millrace.schedule.table import build_table, idle_fraction, peak_live, place_stages
+
+FOUR = place_stages([1, 1, 1, 1], None)
+
+
+def when(table):
+    """The tick of every action."""
+    ticks = {}
+    for tick, actions in enumerate(table.ticks):
+        for device, action in actions.items():
+            assert table.stages.device_of[action.stage] == device
+            assert action not in ticks, "done twice"
+            ticks[action] = tick
+    return ticks
+
+
+def all_actions(table):
+    kinds = ("forward", "backward") if table.training else ("forward",)
+    return {
+        (kind, stage, micro_batch)
+        for kind in kinds
+        for stage in range(table.stages.num_stages)
+        for micro_batch in range(table.num_micro_batches)
+    }
+
+
+def needs(table, kind, stage, micro_batch):
+    """What must be finished before an action, from the definition of a pipeline."""
+    groups, position = table.stages.groups, table.stages.position_of(stage)
+    if kind == "forward":
+        before = groups[position - 1] if position else ()
+        return [("forward", other, micro_batch) for other in before]
+    own = [("forward", other, micro_batch) for other in groups[position]]
+    after = groups[position + 1] if position + 1 < len(groups) else ()
+    return own + [("backward", other, micro_batch) for other in after]
+
+
+either = st.booleans()
+
+
+@st.composite
+def tables(draw, training=either, schedule=schedules):
+    stages = draw(stage_layouts())
+    count = 2 * stages.num_positions * draw(st.integers(1, 4))
+    return build_table(draw(schedule), stages, count, training=draw(training))
+
+
+@settings(deadline=None)
+@given(tables())
+def test_each_micro_batch_passes_every_stage_once_each_way(table):
+    assert set(when(table)) == all_actions(table)
+
+
+@settings(deadline=None)
+@given(tables())
+def test_an_action_uses_only_what_an_earlier_tick_has_finished(table):
+    ticks = when(table)
+    for action, tick in ticks.items():
+        for needed in needs(table, *action):
+            assert ticks[needed] < tick, (needed, action)
+
+
+@settings(deadline=None)
+@given(tables())
+def test_micro_batches_keep_their_order_at_every_stage(table):
+    order = sorted(when(table).items(), key=lambda item: item[1])
+    for kind in ("forward", "backward"):
+        for stage in range(table.stages.num_stages):
+            passed = [a.micro_batch for a, _ in order if (a.kind, a.stage) == (kind, stage)]
+            assert passed == sorted(passed)
+
+
+@settings(deadline=None)
+@given(tables())
+def test_no_tick_is_empty(table):
+    assert all(table.ticks)
+
+
+@settings(deadline=None)
+@given(tables(training=st.just(True)))
+def test_activations_held_stay_within_the_bound_of_the_schedule(table):
+    per_step = {"grouped": 2, "interleaved": 1, "sequential": 0}[table.schedule]
+    last = table.stages.num_positions - 1
+    for stage, live in enumerate(peak_live(table)):
+        distance = last - table.stages.position_of(stage)
+        assert 1 <= live <= per_step * distance + 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_with_a_device_to_each_stage_the_bounds_are_reached(num_stages, passes):
+    stages = place_stages([1] * num_stages, None)
+    count = 2 * num_stages * passes
+    distances = range(num_stages - 1, -1, -1)
+    grouped = peak_live(build_table("grouped", stages, count))
+    interleaved = peak_live(build_table("interleaved", stages, count))
+    assert grouped == [2 * distance + 1 for distance in distances]
+    assert interleaved == [distance + 1 for distance in distances]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 4))
+def test_with_a_device_to_each_stage_interleaved_holds_no_more_than_grouped(shape, passes):
+    """Where stages share devices only the bounds compare: two orders of the same work
+    can each be the better one at some stage."""
+    stages = place_stages(shape, None)
+    count = 2 * stages.num_positions * passes
+    interleaved = peak_live(build_table("interleaved", stages, count))
+    grouped = peak_live(build_table("grouped", stages, count))
+    for held, at_most in zip(interleaved, grouped, strict=True):
+        assert held <= at_most
+
+
+@settings(deadline=None)
+@given(stage_layouts(), st.integers(1, 4))
+def test_in_inference_results_do_not_pile_up_between_stages(stages, passes):
+    table = build_table("grouped", stages, stages.num_positions * passes, training=False)
+    assert peak_live(table) == [0] * stages.num_stages
+    done = [0] * stages.num_stages
+    for tick in table.ticks:
+        for action in tick.values():
+            done[action.stage] += 1
+        for before, after in zip(stages.groups, stages.groups[1:], strict=False):
+            for stage in before:
+                assert done[stage] - min(done[other] for other in after) <= 2
+
+
+@settings(deadline=None)
+@given(tables(schedule=st.just("grouped"), training=st.just(True)))
+def test_in_grouped_all_devices_go_the_same_way(table):
+    ways = [{action.kind for action in tick.values()} for tick in table.ticks]
+    assert all(len(kinds) == 1 for kinds in ways)
+
+
+@settings(deadline=None)
+@given(tables(schedule=st.just("sequential")))
+def test_in_sequential_no_two_micro_batches_are_under_way(table):
+    seen = [action.micro_batch for tick in table.ticks for action in tick.values()]
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(("schedule", "tick"), [("grouped", 11), ("interleaved", 8)])
+def test_the_first_micro_batch_of_four_stages_is_back_at_the_published_time(schedule, tick):
+    table = build_table(schedule, FOUR, 16)
+    assert when(table)[("backward", 0, 0)] + 1 == tick  # the tutorial counts from 1
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_equal_stages_on_their_own_devices_idle_as_theory_says(
+    schedule, num_stages, passes
+):
+    count = 2 * num_stages * passes
+    table = build_table(schedule, place_stages([1] * num_stages, None), count)
+    assert len(table.ticks) == 2 * (count + num_stages - 1)
+    expected = (num_stages - 1) / (count + num_stages - 1)
+    assert idle_fraction(table) == pytest.approx(expected)
+
+
+def test_sequential_uses_one_device_at_a_time():
+    assert idle_fraction(build_table("sequential", FOUR, 5)) == pytest.approx(3 / 4)
+
+
+def test_two_stages_to_a_device_keep_it_almost_always_at_work():
+    stages = place_stages([1] * 4, [0, 1, 1, 0])
+    assert idle_fraction(build_table("interleaved", stages, 32)) < 0.03
+    assert idle_fraction(build_table("grouped", stages, 32)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "training", "said"),
+    [
+        ("grouped", 12, True, "multiple of 8 for the grouped schedule .* 8 or 16"),
+        ("grouped", 4, True, "The nearest: 8"),
+        ("grouped", 6, False, r"num_micro_batches \(6\) .* multiple of 4 .* 4 or 8"),
+        ("interleaved", 6, True, "multiple of 4 for the interleaved .* 4 or 8"),
+        ("sequential", 0, True, r"gradient_accumulation_count \(0\) .* nearest: 1"),
+        ("interleaved", -4, True, "positive multiple of 4"),
+    ],
+)
+def test_a_count_that_does_not_fit_is_refused_with_the_nearest(
+    schedule, count, training, said
+):
+    with pytest.raises(ConfigurationError, match=said):
+        build_table(schedule, FOUR, count, training=training)
+
+
+def test_counts_depend_on_positions_not_on_stages_or_devices():
+    stages = place_stages([1, 3, 1], [0, [0, 1, 2], 1])
+    assert build_table("grouped", stages, 6).num_micro_batches == 6
+    with pytest.raises(ConfigurationError, match="multiple of 6"):
+        build_table("grouped", stages, 10)
+
+
+def test_a_schedule_is_known_in_any_case_and_a_typo_is_told_the_nearest():
+    assert build_table("Interleaved", FOUR, 4).schedule == "interleaved"
+    with pytest.raises(ConfigurationError, match="Did you mean interleaved"):
+        build_table("interleave", FOUR, 4)
+    with pytest.raises(ConfigurationError, match="one of grouped, interleaved, sequential"):
+        build_table("1f1b", FOUR, 4)
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("mapping", [None, [0] * 64])
+def test_a_large_pipeline_is_laid_out_in_seconds(schedule, mapping):
+    start = time.process_time()
+    table = build_table(schedule, place_stages([1] * 64, mapping), 512)
+    assert time.process_time() - start < 5
+    assert sum(map(len, table.ticks)) == 2 * 64 * 512
