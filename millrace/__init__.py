@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from millrace.host.loops import repeat, while_loop
     from millrace.host.train import train
     from millrace.host.validation import evaluate
+    from millrace.nn import layers
+    from millrace.nn.layered_loss import LayeredLoss
     from millrace.plan import Plan
     from millrace.program.evaluate import EvaluationProgram
     from millrace.program.step import TrainState
@@ -31,6 +33,7 @@ __all__ = [
     "ElementError",
     "EvaluationProgram",
     "Infeed",
+    "LayeredLoss",
     "Outfeed",
     "OutfeedFull",
     "Plan",
@@ -40,6 +43,7 @@ __all__ = [
     "dataset_benchmark",
     "evaluate",
     "infeed_benchmark",
+    "layers",
     "repeat",
     "schedule_events",
     "train",
@@ -53,6 +57,7 @@ _HOME = {
     "ElementError": "feeds.infeed",
     "EvaluationProgram": "program.evaluate",
     "Infeed": "feeds.infeed",
+    "LayeredLoss": "nn.layered_loss",
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",
@@ -62,6 +67,7 @@ _HOME = {
     "dataset_benchmark": "data.benchmark",
     "evaluate": "host.validation",
     "infeed_benchmark": "host.infeed_benchmark",
+    "layers": "nn.layers",
     "repeat": "host.loops",
     "schedule_events": "host.events",
     "train": "host.train",
@@ -76,5 +82,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"millrace.{_HOME[name]}"), name)
+        module = importlib.import_module(f"millrace.{_HOME[name]}")
+        return module if name == "layers" else getattr(module, name)
     raise AttributeError(f"module 'millrace' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from millrace.batching import Batching, resolve_batching
 from millrace.precision import HalfType, Precision, PrecisionName, resolve_precision
 
 Reduction = Literal["sum", "mean", "running_mean"]
+PipelineSchedule = Literal["grouped", "interleaved", "sequential"]
 
 AccumulatorType = str | type | None | Callable[[str, Any], Any]
 """None (each variable's own type), a type, or ``f(path, variable) -> type``."""
@@ -58,7 +59,17 @@ class Plan:
     weight update. Saves device memory and costs time; arrays under 4 KiB stay."""
     recomputation: bool = False
     """Keep only the results of matrix products and convolutions for the backward pass;
-    compute everything between them again."""
+    compute everything between them again. A pipeline keeps only these anyway; there,
+    recomputation keeps only what enters a stage."""
+    pipeline_splits: list[int | str] = field(default_factory=list)
+    """Layers that each start a new pipeline stage, or the number of stages, for which
+    the layers are chosen by their cost."""
+    device_mapping: list[int | list[int]] | None = None
+    """The device of each stage, 0 1 1 0 say (default: one each); a list of devices,
+    [1,2], for the branches of a concurrent layer that is a stage by itself."""
+    pipeline_schedule: PipelineSchedule = "grouped"
+    """In which order the stages work: grouped, interleaved (fewer activations held) or
+    sequential (one micro-batch after the other)."""
     updates_per_execution: int | None = None
     """Weight updates between two moments at which the host may step in; if not given,
     as many as the run's events allow."""
@@ -93,6 +104,24 @@ class Plan:
                 f"{', '.join(_FLOATS)}, or a function; got {named!r}."
             )
         self._check_loss_scaling()
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        splits = self.pipeline_splits
+        numbers = [split for split in splits if isinstance(split, int)]
+        if numbers and (len(splits) > 1 or numbers[0] < 2):
+            raise ValueError(
+                "pipeline_splits must be names of layers, or one number of stages, at "
+                f"least 2; got {' '.join(map(str, splits))}."
+            )
+        twice = sorted({str(name) for name in splits if splits.count(name) > 1})
+        if twice:
+            raise ValueError(f"pipeline_splits names {', '.join(twice)} more than once.")
+        if self.device_mapping is not None and len(self.device_mapping) != self.num_stages:
+            raise ValueError(
+                f"device_mapping needs a device for each of the {self.num_stages} stages "
+                f"that pipeline_splits makes; got {len(self.device_mapping)}."
+            )
 
     def _check_loss_scaling(self) -> None:
         if self.loss_scaling == "dynamic":
@@ -123,6 +152,12 @@ class Plan:
             gradient_accumulation_count=self.gradient_accumulation_count,
             global_batch_size=self.global_batch_size,
         )
+
+    @property
+    def num_stages(self) -> int:
+        """The positions of the pipeline; 1 where there is none."""
+        splits = self.pipeline_splits
+        return splits[0] if splits and isinstance(splits[0], int) else len(splits) + 1
 
     @property
     def types(self) -> Precision:

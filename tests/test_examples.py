@@ -22,6 +22,7 @@ SAYS = {
     "03_replicas": r"4 replicas of 4 x 4 samples: the same weights within \de-",
     "04_accumulation": r"float32 .* kernel \de-0[5-9]\nNone .* kernel \de-0[12]\n",
     "05_offloading": r"hidden first moment +65,536 bytes in pinned_host memory",
+    "06_pipeline": r"four stages, interleaved: loss 0\.\d+, weights within \de-",
 }
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -54,7 +54,7 @@ def accumulate(
         index, batch = item
         gradients, new_carried, info = gradient_fn(batch, index)
         total = jax.tree.map(
-            lambda a, g: _add(a, g, index, count, reduction), so_far[0], gradients
+            lambda a, g: add_gradient(a, g, index, count, reduction), so_far[0], gradients
         )
         return (total, jax.tree.map(jnp.add, so_far[1], new_carried)), info
 
@@ -89,9 +89,10 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _add(
+def add_gradient(
     total: jax.Array, gradient: jax.Array, index: jax.Array, count: int, how: Reduction
 ) -> jax.Array:
+    """Add the gradient of micro-batch `index` of `count` to an accumulator."""
     # To the accumulator's type first: a float16 gradient divided by 128 underflows.
     gradient = gradient.astype(total.dtype)
     if how == "sum":

@@ -1,12 +1,19 @@
 """Compile ahead of time, with the options a platform is known to want."""
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-_OPTIONS: dict[str, dict[str, str | bool]] = {
+_log = logging.getLogger("millrace")
+
+Options = Mapping[str, str | bool | int]
+
+_OPTIONS: dict[str, Options] = {
     # Filter gradients of convolutions 56 -> 16 ms, 1x1 ones 158 -> 40 (jax 0.10.2, two
     # cores): leave convolutions to Eigen, keep the library for products and sums.
     "cpu": {
@@ -17,6 +24,29 @@ _OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 
 
+class _Compiling(NamedTuple):
+    options: Mapping[str, Options]
+    programs: list[jax.stages.Compiled]
+
+
+_compiling: ContextVar[_Compiling] = ContextVar("compiling")
+
+
+@contextlib.contextmanager
+def compiling(options: Mapping[str, Options]) -> Iterator[list[jax.stages.Compiled]]:
+    """Compile what is compiled inside with further options, and collect it.
+
+    Args:
+        options: For each platform ("cpu", "gpu"), XLA's options by name.
+    """
+    programs: list[jax.stages.Compiled] = []
+    token = _compiling.set(_Compiling(options, programs))
+    try:
+        yield programs
+    finally:
+        _compiling.reset(token)
+
+
 def compile_for(
     mesh: Mesh,
     function: Callable[..., Any],
@@ -25,10 +55,41 @@ def compile_for(
 ) -> jax.stages.Compiled:
     """Compile `function` for these arguments, donating some of them to the result."""
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-    options = _OPTIONS.get(mesh.devices.flat[0].platform, {})
+    platform = mesh.devices.flat[0].platform
+    further = _compiling.get(_Compiling({}, []))
+    asked = further.options.get(platform, {})
+    compiled = _compile(lowered, {**_OPTIONS.get(platform, {}), **asked}, asked)
+    further.programs.append(compiled)
+    return compiled
+
+
+def _compile(
+    lowered: jax.stages.Lowered, options: dict[str, Any], asked: Options
+) -> jax.stages.Compiled:
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if not options or "No such compile option" not in str(error):
+        unknown = next((name for name in options if f"'{name}'" in str(error)), None)
+        if unknown is None or "No such compile option" not in str(error):
             raise
-        return lowered.compile()  # another jaxlib, which does not know the option
+        if unknown in asked:  # what we add of our own accord, another jaxlib may lack
+            _log.warning("This jaxlib has no option %s; compiling without it.", unknown)
+        left = {name: value for name, value in options.items() if name != unknown}
+        return _compile(lowered, left, asked)
+
+
+def peak_bytes(programs: list[jax.stages.Compiled]) -> int:
+    """Return the device memory that the largest of these programs needs, per device."""
+    return max((_bytes(program) for program in programs), default=0)
+
+
+def _bytes(program: jax.stages.Compiled) -> int:
+    analysis: Any = program.memory_analysis()
+    if analysis is None:  # not every platform can tell
+        return 0
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )

@@ -1,18 +1,15 @@
 """Learning rates as functions of the update's number, chosen by name."""
 
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.config import ConfigurationError
-
-T = TypeVar("T")
+from millrace.config import ConfigurationError, check_keys, number, one_of
 
 _Rate = Callable[[jax.Array], jax.Array]
 """From the update's number (int32) to the learning rate (float32)."""
@@ -207,42 +204,3 @@ def _numbers(params: Mapping[str, Any], key: str) -> list[float]:
     if not isinstance(values, list | tuple):
         raise ConfigurationError(f"{_PARAMS}: {key} must be a list, got {values!r}.")
     return [number(f"{_PARAMS}: {key}", value) for value in values]
-
-
-def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
-    """Return the choice called `name`, or say which there are."""
-    if name not in list(choices):  # a list, because a mistaken name may be unhashable
-        raise ConfigurationError(
-            f"{option} must be one of {', '.join(choices)}; got {name!r}."
-            + _nearest(str(name), choices)
-        )
-    return choices[name]
-
-
-def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Refuse a dictionary that has not exactly these `keys`."""
-    missing = [key for key in keys if key not in params]
-    unknown = [str(key) for key in params if key not in keys]
-    if missing or unknown:
-        raise ConfigurationError(
-            f"{option} needs the keys {', '.join(keys)}; "
-            f"got {', '.join(map(str, params)) or 'none'}."
-            + "".join(_nearest(key, missing or keys) for key in unknown[:1])
-        )
-
-
-def number(
-    option: str, value: Any, *, at_least: float = 0.0, below: float = math.inf
-) -> float:
-    """Return `value` as a float if it is a number in the range."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not at_least <= value < below:
-        limits = "" if at_least == -math.inf else f" of at least {at_least:g}"
-        limits += "" if below == math.inf else f" and below {below:g}"
-        raise ConfigurationError(f"{option} must be a number{limits}, got {value!r}.")
-    return float(value)
-
-
-def _nearest(word: str, choices: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(word, choices, n=1)
-    return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -123,7 +123,7 @@ class StreamedUpdate:
             functools.partial(steps.apply, step), return_shape=True
         )(*spec)
         self._out_tree = jax.tree.structure(outputs)
-        owned, needs = _owned_positions(state), _needed_inputs(jaxpr)
+        owned, needs = _owned_positions(state), needed_inputs(jaxpr)
         specs = jax.tree.leaves(spec)
         self.buckets = [
             _compile_bucket(mesh, jaxpr, specs, owned, needs, made)
@@ -188,7 +188,7 @@ def _split(needs: list[set[int]], owned: dict[int, int]) -> list[list[int]]:
     )
 
 
-def _needed_inputs(jaxpr: Any) -> list[set[int]]:
+def needed_inputs(jaxpr: Any) -> list[set[int]]:
     """For every output, the positions of the inputs it is computed from."""
     return _origins(jaxpr.jaxpr, [{i} for i in range(len(jaxpr.jaxpr.invars))])
 

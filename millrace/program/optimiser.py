@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, check_keys, number, one_of
 from millrace.program.accumulate import path_name
-from millrace.program.learning_rate import check_keys, number, one_of
 
 _OPTION = "--optimizer-params"
 

@@ -4,6 +4,7 @@ A weight of 1.0 in bfloat16 cannot move by 0.001: the next value is 0.0078 away 
 nearest is always 1.0. Rounding up with probability 0.001/0.0078 moves it on average.
 """
 
+import zlib
 from typing import Any
 
 import jax
@@ -18,15 +19,16 @@ _HALF_LARGEST = 65504.0
 
 def round_tree(tree: Any, like: Any, key: jax.Array, *, stochastic: bool) -> Any:
     """Bring float32 leaves to the types of `like`, at random where these are halves."""
-    leaves, treedef = jax.tree.flatten(tree)
-    rounded = []
-    for index, (leaf, old) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
-        if stochastic and str(old.dtype) in _MANTISSA_BITS_DROPPED:
-            leaf_key = jax.random.fold_in(key, index)
-            rounded.append(stochastic_round(leaf, old.dtype, leaf_key))
-        else:
-            rounded.append(leaf.astype(old.dtype))
-    return jax.tree.unflatten(treedef, rounded)
+
+    def rounded(path: Any, leaf: jax.Array, old: jax.Array) -> jax.Array:
+        if not stochastic or str(old.dtype) not in _MANTISSA_BITS_DROPPED:
+            return leaf.astype(old.dtype)
+        # By name, so that a part of the tree is rounded as it would be in the whole.
+        name = jax.tree_util.keystr(path)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        return stochastic_round(leaf, old.dtype, leaf_key)
+
+    return jax.tree_util.tree_map_with_path(rounded, tree, like)
 
 
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:

@@ -55,17 +55,12 @@ class Step(NamedTuple):
 def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
     """Accumulate over the micro-batches, then exchange once between the replicas."""
     plan = step.plan
-    update_key = jax.random.fold_in(unwrap(state.key), state.update)
-    forward_key = jax.random.fold_in(update_key, _FORWARD)
-    modes = _carried_modes(step.carried_reduction, state.carried)
+    modes = carried_modes(step.carried_reduction, state.carried)
 
     def gradient_fn(batch: Any, index: jax.Array) -> Any:
-        # Counted over all replicas, so that a key belongs to a micro-batch wherever
-        # and whenever it is computed.
-        micro = index * plan.num_replicas + lax.axis_index(REPLICA_AXIS)
-        key = jax.random.fold_in(forward_key, micro)
+        key = micro_batch_key(plan, state, index)
         gradients, (carried, info) = _gradients(step, state, batch, key)
-        return gradients, _contribution(modes, state.carried, carried), info
+        return gradients, contribution(modes, state.carried, carried), info
 
     gathered: Accumulated = accumulate(
         gradient_fn,
@@ -78,27 +73,55 @@ def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
     gradients, contributions, info = sum_over_replicas(tuple(gathered))
     gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
     micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
-    carried = _combined(modes, state.carried, contributions, micro_batches)
+    carried = combined(modes, state.carried, contributions, micro_batches)
     return Gathered(gradients, carried, info)
+
+
+def micro_batch_key(plan: Plan, state: TrainState, index: jax.Array) -> jax.Array:
+    """Return the random key of a micro-batch of this replica.
+
+    Counted over all replicas, so that a key belongs to a micro-batch wherever and
+    whenever it is computed.
+    """
+    update_key = jax.random.fold_in(unwrap(state.key), state.update)
+    forward_key = jax.random.fold_in(update_key, _FORWARD)
+    micro = index * plan.num_replicas + lax.axis_index(REPLICA_AXIS)
+    return jax.random.fold_in(forward_key, micro)
 
 
 def apply(step: Step, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
     """Change the weights once."""
-    finite = _gradients_finite(step.plan, gathered.gradients)
+    finite = gradients_finite(step.plan, gathered.gradients)
+    params, optimiser_state = new_weights(step, state, gathered.gradients, finite)
+    new, info = next_state(step, state, gathered.carried, gathered.info, finite)
+    return new._replace(params=params, optimiser_state=optimiser_state), info
+
+
+def next_state(
+    step: Step, state: TrainState, carried: Any, info: Any, finite: jax.Array | None
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Change everything but the weights and the optimiser's state."""
+    if step.plan.loss_scaling == "dynamic":
+        carried = _select(finite, carried, state.carried)
     new = state._replace(
         update=state.update + 1,
-        carried=gathered.carried,
+        carried=carried,
         loss_scale=_next_scale(step.plan, state.loss_scale, finite),
     )
-    params, optimiser_state = new_weights(step, state, gathered.gradients)
-    new = new._replace(params=params, optimiser_state=optimiser_state)
-    if step.plan.loss_scaling == "dynamic":
-        new = new._replace(carried=_select(finite, new.carried, state.carried))
-    return new, update_info(step, state, gathered.info, finite)
+    return new, _update_info(step, state, info, finite)
 
 
-def new_weights(step: Step, state: TrainState, gradients: Any) -> tuple[Any, Any]:
-    """Run the optimiser in float32 and round what it returns to the stored types."""
+def new_weights(
+    step: Step, state: TrainState, gradients: Any, finite: jax.Array | None
+) -> tuple[Any, Any]:
+    """Run the optimiser in float32 and round what it returns to the stored types.
+
+    Args:
+        step: The choices.
+        state: Of which the weights and the optimiser's state may be a part of the whole.
+        gradients: For these weights.
+        finite: Whether all gradients are, where the plan wants to know.
+    """
     plan = step.plan
     wide = _widen(gradients)
     if plan.loss_scaling:
@@ -114,11 +137,11 @@ def new_weights(step: Step, state: TrainState, gradients: Any) -> tuple[Any, Any
     )
     if plan.loss_scaling == "dynamic":
         # An overflow leaves everything as it was; only the factor changes.
-        rounded = _select(scaling.all_finite(gradients), rounded, stored)
+        rounded = _select(finite, rounded, stored)
     return rounded
 
 
-def update_info(
+def _update_info(
     step: Step, state: TrainState, info: dict[str, jax.Array], finite: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Add what the program knows about this update to what the loss reported."""
@@ -141,9 +164,9 @@ def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any
         params = narrow(params, plan.types.compute)
         batch_ = narrow(batch, plan.types.compute)
         returned = step.loss_fn(params, state.carried, batch_, key)
-        loss, carried, info = _unpacked(returned)
-        info = _checked_info(info, step.watch) | {"loss": loss}
-        carried = _checked_carried(carried, state.carried)
+        loss, carried, info = unpacked(returned)
+        info = checked_info(info, step.watch) | {"loss": loss}
+        carried = checked_carried(carried, state.carried)
         if plan.loss_scaling:
             loss = loss * state.loss_scale.factor
         return loss, (carried, info)
@@ -188,7 +211,7 @@ def _cast(tree: Any, dtype: Any, chosen: Callable[[Any], bool]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _gradients_finite(plan: Plan, gradients: Any) -> jax.Array | None:
+def gradients_finite(plan: Plan, gradients: Any) -> jax.Array | None:
     if plan.fp_exceptions or plan.loss_scaling == "dynamic":
         return scaling.all_finite(gradients)
     return None
@@ -211,7 +234,7 @@ def unwrap(key_data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(key_data)
 
 
-def _carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
+def carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
     def mode(path: Any, leaf: Any) -> str:
         chosen = reduction(path_name(path), leaf) if callable(reduction) else reduction
         if chosen not in ("mean", "sum"):
@@ -230,12 +253,12 @@ def _carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
     return jax.tree_util.tree_map_with_path(mode, carried)
 
 
-def _contribution(modes: Any, old: Any, new: Any) -> Any:
+def contribution(modes: Any, old: Any, new: Any) -> Any:
     """What a micro-batch adds: its value, or its change where changes are added up."""
     return jax.tree.map(lambda mode, o, n: n if mode == "mean" else n - o, modes, old, new)
 
 
-def _combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> Any:
+def combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> Any:
     return jax.tree.map(
         lambda mode, o, c: c / micro_batches if mode == "mean" else o + c,
         modes,
@@ -244,7 +267,7 @@ def _combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> A
     )
 
 
-def _unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
+def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
     try:
         loss, (carried, info) = returned
         shape = jnp.shape(loss)
@@ -261,7 +284,7 @@ def _unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
     return jnp.asarray(loss, jnp.float32), carried, info
 
 
-def _checked_info(info: Any, watch: Mapping[str, Any]) -> dict[str, jax.Array]:
+def checked_info(info: Any, watch: Mapping[str, Any]) -> dict[str, jax.Array]:
     if not isinstance(info, Mapping):
         raise TypeError(
             "loss_fn must return (loss, (carried, info)) with info a flat dict of "
@@ -285,7 +308,7 @@ def _kind(value: Any) -> str:
     return f"an array of shape {jnp.shape(value)}"
 
 
-def _checked_carried(new: Any, old: Any) -> Any:
+def checked_carried(new: Any, old: Any) -> Any:
     """Carried values keep their structure, shapes and types from update to update."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(

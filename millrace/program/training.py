@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from millrace.plan import Plan
 from millrace.program import offload
@@ -59,6 +59,10 @@ def training_program(
         devices: Where to run; by default the first `plan.num_replicas` devices.
     """
     step = Step(loss_fn, optimiser, plan, carried_reduction, dict(watch or {}))
+    if plan.num_stages > 1:
+        from millrace.program.pipeline_program import pipeline_program
+
+        return pipeline_program(step, devices)
     return TrainingProgram(step, devices)
 
 
@@ -70,14 +74,18 @@ class TrainingProgram:
         self.compile_seconds = 0.0
         self.watched = {*step.watch, "loss_scale"}
         self._step = step
-        self._mesh = replica_mesh(self.plan.num_replicas, devices)
+        self._mesh = self._make_mesh(devices)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._host_memory = self._find_host_memory()
-        if self.plan.recomputation and self.devices[0].platform == "cpu":
+
+    def _make_mesh(self, devices: Sequence[Any] | None) -> Mesh:
+        mesh = replica_mesh(self.plan.num_replicas, devices)
+        if self.plan.recomputation and mesh.devices.flat[0].platform == "cpu":
             _log.warning(
                 "recomputation saves no memory on CPU: XLA finds the values computed "
                 "again equal to the first ones, and keeps those."
             )
+        return mesh
 
     def _find_host_memory(self) -> str | None:
         if not self.plan.optimizer_state_offloading:
@@ -102,6 +110,11 @@ class TrainingProgram:
 
     def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
         """Place weights on the devices and start the optimiser; copies what is given."""
+        state = jax.device_put(self._first(params, carried, seed), replicated(self._mesh))
+        return state._replace(optimiser_state=self._init_optimiser(state.params))
+
+    def _first(self, params: Any, carried: Any, seed: int) -> TrainState:
+        """The state before the first update, without the optimiser's."""
         weights = jnp.dtype(self.plan.types.weights)
         # Copied: the state is donated, and what the caller gave must stay usable.
         params, carried = jax.tree.map(jnp.array, (params, carried))
@@ -114,7 +127,7 @@ class TrainingProgram:
         params = jax.tree.map(
             lambda p: p.astype(weights) if p.dtype.itemsize <= 4 else p, params
         )
-        state = TrainState(
+        return TrainState(
             update=jnp.int32(0),
             params=params,
             carried=carried,
@@ -122,8 +135,6 @@ class TrainingProgram:
             loss_scale=initial_loss_scale(self.plan.loss_scaling),
             key=jax.random.key_data(jax.random.key(seed)),
         )
-        state = jax.device_put(state, replicated(self._mesh))
-        return state._replace(optimiser_state=self._init_optimiser(state.params))
 
     def _init_optimiser(self, params: Any) -> Any:
         def init(params: Any) -> Any:
@@ -135,8 +146,12 @@ class TrainingProgram:
         return offload.init_streamed(init, params, self._mesh, host)
 
     def place(self, state: TrainState) -> TrainState:
-        """Put every part of a state, from a checkpoint say, where it belongs."""
+        """Put every part of a whole state, from a checkpoint say, where it belongs."""
         return jax.device_put(state, self.state_sharding(state))
+
+    def whole(self, state: TrainState) -> TrainState:
+        """Return a state as trees over the whole model, whatever the plan."""
+        return state
 
     def state_sharding(self, state: TrainState) -> TrainState:
         """Return the sharding of every leaf of a state."""

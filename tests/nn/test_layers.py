@@ -142,3 +142,12 @@ def test_cross_entropy_agrees_with_numpy(smoothing):
     np.testing.assert_array_equal(
         correct(jnp.asarray(logits), jnp.asarray(labels)), logits.argmax(1) == labels
     )
+
+
+def test_a_compiled_maximum_has_a_gradient_that_goes_to_the_largest_value():
+    pool = layers.max_pool("pool", 2, 2)
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    call = layers.Call(training=True)
+    gradient = jax.jit(jax.grad(lambda x: pool.apply({}, {}, x, call)[0].sum()))(x)
+    np.testing.assert_array_equal(gradient[0, :, :, 0][1::2, 1::2], np.ones((2, 2)))
+    assert gradient.sum() == 4

@@ -294,7 +294,7 @@ def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
     jaxpr = jax.make_jaxpr(lambda s, g: offload.steps.apply(program._step, s, g))(
         state, gathered
     )
-    split = offload._split(offload._needed_inputs(jaxpr), owned)
+    split = offload._split(offload.needed_inputs(jaxpr), owned)
     groups = [set(group) & set(owned) for group in split]
     assert sum(map(bool, groups)) == len(jax.tree.leaves(state.params))
 

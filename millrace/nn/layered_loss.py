@@ -1,0 +1,37 @@
+"""A loss made of named layers: what a pipeline can split into stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from millrace.nn.layers import Layer, Tree, apply_layers
+
+
+@dataclass(frozen=True)
+class LayeredLoss:
+    """A loss function ``(params, carried, batch, key) -> (loss, (carried, info))``.
+
+    It can be called like any other; and since its parts are known, a plan with
+    `pipeline_splits` can spread them over devices.
+    """
+
+    layers: Sequence[Layer]
+    """The model; their weights and carried values are keyed by layer name."""
+    inputs: Callable[[Any, jax.Array], Any]
+    """``(batch, key) -> x``, what the first layer is given."""
+    outputs: Callable[[Any, Any], tuple[jax.Array, dict[str, Any]]]
+    """``(y, batch) -> (loss, info)`` from what the last layer returns."""
+    example: Any = None
+    """Arrays or shapes like a batch of a few samples: what the layers cost is worked out
+    from it, to choose a pipeline's stages or to judge those chosen."""
+
+    def __call__(
+        self, params: Tree, carried: Tree, batch: Any, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Tree, dict[str, Any]]]:
+        """Return the loss over a batch, the new carried values and info."""
+        x = self.inputs(batch, key)
+        y, carried = apply_layers(self.layers, params, carried, x, training=True, key=key)
+        loss, info = self.outputs(y, batch)
+        return loss, (carried, info)

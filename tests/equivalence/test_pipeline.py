@@ -1,0 +1,150 @@
+"""A pipeline gives the weights of the program without one, however it is laid out."""
+
+import functools
+import itertools
+
+import jax
+import optax
+import pytest
+from pipelined import (
+    SPLITS,
+    branched_network,
+    largest_difference,
+    residual_network,
+    train,
+)
+
+from millrace.program import arrangement, offload
+from millrace.program.compiling import compiling
+
+TOLERANCE = 1e-5  # float32
+SCHEDULES = ("grouped", "interleaved", "sequential")
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Stream even small state, in several buckets."""
+    monkeypatch.setattr(arrangement, "_BUCKET_BYTES", 2000)
+    monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
+
+
+@functools.cache
+def plain(network, **options):
+    return train(network(), **options)
+
+
+def check(got, expected, tolerance=TOLERANCE):
+    assert largest_difference(got, expected) < tolerance
+
+
+ALL = [*itertools.product(SCHEDULES, (False, True), (1, 2), (False, True))]
+# Every pair of values of two features at least once; the rest takes a minute.
+OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recomputation", "replicas", "offloading"),
+    [
+        case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow)
+        for case in ALL
+    ],
+)
+def test_every_schedule_gives_the_plain_weights(
+    schedule, recomputation, replicas, offloading
+):
+    got = train(
+        residual_network(),
+        pipeline_splits=SPLITS,
+        pipeline_schedule=schedule,
+        recomputation=recomputation,
+        num_replicas=replicas,
+        optimizer_state_offloading=offloading,
+    )
+    check(got, plain(residual_network, num_replicas=replicas))
+
+
+def test_the_usual_cases_have_every_pair_of_features():
+    for first, second in itertools.combinations(range(4), 2):
+        pairs = {(case[first], case[second]) for case in ALL}
+        assert pairs == {(case[first], case[second]) for case in OFTEN}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "schedule"),
+    [
+        ([0, 1, 0], "grouped"),
+        ([0, 0, 1], "interleaved"),
+        ([0, 0, 0], "sequential"),
+        pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
+        pytest.param([0, 1, 0], "sequential", marks=pytest.mark.slow),
+        pytest.param([0, 0, 1], "grouped", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_may_share_a_device(mapping, schedule):
+    got = train(
+        residual_network(),
+        pipeline_splits=SPLITS,
+        pipeline_schedule=schedule,
+        device_mapping=mapping,
+        recomputation=True,
+    )
+    check(got, plain(residual_network))
+
+
+OPTIONS = {
+    "running_mean": {"gradient_accumulation_reduction": "running_mean"},
+    "loss_scale": {"loss_scaling": 128.0, "fp_exceptions": True},
+    "own_types": {"gradient_accumulation_dtype": None},
+    "half_compute": {"precision": "16.32"},
+    "half_weights": {"precision": "16.16", "stochastic_rounding": True},
+    "dynamic": {"precision": "16.32", "half_type": "float16", "loss_scaling": "dynamic"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_plans_other_options_work_in_a_pipeline(name):
+    options = OPTIONS[name]
+    pipeline = {"pipeline_splits": SPLITS, "pipeline_schedule": "interleaved"}
+    # XLA may keep more than 16 bits inside a fusion, and fuses otherwise across stages.
+    with compiling({"cpu": {"xla_allow_excess_precision": False}}):
+        got = train(residual_network(), **options, **pipeline)
+        check(got, train(residual_network(), **options))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "schedule"),
+    [
+        ([0, [1, 2], 0], "grouped"),
+        ([0, [0, 1], 1], "interleaved"),
+        ([0, [1, 1], 2], "sequential"),
+        ([0, 1, 0], "interleaved"),
+        pytest.param([0, [1, 2], 0], "interleaved", marks=pytest.mark.slow),
+        pytest.param([0, [1, 2], 0], "sequential", marks=pytest.mark.slow),
+        pytest.param([0, [0, 1], 1], "grouped", marks=pytest.mark.slow),
+        pytest.param([0, [1, 1], 2], "grouped", marks=pytest.mark.slow),
+    ],
+)
+def test_concurrent_stages_equal_the_same_graph_run_serially(mapping, schedule):
+    got = train(
+        branched_network(),
+        pipeline_splits=["branches", "join"],
+        device_mapping=mapping,
+        pipeline_schedule=schedule,
+    )
+    check(got, plain(branched_network))
+
+
+def test_any_optimiser_that_treats_variables_singly_works():
+    masked = optax.masked(
+        optax.add_decayed_weights(1e-2),
+        lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    )
+    optimiser = optax.chain(masked, optax.sgd(optax.cosine_decay_schedule(0.1, 4), 0.9))
+    pipeline = {"pipeline_splits": SPLITS, "optimizer_state_offloading": True}
+    got = train(residual_network(), optimiser, **pipeline)
+    check(got, train(residual_network(), optimiser))
+
+
+def test_a_number_of_stages_is_enough():
+    got = train(residual_network(), pipeline_splits=[3])
+    check(got, plain(residual_network))

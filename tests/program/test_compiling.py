@@ -1,0 +1,45 @@
+"""Options for the compiler, and what was compiled with them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from millrace.program.compiling import compile_for, compiling, peak_bytes
+from millrace.program.replicas import replica_mesh
+
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+
+def doubled(x):
+    return x @ x
+
+
+def test_what_is_compiled_inside_is_collected_with_its_memory():
+    mesh = replica_mesh(1)
+    with compiling({}) as programs:
+        first = compile_for(mesh, doubled, X)
+        second = compile_for(mesh, lambda x: (doubled(x), x + 1), X)
+    compile_for(mesh, doubled, X)
+    assert programs == [first, second]
+    assert peak_bytes(programs) >= 3 * 16 * 16 * 4  # one argument, two results
+    assert peak_bytes([]) == 0
+
+
+def test_options_reach_the_compiler():
+    def always_broken(x):
+        return x
+
+    # An option the compiler knows, with a value it refuses, shows that it was passed on.
+    with (
+        compiling({"cpu": {"xla_backend_optimization_level": "high"}}),
+        pytest.raises(jax.errors.JaxRuntimeError, match="optimization_level"),
+    ):
+        compile_for(replica_mesh(1), always_broken, X)
+
+
+def test_an_option_that_this_jaxlib_lacks_is_left_out_with_a_warning(caplog):
+    with compiling({"cpu": {"xla_no_such_thing": True}, "gpu": {"xla_other": True}}):
+        program = compile_for(replica_mesh(1), doubled, X)
+    assert program(jnp.ones((16, 16)))[0, 0] == 16
+    (record,) = caplog.records
+    assert "xla_no_such_thing" in record.getMessage()
