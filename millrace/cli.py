@@ -1,4 +1,4 @@
-"""The command line: ``millrace <application> <verb> [options]``.
+"""The command line: ``millrace <application> <verb> [options]``, and small tools.
 
 Only what is needed to read a command is imported here; the work is imported when the
 command is known to be right.
@@ -7,10 +7,10 @@ command is known to be right.
 import importlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import millrace
 from millrace.config import ConfigurationError, parse
@@ -23,6 +23,8 @@ class Command(NamedTuple):
     function: str
     named_configs: str | None
     summary: str
+    is_run: bool = True
+    """Whether it works in a run directory, or just answers."""
 
 
 _COMMANDS = {
@@ -31,6 +33,34 @@ _COMMANDS = {
         "millrace.apps.cnn.train:train",
         "millrace.apps.cnn:runs.yml",
         "train an image classifier",
+    ),
+    ("cnn", "verify-dataset"): Command(
+        "millrace.apps.cnn.dataset_options:VerifyDatasetConfig",
+        "millrace.apps.cnn.verify_dataset:verify_dataset",
+        None,
+        "check that a data set on disk is what it should be",
+        is_run=False,
+    ),
+    ("cnn", "benchmark-dataset"): Command(
+        "millrace.apps.cnn.dataset_options:BenchmarkDatasetConfig",
+        "millrace.apps.cnn.benchmark_dataset:benchmark_dataset",
+        None,
+        "measure how fast the host can read and prepare a data set",
+        is_run=False,
+    ),
+    ("data", "fetch"): Command(
+        "millrace.host.fetch_options:FetchConfig",
+        "millrace.host.fetch_command:fetch_dataset",
+        None,
+        "download a data set",
+        is_run=False,
+    ),
+    ("schedule", ""): Command(
+        "millrace.schedule.config:ScheduleConfig",
+        "millrace.schedule.command:show_schedule",
+        None,
+        "show what a pipeline does when, how long it takes and what it holds",
+        is_run=False,
     ),
 }
 
@@ -49,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> int:
-    applications = {application for application, _ in _COMMANDS}
+    applications = {application for application, verb in _COMMANDS if verb}
     asked = words[1:2] if words[:1] and words[0] in applications else words[:1]
     if not words or asked in (["-h"], ["--help"]):
         print(_usage())
@@ -58,8 +88,10 @@ def _run(words: list[str]) -> int:
         print(f"millrace {millrace.__version__}")
         return 0
     key = (words[0], words[1] if len(words) > 1 else "")
+    if (words[0], "") in _COMMANDS:
+        key = (words[0], "")
     if key not in _COMMANDS:
-        known = ", ".join(" ".join(command) for command in _COMMANDS)
+        known = ", ".join(" ".join(command).strip() for command in _COMMANDS)
         raise ConfigurationError(
             f"There is no command {' '.join(key).strip()!r}. There is: {known}. "
             "See millrace --help."
@@ -67,10 +99,12 @@ def _run(words: list[str]) -> int:
     command = _COMMANDS[key]
     config, _ = parse(
         _load(command.config),
-        words[2:],
-        program=f"millrace {key[0]} {key[1]}",
+        words[2:] if key[1] else words[1:],
+        program=" ".join(["millrace", *key]).strip(),
         named_configs=_resource(command.named_configs),
     )
+    if not command.is_run:
+        return _answer(_load(command.function), config)
     from millrace.host.process import tune_memory_allocation
 
     tune_memory_allocation()
@@ -82,6 +116,23 @@ def _run(words: list[str]) -> int:
         command="-".join(key),
         command_line=shlex.join(["millrace", *words]),
     )
+
+
+def _answer(function: Callable[[Any], int | None], config: Any) -> int:
+    """Call a command that needs no run directory; it may return a status."""
+    try:
+        return function(config) or 0
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        ours = type(error).__module__.startswith("millrace") or isinstance(error, OSError)
+        if getattr(config, "debug", not ours):
+            raise
+        message = " ".join(str(error).split())
+        if not ours:
+            message = f"{type(error).__name__}: {message} (--debug shows where)"
+        print(f"millrace: {message}", file=sys.stderr)
+        return 1
 
 
 def _load(place: str):
@@ -105,6 +156,6 @@ def _usage() -> str:
         "",
     ]
     lines += [
-        f"  {' '.join(key):<20} {command.summary}" for key, command in _COMMANDS.items()
+        f"  {' '.join(key):<22} {command.summary}" for key, command in _COMMANDS.items()
     ]
     return "\n".join(lines)

@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
@@ -124,6 +125,46 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return entries
 
 
+def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
+    """Return the choice called `name`, or say which there are."""
+    if name not in list(choices):  # a list, because a mistaken name may be unhashable
+        raise ConfigurationError(
+            f"{option} must be one of {', '.join(choices)}; got {name!r}."
+            + did_you_mean(str(name), choices)
+        )
+    return choices[name]
+
+
+def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Refuse a dictionary that has not exactly these `keys`."""
+    missing = [key for key in keys if key not in params]
+    unknown = [str(key) for key in params if key not in keys]
+    if missing or unknown:
+        raise ConfigurationError(
+            f"{option} needs the keys {', '.join(keys)}; "
+            f"got {', '.join(map(str, params)) or 'none'}."
+            + "".join(did_you_mean(key, missing or keys) for key in unknown[:1])
+        )
+
+
+def number(
+    option: str, value: Any, *, at_least: float = 0.0, below: float = math.inf
+) -> float:
+    """Return `value` as a float if it is a number in the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not at_least <= value < below:
+        limits = "" if at_least == -math.inf else f" of at least {at_least:g}"
+        limits += "" if below == math.inf else f" and below {below:g}"
+        raise ConfigurationError(f"{option} must be a number{limits}, got {value!r}.")
+    return float(value)
+
+
+def did_you_mean(word: str, choices: Collection[str]) -> str:
+    """Suggest the choice nearest to a mistaken word, if one is near."""
+    nearest = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
+
+
 def as_plain(config: Any) -> dict[str, Any]:
     """Return a dataclass as plain YAML-able values, for ``config.yml``."""
 
@@ -165,15 +206,12 @@ def _field_name(config_type: Any, key: str) -> str:
 
 
 def _unknown_key(name: str, known: Mapping[str, Any]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    return f"There is no option {name}.{hint}"
+    return f"There is no option {name}.{did_you_mean(name, known)}"
 
 
 def _unknown_option(word: str, parser: argparse.ArgumentParser) -> str:
     options = [option for action in parser._actions for option in action.option_strings]
-    nearest = difflib.get_close_matches(word.split("=")[0], options, n=1)
-    hint = f" Did you mean {nearest[0]}?" if nearest else f" See {parser.prog} --help."
+    hint = did_you_mean(word.split("=")[0], options) or f" See {parser.prog} --help."
     return f"There is no option {word}.{hint}"
 
 
@@ -182,6 +220,7 @@ def _parser(
 ) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
+        usage=" ".join([program, *_positionals(config_type), "[options]"]),
         description=inspect.getdoc(config_type),
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -197,18 +236,42 @@ def _parser(
         )
     hints = typing.get_type_hints(config_type)
     helps = field_docs(config_type)
-    for name, field in _fields(config_type).items():
-        text = " ".join(helps.get(name, "").split())
-        if (default := _default(field)) is not None:
-            text += f" (default: {default})"
-        parser.add_argument(
-            _option(name),
-            *field.metadata.get("aliases", ()),
-            dest=name,
-            help=text.replace("%", "%%"),
-            **_argument(hints[name], _option(name)),
-        )
+    for title, section in _sections(config_type).items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, field in section.items():
+            text = " ".join(helps.get(name, "").split())
+            if (default := _default(field)) is not None:
+                text += f" (default: {default})"
+            arguments = _argument(hints[name], _option(name))
+            if field.metadata.get("positional"):
+                words, arguments["metavar"] = (name,), name.upper()
+            else:
+                words = (_option(name), *field.metadata.get("aliases", ()))
+                arguments["dest"] = name
+            group.add_argument(*words, help=text.replace("%", "%%"), **arguments)
     return parser
+
+
+def _positionals(config_type: Any) -> list[str]:
+    """The words a command takes without an option's name in front."""
+    return [
+        name.upper()
+        for name, field in _fields(config_type).items()
+        if field.metadata.get("positional")
+    ]
+
+
+def _sections(config_type: Any) -> dict[str, dict[str, dataclasses.Field]]:
+    """Fields by the class that declares them: the command's own, then its bases'."""
+    left = _fields(config_type)
+    sections = {}
+    for cls in config_type.__mro__:
+        names = [name for name in inspect.get_annotations(cls) if name in left]
+        if names:
+            title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")
+            title = "" if cls is config_type else title
+            sections[title] = {name: left.pop(name) for name in names}
+    return sections
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -278,6 +341,8 @@ def _convert(hint: Any, value: Any, option: str) -> Any:
     }.get(origin)
     try:
         if origin is list:
+            if isinstance(value, str) and value.startswith("["):
+                value = yaml.safe_load(value)
             items = value if isinstance(value, list | tuple) else [value]
             (item,) = typing.get_args(hint)
             return [_convert(item, entry, option) for entry in items]
@@ -318,11 +383,10 @@ def _convert_literal(hint: Any, value: Any, option: str) -> Any:
     for choice in choices:
         if str(value).lower() == str(choice).lower():
             return choice
-    nearest = difflib.get_close_matches(str(value), map(str, choices), n=1)
-    suggestion = f" Did you mean {nearest[0]}?" if nearest else ""
+    names = [str(choice) for choice in choices]
     raise ConfigurationError(
-        f"{option} must be one of {', '.join(map(str, choices))}; "
-        f"got {value!r}.{suggestion}"
+        f"{option} must be one of {', '.join(names)}; got {value!r}."
+        f"{did_you_mean(str(value), names)}"
     )
 
 

@@ -483,6 +483,17 @@ def test_docstrings_under_fields_are_the_help(capsys, runs):
     assert "runs.yml" in text
 
 
+def test_the_help_has_the_commands_own_options_first_and_the_others_by_topic(capsys):
+    with pytest.raises(SystemExit):
+        mill("--help")
+    text = capsys.readouterr().out
+    assert text.startswith("usage: mill [options]\n")
+    own, base = text.split("Options of every mill:")
+    assert "--model-name" in own
+    assert "--num-replicas" not in own
+    assert "--num-replicas" in base
+
+
 def test_every_option_of_the_cnn_has_help():
     docs = field_docs(CnnConfig)
     names = {field.name for field in dataclasses.fields(CnnConfig)}

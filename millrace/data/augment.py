@@ -45,7 +45,9 @@ def on_images(*functions: Callable[[np.ndarray, np.random.Generator], Any]) -> T
 def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Mirror each picture, left to right, with probability one half."""
     flipped = generator.random(len(images)) < 0.5
-    return np.where(flipped[:, None, None, None], images[:, :, ::-1], images)
+    mirrored = images.copy()
+    mirrored[flipped] = images[flipped, :, ::-1]
+    return mirrored
 
 
 def pad_and_crop(
@@ -54,10 +56,12 @@ def pad_and_crop(
     """Put `padding` zeros around each picture and cut its size out somewhere."""
     count, height, width, _ = images.shape
     padded = np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    top, left = generator.integers(0, 2 * padding + 1, (2, count, 1))
-    rows = (top + np.arange(height))[:, :, None]
-    columns = (left + np.arange(width))[:, None, :]
-    return padded[np.arange(count)[:, None, None], rows, columns]
+    places = generator.integers(0, 2 * padding + 1, (2, count)).T
+    cropped = np.empty_like(images)
+    # One copy per picture takes a quarter of the time of one index for all.
+    for new, old, (top, left) in zip(cropped, padded, places, strict=True):
+        new[:] = old[top : top + height, left : left + width]
+    return cropped
 
 
 def standardise(images: np.ndarray) -> np.ndarray:
@@ -66,11 +70,13 @@ def standardise(images: np.ndarray) -> np.ndarray:
     The deviation counts as at least 1/√(number of values), so that an even picture
     becomes zeros and not a division by zero.
     """
-    images = images.astype(np.float32)
-    axes = (-3, -2, -1)
-    floor = 1 / math.sqrt(math.prod(images.shape[-3:]))
-    std = np.maximum(images.std(axes, keepdims=True), np.float32(floor))
-    return (images - images.mean(axes, keepdims=True)) / std
+    pixels = images.reshape(*images.shape[:-3], -1).astype(np.float32)
+    pixels -= pixels.mean(-1, keepdims=True)
+    # The sum of the squares as a product: no array of squares.
+    squares = pixels[..., None, :] @ pixels[..., None]
+    std = np.sqrt(squares[..., 0] / pixels.shape[-1])
+    pixels /= np.maximum(std, np.float32(1 / math.sqrt(pixels.shape[-1])))
+    return pixels.reshape(images.shape)
 
 
 def normalise(
@@ -86,17 +92,21 @@ def normalise(
 
 
 def imagenet_image(
-    image: Image.Image, generator: np.random.Generator | None, *, size: int = 224
+    image: Image.Image,
+    generator: np.random.Generator | None,
+    *,
+    size: int = 224,
+    flip: bool = True,
 ) -> np.ndarray:
     """Return uint8 (size, size, 3): with a generator for training, without for validation.
 
-    Training takes a random resized crop and may flip it; validation resizes the short
-    side to 256/224 of `size` and takes the centre.
+    Training takes a random resized crop and, with `flip`, mirrors every other; validation
+    resizes the short side to 256/224 of `size` and takes the centre.
     """
     if generator is None:
         return np.asarray(centre_crop(image, size))
     image = random_resized_crop(image, generator, size)
-    if generator.random() < 0.5:
+    if flip and generator.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return np.asarray(image)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from millrace.config import ConfigurationError
+from millrace.data.cache import fetched_folder
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,46 @@ class Dataset:
     files: tuple[DataFile, ...]
     url: str | None = None
     """The folder the files are published in; None where one has to register."""
+    website: str | None = None
+    """Where to register."""
 
 
-def not_found(name: str, folder: Path, looked_for: Iterable[str]) -> ConfigurationError:
+class DatasetNotFound(ConfigurationError):
+    """There is no such data set in a folder."""
+
+
+def not_found(name: str, folder: Path, looked_for: Iterable[str]) -> DatasetNotFound:
     """Say what is missing, where it was looked for, and how to get it."""
-    return ConfigurationError(
-        f"There is no {name} in {folder}; looked for {', '.join(looked_for)}. "
-        f"Give the folder that holds it with --dataset-path{_where_to_get(name)}."
+    return DatasetNotFound(
+        f"There is no {name} in {folder.resolve()}; looked for {', '.join(looked_for)}. "
+        f"{_where_to_get(name)}"
     )
 
 
 def _where_to_get(name: str) -> str:
+    given = "the folder that holds it with --dataset-path."
     known = CATALOGUE.get(name)
-    if known is None or known.url is None:
-        return ""
+    if known is None or not known.files:
+        return f"Give {given}"
+    if known.url is None:
+        return f"Download it from {known.website}, and give {given}"
     files = ", ".join(file.name for file in known.files)
-    return f", or put {files} there from {known.url}"
+    return (
+        f"`millrace data fetch {name}` downloads {files} from {known.url} into "
+        f"{fetched_folder(name)}; or give {given}"
+    )
 
+
+_DIGITS = Dataset(
+    name="digits",
+    num_training=1437,
+    num_validation=360,
+    image_shape=(8, 8, 1),
+    num_classes=10,
+    mean=(0.30488390,),
+    std=(0.37587267,),
+    files=(),
+)
 
 _MNIST = Dataset(
     name="mnist",
@@ -91,7 +115,7 @@ _MNIST = Dataset(
 )
 
 _FASHION_MNIST = Dataset(
-    name="fashion_mnist",
+    name="fashion-mnist",
     num_training=60_000,
     num_validation=10_000,
     image_shape=(28, 28, 1),
@@ -173,6 +197,7 @@ _IMAGENET = Dataset(
     num_classes=1000,
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
+    website="https://image-net.org/download",
     files=(
         DataFile(
             "ILSVRC2012_img_train.tar",
@@ -188,7 +213,7 @@ _IMAGENET = Dataset(
 CATALOGUE: Mapping[str, Dataset] = MappingProxyType(
     {
         dataset.name: dataset
-        for dataset in (_MNIST, _FASHION_MNIST, _CIFAR10, _CIFAR100, _IMAGENET)
+        for dataset in (_DIGITS, _MNIST, _FASHION_MNIST, _CIFAR10, _CIFAR100, _IMAGENET)
     }
 )
 """Every data set by name."""

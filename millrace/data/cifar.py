@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from millrace.data.catalogue import CATALOGUE, not_found
-from millrace.data.source import ArraySource
+from millrace.data.source import ArraySource, DatasetError
 
 _PLANES = (3, 32, 32)
 _NUM_PIXELS = math.prod(_PLANES)
@@ -91,7 +91,7 @@ def _load(
             if len(labels) and labels.max() >= CATALOGUE[name].num_classes:
                 raise ValueError(f"it has the label {labels.max()}")
         except ValueError as error:
-            raise ValueError(f"{file} is not a file of {name}: {error}.") from error
+            raise DatasetError(f"{file} is not a file of {name}: {error}.") from error
         parts[Path(file).name] = pixels, labels
     return _join([parts[file] for file in layout.training]), _join([parts[layout.test]])
 
@@ -143,12 +143,12 @@ def _find_in_archive(
                 if name in wanted and (file := archive.extractfile(member)):
                     contents[name] = file.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is a damaged archive: {error}.") from error
+        raise DatasetError(f"{path} is a damaged archive: {error}.") from error
     for layout in layouts:
         names = [f"{layout.folder}/{file}" for file in layout.files]
         if all(name in contents for name in names):
             return layout, ((f"{path}/{name}", contents[name]) for name in names)
-    raise ValueError(f"{path} does not hold the files {', '.join(sorted(wanted))}.")
+    raise DatasetError(f"{path} does not hold the files {', '.join(sorted(wanted))}.")
 
 
 def _read_binary(content: bytes, num_labels: int) -> Arrays:

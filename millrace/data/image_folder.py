@@ -9,6 +9,7 @@ import numpy as np
 
 from millrace.data.catalogue import not_found
 from millrace.data.image_source import ImageSource, PerImage
+from millrace.data.source import DatasetError
 
 _EXTENSIONS = (".jpg", ".jpeg", ".png")
 _VALIDATION_FOLDERS = ("val", "validation", "test")
@@ -37,12 +38,12 @@ class ImageFolder(ImageSource):
         found = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())
         self.classes = tuple(found if classes is None else classes)
         if unknown := sorted(set(found) - set(self.classes)):
-            raise ValueError(
+            raise DatasetError(
                 f"{self.path} has the class {unknown[0]}, which training has not."
             )
         files = {name: list(_pictures(self.path / name)) for name in found}
         if empty := [name for name, pictures in files.items() if not pictures]:
-            raise ValueError(f"The class folder {self.path / empty[0]} has no pictures.")
+            raise DatasetError(f"The class folder {self.path / empty[0]} has no pictures.")
         # Texts, not paths: of 1.3 million, paths would take half a gigabyte.
         self._files = [f"{name}/{file}" for name in found for file in files[name]]
         number = {name: label for label, name in enumerate(self.classes)}
@@ -74,18 +75,19 @@ def load_image_folder(
     held_out = next(
         (folder / split for split in _VALIDATION_FOLDERS if (folder / split).is_dir()), None
     )
-    if held_out is None or not _has_classes(folder / "train"):
+    if held_out is None or not has_classes(folder / "train"):
         raise not_found(
             name, folder, ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png)"]
         )
-    if not _has_classes(held_out):
-        raise ValueError(f"{held_out} has no class folders; sort its pictures into them.")
+    if not has_classes(held_out):
+        raise DatasetError(f"{held_out} has no class folders; sort its pictures into them.")
     training = ImageFolder(folder / "train", prepare, **options)
     validation = ImageFolder(held_out, prepare, classes=training.classes, **options)
     return training, validation
 
 
-def _has_classes(folder: Path) -> bool:
+def has_classes(folder: Path) -> bool:
+    """Whether a folder has folders in it."""
     return folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir())
 
 

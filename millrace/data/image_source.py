@@ -90,7 +90,7 @@ class ImageSource(ABC):
         self.max_corrupt = (
             max(_MIN_CORRUPT, num_samples // 1000) if max_corrupt is None else max_corrupt
         )
-        self._corrupt: dict[str, str] = {}
+        self._corrupt: dict[int, str] = {}
         self._corrupt_lock = threading.Lock()
 
     @abstractmethod
@@ -111,7 +111,12 @@ class ImageSource(ABC):
     def corrupt(self) -> dict[str, str]:
         """The damaged samples met so far, by name, with what is wrong."""
         with self._corrupt_lock:
-            return dict(self._corrupt)
+            return {self.name(index): why for index, why in self._corrupt.items()}
+
+    def unreadable(self, indices: np.ndarray) -> np.ndarray:
+        """Say which of these samples have been found damaged, so others stand for them."""
+        with self._corrupt_lock:
+            return np.array([int(index) in self._corrupt for index in indices], bool)
 
     def read(
         self, indices: np.ndarray, generator: np.random.Generator | None
@@ -169,12 +174,11 @@ class ImageSource(ABC):
 
     def _remember(self, index: int, reason: str) -> None:
         with self._corrupt_lock:
-            self._corrupt[self.name(index)] = reason
+            self._corrupt[index] = reason
 
     def _check_limit(self) -> None:
-        corrupt = self.corrupt
-        if len(corrupt) > self.max_corrupt:
-            raise TooManyCorrupt(corrupt, len(self), self.max_corrupt)
+        if len(self._corrupt) > self.max_corrupt:
+            raise TooManyCorrupt(self.corrupt, len(self), self.max_corrupt)
 
     def _following(
         self, index: int, generator: np.random.Generator | None

@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from millrace.data.catalogue import CATALOGUE, not_found
-from millrace.data.source import ArraySource
+from millrace.data.source import ArraySource, DatasetError
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801  # unsigned bytes in three dims, in one
 _FILES = (
@@ -44,7 +44,7 @@ def load_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:
 
 def load_fashion_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:
     """Return training and validation clothes, in the form of `load_mnist`."""
-    return _load("fashion_mnist", Path(path), _FASHION_FOLDERS)
+    return _load("fashion-mnist", Path(path), _FASHION_FOLDERS)
 
 
 def _load(
@@ -80,17 +80,17 @@ def _read_split(name: str, images_file: Path, labels_file: Path) -> ArraySource:
     image = _read_idx(images_file, _IMAGES_MAGIC)
     label = _read_idx(labels_file, _LABELS_MAGIC)
     if image.shape[1:] != shape[:2]:
-        raise ValueError(
+        raise DatasetError(
             f"{images_file} holds pictures of {image.shape[1]} x {image.shape[2]}; "
             f"{name} has {shape[0]} x {shape[1]}."
         )
     if len(image) != len(label):
-        raise ValueError(
+        raise DatasetError(
             f"{images_file} holds {len(image)} pictures, but {labels_file} "
             f"{len(label)} labels."
         )
     if len(label) and label.max() >= CATALOGUE[name].num_classes:
-        raise ValueError(
+        raise DatasetError(
             f"{labels_file} has the label {label.max()}; labels of {name} end at "
             f"{CATALOGUE[name].num_classes - 1}."
         )
@@ -105,18 +105,18 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
         with _open(path) as file:
             header = file.read(4 + 4 * num_dims)
             if len(header) < 4 + 4 * num_dims:
-                raise ValueError(f"{path} is too short to be an IDX file.")
+                raise DatasetError(f"{path} is too short to be an IDX file.")
             found, *shape = struct.unpack(f">{1 + num_dims}I", header)
             if found != magic:
-                raise ValueError(
+                raise DatasetError(
                     f"{path} starts with the magic number {found:#x}; expected {magic:#x}."
                 )
             size = math.prod(shape)
             data = file.read(size + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is a damaged gzip file: {error}.") from error
+        raise DatasetError(f"{path} is a damaged gzip file: {error}.") from error
     if len(data) != size:
-        raise ValueError(
+        raise DatasetError(
             f"{path} should hold {size} bytes after its header, but holds "
             f"{'more' if len(data) > size else len(data)}."
         )

@@ -5,7 +5,7 @@ integer and a resumed run sees exactly the batches an uninterrupted one would ha
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -93,10 +93,20 @@ class Stream:
         return kept[1]
 
 
+@runtime_checkable
+class PartlyUnreadable(Protocol):
+    """A source that puts another sample in the place of one it cannot read."""
+
+    def unreadable(self, indices: np.ndarray) -> np.ndarray:
+        """Say which of these samples, all asked for before, could not be read."""
+        ...
+
+
 class EvaluationBatches:
     """Every sample once, in order; the last batch is padded and says what is real.
 
-    Yields ``{"batch": ..., "valid": bool array}``.
+    Yields ``{"batch": ..., "valid": bool array}``. What stands in for a sample that
+    cannot be read is not valid. `num_valid` counts the valid ones of the last pass.
     """
 
     def __init__(self, source: Source, batch_size: int) -> None:
@@ -106,15 +116,18 @@ class EvaluationBatches:
             raise ValueError("There are no samples to evaluate.")
         self.source = source
         self.batch_size = batch_size
+        self.num_valid = 0
 
     def __len__(self) -> int:
         return -(-len(self.source) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.num_valid = 0
         for first in range(0, len(self.source), self.batch_size):
             places = np.arange(first, first + self.batch_size)
             valid = places < len(self.source)
-            yield {
-                "batch": self.source[np.minimum(places, len(self.source) - 1)],
-                "valid": valid,
-            }
+            batch = self.source[np.minimum(places, len(self.source) - 1)]
+            if isinstance(self.source, PartlyUnreadable):
+                valid &= ~self.source.unreadable(places)
+            self.num_valid += int(valid.sum())
+            yield {"batch": batch, "valid": valid}

@@ -1,7 +1,6 @@
 """Pictures in TFRecord files of tf.Example, read at random and without TensorFlow."""
 
 import os
-import re
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import numpy as np
 from millrace.data.catalogue import not_found
 from millrace.data.crc32c import masked_crc32c
 from millrace.data.image_source import CorruptSample, ImageSource, PerImage, num_cores
+from millrace.data.source import DatasetError
 
 _HEADER = struct.Struct("<QI")  # the length of the data, and that length's checksum
 _CHECKSUM = struct.Struct("<I")
@@ -69,7 +69,7 @@ class TFRecords(ImageSource):
         if not (isinstance(content, bytes) and isinstance(label, int)):
             raise CorruptSample(f"{_IMAGE} or {_LABEL} has the wrong type")
         if not 1 <= label <= self._num_classes:
-            raise ValueError(
+            raise DatasetError(
                 f"{self.name(index)} has the label {label}; labels go from 1 to "
                 f"{self._num_classes}."
             )
@@ -100,21 +100,8 @@ def load_tfrecords(
 def _shards(folder: Path, split: str) -> list[Path]:
     for place in (folder, folder / split):
         if shards := sorted(path for path in place.glob(f"{split}*") if path.is_file()):
-            _check_complete(shards)
             return shards
     return []
-
-
-def _check_complete(shards: Sequence[Path]) -> None:
-    """Refuse ``train-00000-of-00004`` and so on where a number is missing."""
-    for shard in shards:
-        if match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(.*)", shard.name):
-            start, number, of, total, end = match.groups()
-            for wanted in range(int(total)):
-                other = f"{start}{wanted:0{len(number)}}{of}{total}{end}"
-                if not shard.with_name(other).is_file():
-                    raise ValueError(f"{shard.parent} has {shard.name}, but no {other}.")
-            return
 
 
 def record_spans(path: Path) -> np.ndarray:
@@ -128,16 +115,16 @@ def record_spans(path: Path) -> np.ndarray:
             if len(header) == _HEADER.size:
                 length, checksum = _HEADER.unpack(header)
                 if masked_crc32c(header[:8]) != checksum:
-                    raise ValueError(
+                    raise DatasetError(
                         f"{path} is no TFRecord file, or damaged: the record at byte {end} "
                         "has a wrong checksum for its length."
                     )
                 spans.append((end + _HEADER.size, length))
                 end += _HEADER.size + length + _CHECKSUM.size
             if len(header) < _HEADER.size or end > size:
-                raise ValueError(f"{path} ends in the middle of record {len(spans)}.")
+                raise DatasetError(f"{path} ends in the middle of record {len(spans)}.")
     if not spans:
-        raise ValueError(f"{path} is empty.")
+        raise DatasetError(f"{path} is empty.")
     return np.array(spans, np.int64)
 
 

@@ -67,11 +67,11 @@ def _batches(source: Source, num_samples: int | None) -> Iterator[dict[str, np.n
 def _verify_batch(
     split: str, batch: dict[str, np.ndarray], expected: Dataset
 ) -> Iterator[str]:
-    for name, dtype in (("image", np.uint8), ("label", np.int32)):
+    for name, dtype in (("image", "uint8"), ("label", "int32")):
         if name not in batch:
             yield f"{split} samples have no {name}."
         elif batch[name].dtype != dtype:
-            yield f"{split} {name}s are {batch[name].dtype}; expected {np.dtype(dtype)}."
+            yield f"{split} {name}s are {batch[name].dtype}; expected {dtype}."
     if "image" in batch and batch["image"].shape[1:] != expected.image_shape:
         yield (
             f"{split} images have the shape {batch['image'].shape[1:]}; expected "

@@ -101,8 +101,7 @@ class Checkpoints:
 
     def saved(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        found = self._path.glob("update-*[0-9]") if self._path.is_dir() else ()
-        return sorted(path for path in found if (path / "manifest.json").is_file())
+        return [p for p in checkpoints_in(self._path) if (p / "manifest.json").is_file()]
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best metrics, if that is asked for."""
@@ -125,7 +124,7 @@ class Checkpoints:
         for leftover in self._path.glob(f"*{_PARTIAL}"):
             shutil.rmtree(leftover)
         # Not only saved(): a folder without its manifest is damaged too.
-        for path in sorted(self._path.glob("update-*[0-9]"), reverse=True):
+        for path in reversed(checkpoints_in(self._path)):
             try:
                 return restore(path, like)
             except Damaged as error:  # one that does not fit is nobody's damage
@@ -182,6 +181,11 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or damaged, oldest first."""
+    return sorted(folder.glob("update-*[0-9]"))
+
+
 def _snapshot(leaf: Any) -> Any:
     """A copy that outlives the donation of `leaf`, made where it lies.
 
@@ -215,6 +219,28 @@ def restore(path: Path, like: Any) -> Restored:
     _check_fits(path, manifest["arrays"], _arrays(like))
     target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
     return Restored(_orbax_restore(path / "state", target), manifest)
+
+
+def restore_part(path: Path, like: Any) -> Restored:
+    """Read some fields of the state in a checkpoint, checking all of it.
+
+    Args:
+        path: A folder ``update-<n>``.
+        like: A named tuple with the fields to read, as ``restore`` takes it. The others
+            may be anything: weights can be read whatever optimiser was used.
+    """
+    manifest = read_manifest(path)
+    _check_inventory(path, manifest)
+    fields = tuple(f".{name}" for name in like._fields)
+    found = {n: array for n, array in manifest["arrays"].items() if n.startswith(fields)}
+    _check_fits(path, found, _arrays(like))
+    target = {
+        name: jax.tree.map(lambda x: np.empty(x.shape, x.dtype), tree)
+        for name, tree in like._asdict().items()
+        if jax.tree.leaves(tree)
+    }
+    read = _orbax_restore_part(path / "state", target)
+    return Restored(like._replace(**read), manifest)
 
 
 def _arrays(state: Any) -> dict[str, str]:
@@ -313,3 +339,17 @@ def _orbax_restore(path: Path, target: Any) -> Any:
             path.absolute(), args=orbax.args.StandardRestore(target)
         )
     return jax.tree.map(np.asarray, restored)
+
+
+def _orbax_restore_part(path: Path, target: Any) -> Any:
+    orbax = _orbax()
+    how = jax.tree.map(
+        lambda x: orbax.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype), target
+    )
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(
+            path.absolute(),
+            args=orbax.args.PyTreeRestore(
+                item=target, restore_args=how, partial_restore=True
+            ),
+        )

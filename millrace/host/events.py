@@ -23,11 +23,15 @@ class Schedule(NamedTuple):
     periods: dict[str, int]
     """Updates between two events of a kind; 0 where there are none before the end."""
     warnings: list[str]
+    first: Mapping[str, int] = {}
+    """The update after which a kind has its first event, where that is not a period."""
 
     def due(self, event: str, update: int) -> bool:
         """Tell whether an event falls right after `update` updates; the end counts."""
-        period = self.periods.get(event, 0)
-        return update == self.total_updates or (period > 0 and update % period == 0)
+        period, first = self.periods.get(event, 0), self.first.get(event, 0)
+        if update == self.total_updates:
+            return True
+        return period > 0 and update >= first and (update - first) % period == 0
 
 
 def schedule_events(
@@ -36,6 +40,7 @@ def schedule_events(
     num_epochs: int,
     events_per_epoch: Mapping[str, float],
     updates_per_execution: int | None = None,
+    first_epochs: Mapping[str, float] | None = None,
 ) -> Schedule:
     """Work out when events happen.
 
@@ -45,6 +50,8 @@ def schedule_events(
         events_per_epoch: For each kind ("log", "checkpoint", "validate"), how often per
             epoch: 2 is twice, 0.5 every other epoch, 0 only at the end of the run.
         updates_per_execution: A length to use instead of the longest that fits.
+        first_epochs: For some kinds, the epoch after which the first event comes; the
+            others follow it at their rate.
     """
     if updates_per_epoch < 1:
         raise ConfigurationError(
@@ -53,14 +60,25 @@ def schedule_events(
     if num_epochs < 1:
         raise ConfigurationError(f"num_epochs must be at least 1, got {num_epochs}.")
     periods, warnings = {}, []
+    first_epochs = {event: n for event, n in (first_epochs or {}).items() if n}
     for event, rate in events_per_epoch.items():
-        period, warning = _period(event, rate, updates_per_epoch, num_epochs)
+        after = first_epochs.get(event, 0.0)
+        if after >= num_epochs:
+            raise ConfigurationError(
+                f"The first {event} cannot come after {after:g} epochs: the run has "
+                f"{num_epochs}."
+            )
+        epochs = max(1, int(num_epochs - after))
+        period, warning = _period(event, rate, updates_per_epoch, epochs)
         periods[event] = period
         if warning:
             warnings.append(warning)
     total = updates_per_epoch * num_epochs
     execution = math.gcd(*periods.values()) if periods else 0
-    if execution == 0:
+    if execution:
+        # With a first event of its own, a period need not divide the whole run.
+        execution = math.gcd(execution, total)
+    else:
         execution = total
         warnings.append(
             f"No event is asked for before the end: all {total} updates run on the "
@@ -74,7 +92,15 @@ def schedule_events(
                 f"does is {closest_divisor(execution, updates_per_execution)}."
             )
         execution = updates_per_execution
-    return Schedule(updates_per_epoch, total, execution, periods, warnings)
+    first = {}
+    for event, epochs in first_epochs.items():
+        first[event] = max(1, round(epochs * updates_per_epoch / execution)) * execution
+        if first[event] != epochs * updates_per_epoch:
+            warnings.append(
+                f"The first {event} comes after {first[event] / updates_per_epoch:g} "
+                f"epochs instead of {epochs:g}, between two executions."
+            )
+    return Schedule(updates_per_epoch, total, execution, periods, warnings, first)
 
 
 def _period(

@@ -23,6 +23,10 @@ class RunOptions:
     """Also write TensorBoard event files into the run directory."""
     wandb: bool = field(default=False, metadata=_MAY_CHANGE)
     """Also send metrics to Weights & Biases (needs the wandb extra)."""
+    wandb_run_name: str | None = field(default=None, metadata=_MAY_CHANGE)
+    """What the run is called there (default: the command and the run directory)."""
+    wandb_tags: list[str] = field(default_factory=list, metadata=_MAY_CHANGE)
+    """Labels that the run gets there."""
     quiet: bool = field(default=False, metadata=_MAY_CHANGE)
     """Print nothing but warnings and errors."""
     debug: bool = field(default=False, metadata=_MAY_CHANGE)

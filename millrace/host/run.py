@@ -61,45 +61,43 @@ class Run:
             "metrics": {},
             "versions": versions(),
         }
+        self.closing_facts: dict[str, str] = {}
+        """What the application has to say at the end, besides the metrics."""
 
     def describe(
         self,
         devices: Sequence[Any],
         plan: Plan,
-        schedule: Schedule,
+        schedule: Schedule | None,
         **facts: str,
     ) -> None:
-        """Say what will happen, before it does."""
+        """Say what will happen, before it does; without a schedule, no training."""
         first = devices[0]
         self.summary["device"] = {
             "platform": first.platform,
             "kind": first.device_kind,
             "count": len(devices),
         }
-        batch = plan.batching
         half = f" ({plan.half_type})" if "16" in plan.precision else ""
         self.console.facts(
             {
                 "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
                 **facts,
                 "precision": plan.precision + half,
-                "global batch": f"{batch.global_batch_size} = micro batch "
-                f"{batch.micro_batch_size} x accumulation "
-                f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
-                "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
-                f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
-                f" {schedule.updates_per_execution} per execution",
+                **(_training_facts(plan, schedule) if schedule else {}),
                 "run directory": str(self.directory.path),
             }
         )
-        for warning in schedule.warnings:
+        for warning in schedule.warnings if schedule else ():
             self.console.warning(warning)
 
     @contextlib.contextmanager
-    def checkpoints(self, *, best: str, keep: int) -> Iterator[Checkpoints]:
+    def checkpoints(
+        self, *, best: str, keep: int, folder: Path | None = None
+    ) -> Iterator[Checkpoints]:
         """Open this run's checkpoints; of `best`, a larger value is better."""
         checkpoints = Checkpoints(
-            self.directory.checkpoints,
+            folder or self.directory.checkpoints,
             keep=keep,
             better=lambda new, old: new.get(best, -1.0) > old.get(best, -1.0),
         )
@@ -181,6 +179,24 @@ def run_command(
     return status
 
 
+def _training_facts(plan: Plan, schedule: Schedule) -> dict[str, str]:
+    batch = plan.batching
+    pipeline = {}
+    if plan.num_stages > 1:
+        order = f", {plan.pipeline_schedule}"
+        again = ", recomputed" if plan.recomputation else ""
+        pipeline["pipeline"] = f"{plan.num_stages} stages{order}{again}"
+    return {
+        **pipeline,
+        "global batch": f"{batch.global_batch_size} = micro batch "
+        f"{batch.micro_batch_size} x accumulation "
+        f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
+        "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
+        f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
+        f" {schedule.updates_per_execution} per execution",
+    }
+
+
 def _plain(error: Exception, message: str) -> str:
     """Errors of ours speak for themselves; others say what they are."""
     if type(error).__module__.startswith("millrace"):
@@ -196,13 +212,17 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
     shown = {
         name.replace("_", " "): f"{value:.4f}" for name, value in summary["metrics"].items()
     }
-    speed = summary["samples_per_second"]
+    said = f"in {summary['wall_seconds']:.1f} s"
+    if summary["updates"]:
+        speed = summary["samples_per_second"]
+        said = f"{summary['updates']} updates {said}, {speed:,.0f} samples/s"
+    if summary["compile_seconds"]:
+        said += f", compiled in {summary['compile_seconds']:.1f} s"
     run.console.facts(
         {
-            summary["status"]: f"{summary['updates']} updates in "
-            f"{summary['wall_seconds']:.1f} s, {speed:,.0f} samples/s, compiled in "
-            f"{summary['compile_seconds']:.1f} s",
+            summary["status"]: said,
             **shown,
+            **run.closing_facts,
             "results": str(path),
             "report": str(path / "report.html"),
         }

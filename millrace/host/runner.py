@@ -150,7 +150,7 @@ class Runner:
     def _resume(self, state: TrainState) -> TrainState:
         restored = None
         if self._checkpoints is not None:
-            restored = self._checkpoints.restore_newest(state)
+            restored = self._checkpoints.restore_newest(self._program.whole(state))
         if restored is None:
             self._console.line("No checkpoint yet: starting from the beginning.")
             self._directory.forget_metrics_after(0)
@@ -208,7 +208,7 @@ class Runner:
     def _run_validation(self, state: TrainState, done: int) -> None:
         assert self._validate is not None
         self._console.status("validating")
-        found = self._validate(state)
+        found = self._validate(self._program.whole(state))
         values = {f"validation_{name}": value for name, value in found.items()}
         self._metrics |= values
         self._validated_at = done
@@ -219,10 +219,11 @@ class Runner:
         if self._checkpoints is None:
             return
         self._checkpoints.save(
-            state,
+            self._program.whole(state),
             done,
+            epoch=self._epoch(done),
             data_position=self._infeed.position,
-            time=self._elapsed(),
+            time=self.elapsed(),
             metrics=self._metrics,
             # Only of these very weights: an older validation says nothing of them.
             scores=self._metrics if self._validated_at == done else {},
@@ -268,8 +269,8 @@ class Runner:
     def _write_event(self, update: int, values: dict[str, float]) -> None:
         event = {
             "update": update,
-            "epoch": round(update / self._schedule.updates_per_epoch, 6),
-            "time": round(self._elapsed(), 3),
+            "epoch": self._epoch(update),
+            "time": round(self.elapsed(), 3),
             **values,
         }
         for writer in self._writers:
@@ -278,7 +279,11 @@ class Runner:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             self._console.line(f"epoch {event['epoch']:g}  update {update}  {shown}")
 
-    def _elapsed(self) -> float:
+    def _epoch(self, update: int) -> float:
+        return round(update / self._schedule.updates_per_epoch, 6)
+
+    def elapsed(self) -> float:
+        """Return the seconds since the run began, those before a resume included."""
         return self._earlier_seconds + time.perf_counter() - self._started
 
     @contextlib.contextmanager

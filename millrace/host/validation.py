@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from millrace.data.source import Source
+from millrace.data.source import DatasetError, Source
 from millrace.data.stream import EvaluationBatches
 from millrace.feeds.infeed import Infeed
 from millrace.program.evaluate import EvaluationProgram
@@ -16,7 +16,7 @@ _STAGED_BYTES = 64 << 20
 def evaluate(
     program: EvaluationProgram, state: Any, source: Source, batch_size: int
 ) -> dict[str, float]:
-    """Return the mean of each metric over `source`, every sample counted once.
+    """Return the mean of each metric over `source`, every readable sample counted once.
 
     Args:
         program: The compiled evaluation loop.
@@ -35,5 +35,7 @@ def evaluate(
                 sums[name] = sums.get(name, 0.0) + float(value)
             infeed.took(chunk.stop - chunk.start)
     count = sums.pop("count")
-    assert count == len(source), f"{count} samples counted of {len(source)}"
+    assert count == batches.num_valid, f"{count} samples counted of {batches.num_valid}"
+    if not count:
+        raise DatasetError("None of the samples to evaluate can be read.")
     return {name: total / count for name, total in sums.items()}

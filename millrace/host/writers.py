@@ -30,7 +30,9 @@ def open_writers(
     if options.tensorboard:
         writers.append(_TensorBoard(directory.path / "tensorboard", directory))
     if options.wandb:
-        writers.append(_WeightsAndBiases(directory.path, config, name))
+        name = options.wandb_run_name or f"{name}-{directory.path.name}"
+        tags = options.wandb_tags
+        writers.append(_WeightsAndBiases(directory.path, config, name, tags))
     return writers
 
 
@@ -73,7 +75,9 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, path: Path, config: dict[str, Any], name: str) -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any], name: str, tags: list[str]
+    ) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]  (an optional extra)
         except ImportError as error:
@@ -85,15 +89,20 @@ class _WeightsAndBiases:
         kept.write_text(identity)
         self._run = wandb.init(
             project="millrace",
-            name=f"{name}-{path.name}",
+            name=name,
+            tags=tags,
             config=config,
             dir=str(path),
             id=identity,
             resume="allow",
         )
+        self._step = 0
 
     def write(self, event: dict[str, Any]) -> None:
-        self._run.log(_metrics(event), step=event["update"])
+        # Steps must not go back, as they do when old checkpoints are validated; what
+        # such an event belongs to, its epoch tells.
+        self._step = max(self._step, event["update"])
+        self._run.log(_metrics(event), step=self._step)
 
     def close(self) -> None:
         self._run.finish()

@@ -104,6 +104,6 @@ def test_the_embedded_digits_are_whole_and_do_not_overlap():
     assert (len(training), len(validation)) == (1437, 360)
     image = np.concatenate([training.arrays["image"], validation.arrays["image"]])
     assert image.shape[1:] == (8, 8, 1)
-    assert (image.min(), image.max()) == (0, 1)
+    assert image.dtype == np.uint8 and (image.min(), image.max()) == (0, 16)
     labels = np.concatenate([training.arrays["label"], validation.arrays["label"]])
     assert sorted(np.bincount(labels)) == [174, 177, 178, 179, 180, 181, 181, 182, 182, 183]

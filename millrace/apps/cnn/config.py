@@ -2,41 +2,31 @@
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from millrace.apps.cnn.data_options import DataOptions
+from millrace.apps.cnn.device_options import DeviceOptions
+from millrace.apps.cnn.ipu_options import IpuOptions
+from millrace.apps.cnn.workflow_options import WorkflowOptions
 from millrace.host.options import RunOptions
 from millrace.plan import Plan
 
 ScheduleName = Literal["const", "cosine", "stepped", "polynomial", "exponential"]
-DatasetName = Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100"]
 
-_RATES = ("logs_per_epoch", "ckpts_per_epoch", "validations_per_epoch")
 _NORMS = {
     "batch_norm": {"momentum", "epsilon"},
+    "custom_batch_norm": {"momentum", "epsilon"},
     "group_norm": {"num_groups", "channels_per_group", "epsilon"},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class CnnConfig(RunOptions, Plan):
+class CnnConfig(DataOptions, WorkflowOptions, Plan, DeviceOptions, RunOptions, IpuOptions):
     """Train a convolutional network for image classification."""
 
-    dataset: DatasetName | None = None
-    """Data set to train and validate on (default: cifar10, or digits for digits_cnn)."""
-    dataset_path: Path = Path(".")
-    """Folder that holds the data set."""
     model_name: str | None = field(default=None, metadata={"aliases": ("--model",)})
     """Model to train: digits_cnn, toy_model, cifar_resnet8/20/32/44/56, resnet18/34/50
     (default: digits_cnn for digits, otherwise toy_model)."""
-    accelerator_side_preprocess: bool = False
-    """Normalise and flip images on the device instead of the host."""
-    eight_bit_transfer: bool = False
-    """Send images to the device as bytes; needs accelerator_side_preprocess."""
-    num_epochs: int = 1
-    """Passes over the training data."""
-    weight_updates_per_epoch: int = -1
-    """Weight updates that count as an epoch (-1: as many as the data gives)."""
     optimizer: Literal["sgd", "lars", "rmsprop"] = "sgd"
     """Optimiser."""
     optimizer_params: dict[str, Any] = field(default_factory=lambda: {"momentum": 0})
@@ -62,53 +52,48 @@ class CnnConfig(RunOptions, Plan):
     """Share of each label's weight given to all classes alike."""
     norm_layer: dict[str, Any] = field(default_factory=lambda: {"name": "batch_norm"})
     """name batch_norm (momentum, epsilon) or group_norm (num_groups or
-    channels_per_group, epsilon)."""
+    channels_per_group, epsilon); custom_batch_norm is batch_norm."""
     bn_momentum: float = 0.97
     """Of batch norm's moving statistics, unless norm_layer gives one."""
     stable_norm: bool = False
     """Compute batch norm's variance in a second pass over the data."""
     dbn_replica_group_size: int = 1
     """Pool batch norm's statistics over groups of this many consecutive replicas."""
-    logs_per_epoch: float = 1.0
-    """How often metrics are reported; 0: only at the end."""
-    ckpts_per_epoch: float = 1.0
-    """How often a checkpoint is written; 0: only at the end."""
-    validations_per_epoch: float = 1.0
-    """How often the model is validated; 0: only at the end."""
-    validation: bool = True
-    """Whether to validate at all."""
-    validation_micro_batch_size: int | None = None
-    """Samples each replica validates at a time (default: micro_batch_size)."""
-    pipeline_num_parallel: int = field(default=2, metadata={"may_change": True})
-    """Batches prepared at the same time on the host."""
 
     def __post_init__(self) -> None:
+        if self.auto_loss_scaling:
+            self._scale_loss_dynamically()
+        if self.validation is None:
+            wanted = self.synthetic_data is None or not self.training
+            object.__setattr__(self, "validation", wanted)
         RunOptions.__post_init__(self)
         Plan.__post_init__(self)
-        self._check_numbers()
+        self.check_workflow()
+        self.check_data_options(self.resolved_dataset)
+        self.check_device_options(self.num_stages)
+        self._check_numbers_of_the_recipe()
         self._check_norm()
-        if self.eight_bit_transfer and not self.accelerator_side_preprocess:
+        if self.resume and not self.checkpoints:
+            raise ValueError("resume needs a checkpoint to go on from; checkpoints is off.")
+        if self.fused_preprocessing and not self.accelerator_side_preprocess:
             raise ValueError(
-                "eight_bit_transfer sends images as they are read, so "
+                "fused_preprocessing is about preparing images on the device, so "
                 "accelerator_side_preprocess must be on as well."
             )
 
-    def _check_numbers(self) -> None:
-        sizes = {
-            "num_epochs": self.num_epochs,
-            "validation_micro_batch_size": self.validation_micro_batch_size,
-            "dbn_replica_group_size": self.dbn_replica_group_size,
-            "pipeline_num_parallel": self.pipeline_num_parallel,
-        }
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}.")
-        updates = self.weight_updates_per_epoch
-        if updates < 1 and updates != -1:
+    def _scale_loss_dynamically(self) -> None:
+        if self.loss_scaling not in (0, "dynamic"):
             raise ValueError(
-                f"weight_updates_per_epoch must be at least 1, or -1; got {updates}."
+                "Give auto_loss_scaling or a fixed loss_scaling, not both; got "
+                f"loss_scaling {self.loss_scaling}."
             )
-        for name in (*_RATES, "weight_decay", "l2_regularization"):
+        object.__setattr__(self, "loss_scaling", "dynamic")  # frozen from here on
+
+    def _check_numbers_of_the_recipe(self) -> None:
+        for name in ("dbn_replica_group_size", "pipeline_num_parallel"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}.")
+        for name in ("weight_decay", "l2_regularization"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {value:g}.")
         for name in ("label_smoothing", "bn_momentum"):
@@ -140,8 +125,10 @@ class CnnConfig(RunOptions, Plan):
             )
 
     @property
-    def resolved_dataset(self) -> DatasetName:
+    def resolved_dataset(self) -> str:
         """The data set, worked out from the model where it is not given."""
+        if self.dataset == "gc-imagenet":
+            return "imagenet"
         small = self.model_name in (None, "digits_cnn")
         return self.dataset or ("digits" if small else "cifar10")
 

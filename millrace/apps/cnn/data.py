@@ -1,31 +1,45 @@
 """Images for training and validation, and where they are prepared.
 
-Normalising and flipping happen on the host, or on the device as the first thing in the
-compiled loop; what changes an image's size (padding and cropping) stays on the host.
+With accelerator-side preprocessing the host only gathers samples, and the device scales,
+crops and flips them as the first thing in the compiled loop; otherwise the host does it
+all, in the same order.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.data import cifar, mnist
+from millrace.apps.cnn.data_options import DEFAULT_IMAGE_SIZE
+from millrace.apps.cnn.preparation import Preparation, as_float, preparation
+from millrace.data import augment, cifar, mnist, synthetic
+from millrace.data.cache import fetched_folder
+from millrace.data.catalogue import CATALOGUE, DatasetNotFound
 from millrace.data.digits import load_digits
+from millrace.data.image_source import ImageSource
+from millrace.data.imagenet import Pictures, load_folders, load_imagenet
 from millrace.data.source import ArraySource
+from millrace.data.stream import Stream
 
-_PAD = 4
+T = TypeVar("T")
 
-_LOADERS: dict[str, Callable[[Any], tuple[ArraySource, ArraySource]]] = {
+_ARRAYS: dict[str, Callable[[Any], tuple[ArraySource, ArraySource]]] = {
     "digits": lambda _: load_digits(),
     "mnist": mnist.load_mnist,
     "fashion-mnist": mnist.load_fashion_mnist,
     "cifar10": cifar.load_cifar10,
     "cifar100": cifar.load_cifar100,
 }
-_NUM_CLASSES = {"cifar100": 100}
+_PICTURES: dict[str, Callable[..., Pictures]] = {
+    "imagenet": load_imagenet,
+    "imagefolder": load_folders,
+}
 
 
 class ImageData(NamedTuple):
@@ -34,44 +48,146 @@ class ImageData(NamedTuple):
     training: Any
     validation: Any
     num_classes: int
+    image_shape: tuple[int, int, int]
     transform: Callable[[Any, np.random.Generator], Any] | None
-    """On the host, for each training batch."""
+    """On the host, for each training batch; None where it has nothing to do."""
     prepare: Callable[[jax.Array, jax.Array | None], jax.Array]
     """On the device: ``(images, key)``; the key is None in validation."""
+    folder: Path | None = None
+    """Where the files were found, if there are any."""
+    warning: str | None = None
+    """What is odd about the files, if anything."""
+
+    def stream(self, batch_size: int, **options: Any) -> Stream:
+        """Return training batches without end; `options` are those of `Stream`."""
+        if isinstance(self.training, ImageSource):
+            return self.training.stream(batch_size, **options)
+        return Stream(self.training, batch_size, transform=self.transform, **options)
+
+    @property
+    def corrupt(self) -> dict[str, str]:
+        """The samples found unreadable so far, by name, with what is wrong."""
+        sources = (self.training, self.validation)
+        found = [s.corrupt for s in sources if isinstance(s, ImageSource)]
+        return functools.reduce(lambda some, more: some | more, found, {})
 
 
 def load(config: CnnConfig) -> ImageData:
-    """Load the data set that the configuration names."""
+    """Load the data set that the configuration names, or make it up."""
     name = config.resolved_dataset
-    training, validation = _LOADERS[name](config.dataset_path)
-    natural = name.startswith("cifar")
-    on_device = config.accelerator_side_preprocess
-
-    def transform(batch: Any, generator: np.random.Generator) -> Any:
-        image = batch["image"]
-        if natural:
-            image = _padded_crop(image, generator)
-            if not on_device:
-                flipped = generator.random(len(image)) < 0.5
-                image = np.where(flipped[:, None, None, None], image[:, :, ::-1], image)
-        return batch | {"image": _on_wire(image, name, config)}
-
-    def prepare(image: jax.Array, key: jax.Array | None) -> jax.Array:
-        if not on_device:
-            return image
-        if natural and key is not None:
-            flipped = jax.random.bernoulli(key, 0.5, (image.shape[0], 1, 1, 1))
-            image = jnp.where(flipped, image[:, :, ::-1], image)
-        dtype = jnp.dtype(config.types.compute)
-        return _normalised(image.astype(jnp.float32), name, jnp).astype(dtype)
-
-    return ImageData(
+    if config.synthetic:
+        return _synthetic(name, config)
+    steps = preparation(name)
+    if name in _PICTURES:
+        return _pictures(name, config, steps)
+    (training, validation), folder = _find(name, config, _ARRAYS[name])
+    loaded = ImageData(
         training,
-        _Prepared(validation, lambda image: _on_wire(image, name, config)),
-        _NUM_CLASSES.get(name, 10),
-        transform,
-        prepare,
+        validation,
+        CATALOGUE[name].num_classes,
+        CATALOGUE[name].image_shape,
+        None,
+        _on_device(steps, config),
+        folder if CATALOGUE[name].files else None,
     )
+    if config.eight_bit_transfer:
+        return loaded
+    travels = _on_wire(steps, config)
+    at_random = () if config.accelerator_side_preprocess else steps.augment_on_host
+    return loaded._replace(
+        validation=_Prepared(validation, travels),
+        transform=augment.on_images(lambda image, _: travels(image), *at_random),
+    )
+
+
+def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple[T, Path]:
+    """Load from the folder given or, where it has no such data set, from the cache."""
+    try:
+        return load_from(config.dataset_path), config.dataset_path
+    except DatasetNotFound as error:
+        cached = fetched_folder(name)
+        with contextlib.suppress(DatasetNotFound):
+            return load_from(cached), cached
+        raise error
+
+
+def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
+    """Return pictures, each decoded, cropped and scaled in the thread that reads it."""
+    size = config.image_size or DEFAULT_IMAGE_SIZE
+    on_device = config.accelerator_side_preprocess
+    travels = _on_wire(steps, config)
+
+    def prepare(image: Any, generator: np.random.Generator | None) -> np.ndarray:
+        pixels = augment.imagenet_image(image, generator, size=size, flip=not on_device)
+        return pixels if config.eight_bit_transfer else travels(pixels)
+
+    options = {"prepare": prepare, "max_corrupt": config.max_corrupt}
+    found, folder = _find(name, config, functools.partial(_PICTURES[name], **options))
+    return ImageData(
+        found.training,
+        found.validation,
+        found.num_classes,
+        (size, size, 3),
+        None,
+        _on_device(steps, config),
+        folder,
+        found.warning,
+    )
+
+
+def _synthetic(name: str, config: CnnConfig) -> ImageData:
+    """Return random samples in the form that travels, as many as the real set has."""
+    known = CATALOGUE["imagenet" if name in _PICTURES else name]
+    steps = synthetic_preparation(name)
+    shape = known.image_shape
+    if config.image_size is not None:
+        shape = (config.image_size, config.image_size, 3)
+    training, validation = (
+        synthetic.SyntheticImages(
+            count,
+            shape,
+            known.num_classes,
+            prepare=None if config.eight_bit_transfer else _on_wire(steps, config),
+            seed=config.seed,
+        )
+        for count in (known.num_training, known.num_validation)
+    )
+    device = _on_device(steps, config)
+    return ImageData(training, validation, known.num_classes, shape, None, device)
+
+
+def describe(images: ImageData, config: CnnConfig) -> str:
+    """Name the data set and its sizes in a line."""
+    about = f" (synthetic, made on the {config.synthetic})" if config.synthetic else ""
+    if images.folder is not None:
+        about = f" from {images.folder.resolve()}"
+    return (
+        f"{config.resolved_dataset}{about}, {len(images.training):,} training and "
+        f"{len(images.validation):,} validation samples, {images.num_classes} classes"
+    )
+
+
+def synthetic_preparation(dataset: str) -> Preparation:
+    """Return what is done to random bytes; those of real digits end at 16."""
+    return preparation("mnist" if dataset == "digits" else dataset)
+
+
+def _on_wire(steps: Preparation, config: CnnConfig) -> Callable[[np.ndarray], np.ndarray]:
+    return as_float if config.accelerator_side_preprocess else steps.scale_on_host
+
+
+def _on_device(
+    steps: Preparation, config: CnnConfig
+) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
+    def prepare(image: jax.Array, key: jax.Array | None) -> jax.Array:
+        if not config.accelerator_side_preprocess:
+            return image
+        image = steps.scale_on_device(image)
+        if key is not None and steps.augment_on_device is not None:
+            image = steps.augment_on_device(image, key)
+        return image.astype(jnp.dtype(config.types.compute))
+
+    return prepare
 
 
 class _Prepared:
@@ -87,31 +203,3 @@ class _Prepared:
     def __getitem__(self, indices: np.ndarray) -> Any:
         batch = self._source[indices]
         return batch | {"image": self._function(batch["image"])}
-
-
-def _on_wire(image: np.ndarray, name: str, config: CnnConfig) -> np.ndarray:
-    if config.eight_bit_transfer and image.dtype == np.uint8:
-        return np.ascontiguousarray(image)
-    wide = image.astype(np.float32)
-    return wide if config.accelerator_side_preprocess else _normalised(wide, name, np)
-
-
-def _normalised(image: Any, name: str, numpy: Any) -> Any:
-    """To the range the networks expect, alike on host (NumPy) and device (JAX)."""
-    if name == "digits":
-        return image  # scaled when loaded
-    if not name.startswith("cifar"):
-        return image / 255
-    mean = image.mean((1, 2, 3), keepdims=True)
-    std = image.std((1, 2, 3), keepdims=True)
-    return (image - mean) / numpy.maximum(std, 1e-3)
-
-
-def _padded_crop(image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Pad with zeros and cut the old size out at random, each image by itself."""
-    count, height, width, _ = image.shape
-    padded = np.pad(image, ((0, 0), (_PAD, _PAD), (_PAD, _PAD), (0, 0)))
-    down, right = generator.integers(0, 2 * _PAD + 1, (2, count))
-    rows = down[:, None] + np.arange(height)
-    columns = right[:, None] + np.arange(width)
-    return padded[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None]]

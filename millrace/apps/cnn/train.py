@@ -1,109 +1,211 @@
-"""Train a CNN. Read from top to bottom: this is the whole application."""
+"""Train a CNN, validate it, or both. Read from top to bottom: this is the application."""
 
-import functools
+import contextlib
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn import data, models
+from millrace.apps.cnn import data, device_options, ipu_options, models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.data.parallel import ParallelStream
-from millrace.data.stream import Stream
+from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
+from millrace.apps.cnn.recipe import metrics_of, norm_factory, program_of
+from millrace.apps.cnn.validation import (
+    ACCURACY,
+    Validator,
+    Weights,
+    delete_checkpoints,
+    find_checkpoints,
+    report_target,
+    time_span,
+    validate_checkpoints,
+)
+from millrace.config import ConfigurationError
 from millrace.feeds.infeed import Infeed
+from millrace.host.checkpoint import checkpoints_in
 from millrace.host.events import Schedule, schedule_events
+from millrace.host.pipeline_profile import draw_profile, profile_pipeline
 from millrace.host.run import Run
 from millrace.host.runner import Runner
-from millrace.host.validation import evaluate
-from millrace.nn.layers import apply_layers, init_layers, num_parameters
-from millrace.nn.losses import correct, cross_entropy
-from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
-from millrace.program.evaluate import EvaluationProgram
-from millrace.program.learning_rate import learning_rate_schedule
-from millrace.program.optimiser import build_optimiser
-from millrace.program.replicas import REPLICA_AXIS
-from millrace.program.training import training_program
+from millrace.host.staging import compile_calls
+from millrace.nn.layers import Layer, init_layers, init_shapes, num_parameters
+from millrace.program.compiling import compiling, peak_bytes
+from millrace.program.step import TrainState
+from millrace.program.training import TrainingProgram
 
 
 def train(config: CnnConfig, run: Run) -> None:
     """Train and validate as `config` says; results go to the run directory."""
-    images = data.load(config)
-    model = models.build(config.resolved_model, images.num_classes, norm_factory(config))
-    batching = config.batching
-    schedule = plan_events(config, len(images.training))
-    learning_rate = learning_rate_schedule(
-        config.lr_schedule,
-        config.lr_schedule_params,
-        global_batch_size=batching.global_batch_size,
-        updates_per_epoch=schedule.updates_per_epoch,
-        warmup=config.lr_warmup_params,
-        staircase=config.lr_staircase,
-    )
-    optimiser = build_optimiser(
-        config.optimizer,
-        config.optimizer_params,
-        learning_rate=learning_rate,
-        weight_decay=config.weight_decay,
-        l2_regularization=config.l2_regularization,
-        global_batch_size=batching.global_batch_size,
-    )
+    if _cleaned_up(config, run):
+        return
+    device_options.reserve_memory(config)
+    with compiling(device_options.compiler_options(config)) as programs:
+        images = data.load(config)
+        norm = norm_factory(config)
+        model = models.build(config.resolved_model, images.num_classes, norm)
+        validator = None
+        if config.validation:
+            validator = Validator(metrics_of(model, images), config, images.validation)
+        if not config.training:
+            assert validator is not None, "WorkflowOptions sees to it"
+            with corrupt_samples_reported(images, run):
+                return _validate_only(config, run, images, model, validator)
+        schedule = plan_events(config, len(images.training))
+        program = program_of(config, images, model, schedule)
+        example = np.zeros((1, *images.image_shape), np.float32)
+        params, carried = init_layers(model, jax.random.key(config.seed), example)
+        _describe(config, run, program.devices, images, params, schedule)
+        state = program.init(params, carried, seed=config.seed)
+        batches = _batches_per_epoch(config, schedule, len(images.training))
+        infeed = open_infeed(images, config, batches)
+        if config.compile_only:
+            run.console.status("compiling")
+            with infeed:
+                compile_calls(program, state, infeed, schedule.updates_per_execution)
+            return _report_compilation(run, program, peak_bytes(programs))
+        if config.profile_pipeline:
+            _profile_pipeline(config, run, program, state, infeed)
+        with corrupt_samples_reported(images, run):
+            _train(config, run, program, state, infeed, schedule, validator)
 
-    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
-        image = images.prepare(batch["image"], key)
-        logits, carried = apply_layers(
-            model, params, carried, image, training=True, key=key
-        )
-        loss = cross_entropy(logits, batch["label"], config.label_smoothing).mean()
-        accuracy = correct(logits, batch["label"]).mean()
-        return loss, (carried, {"accuracy": accuracy})
 
-    def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
-        image = images.prepare(batch["image"], None)
-        logits, _ = apply_layers(model, params, carried, image, training=False)
-        return {
-            "loss": cross_entropy(logits, batch["label"]),
-            "accuracy": correct(logits, batch["label"]),
-        }
-
-    program = training_program(
-        loss_fn, optimiser, config, watch={"learning_rate": learning_rate}
-    )
-    evaluation = EvaluationProgram(metric_fn, config)
-    example = images.validation[np.arange(1)]["image"].astype(np.float32)
-    params, carried = init_layers(model, jax.random.key(config.seed), example)
-    run.describe(
-        program.devices,
-        config,
-        schedule,
-        model=f"{config.resolved_model}, {num_parameters(params):,} parameters",
-        dataset=f"{config.resolved_dataset}, {len(images.training):,} training and "
-        f"{len(images.validation):,} validation samples",
-    )
-    stream = Stream(
-        images.training,
-        batching.samples_per_step,
-        batches_per_epoch=_batches_per_epoch(config, schedule, len(images.training)),
-        seed=config.seed,
-        transform=images.transform,
-    )
-    micro_batch = config.validation_micro_batch_size or config.micro_batch_size
-
-    def validate(state: Any) -> dict[str, float]:
-        samples = micro_batch * config.num_replicas
-        return evaluate(evaluation, state, images.validation, samples)
-
-    with run.checkpoints(best="validation_accuracy", keep=config.keep_checkpoints) as saved:
+def _train(
+    config: CnnConfig,
+    run: Run,
+    program: TrainingProgram,
+    state: TrainState,
+    infeed: Infeed,
+    schedule: Schedule,
+    validator: Validator | None,
+) -> None:
+    folder = _checkpoint_folder(config, run)
+    whole = program.whole(state)
+    like = Weights(*_shapes((whole.params, whole.carried)))
+    # To be validated afterwards, every checkpoint must still be there.
+    keep = sys.maxsize if config.validates == "every" else config.keep_checkpoints
+    opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
+    with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
         runner = Runner(
             program,
-            Infeed(ParallelStream(stream, config.pipeline_num_parallel)),
+            infeed,
             schedule,
             directory=run.directory,
             console=run.console,
             writers=run.writers,
-            checkpoints=saved,
-            validate=validate if config.validation else None,
+            checkpoints=checkpoints,
+            validate=validator if config.validates == "during" else None,
         )
-        run.train(runner, program.init(params, carried, seed=config.seed))
+        run.train(runner, state)
+    if run.summary["status"] != "completed":
+        return
+    events = run.directory.read_metrics()
+    if validator is not None:
+        if config.validates != "during":
+            paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
+            events = validate_checkpoints(paths, validator, like, run, runner.elapsed)
+        run.summary["time_to_train_seconds"] = seconds = runner.elapsed()
+        run.closing_facts["time to train"] = time_span(seconds)
+    report_target(config.target_accuracy, events, run)
+    if config.clean_dir:
+        delete_checkpoints(folder)
+
+
+def _profile_pipeline(
+    config: CnnConfig, run: Run, program: TrainingProgram, state: TrainState, infeed: Infeed
+) -> None:
+    run.console.status("watching the pipeline")
+    profile = profile_pipeline(program, state, infeed)
+    path = run.directory.path / "pipeline.html"
+    draw_profile(profile, path, f"{config.resolved_model}, {config.pipeline_schedule}")
+    run.summary["pipeline"] = facts = profile.facts
+    run.closing_facts["pipeline"] = (
+        f"an update took {1e3 * facts['measured_seconds']:.1f} ms in the stages, idle "
+        f"{facts['measured_idle']:.0%} of it; predicted "
+        f"{1e3 * facts['predicted_seconds']:.1f} ms and {facts['predicted_idle']:.0%}"
+    )
+
+
+def _validate_only(
+    config: CnnConfig, run: Run, images: ImageData, model: list[Layer], validator: Validator
+) -> None:
+    started = time.perf_counter()
+    paths = find_checkpoints(config)
+    params, carried = init_shapes(model, np.zeros((1, *images.image_shape), np.float32))
+    weights = jnp.dtype(config.types.weights)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, weights), params)
+    _describe(config, run, validator.devices, images, params, None)
+    events = validate_checkpoints(
+        paths,
+        validator,
+        Weights(params, carried),
+        run,
+        lambda: time.perf_counter() - started,
+    )
+    report_target(config.target_accuracy, events, run)
+    run.closing_facts["checkpoints"] = f"{len(events)} validated"
+    run.summary["status"] = "completed"
+    if config.clean_dir:
+        delete_checkpoints(paths[0].parent)
+
+
+def _cleaned_up(config: CnnConfig, run: Run) -> bool:
+    """Tell whether the run to resume is over, and clean_dir has left nothing to go on."""
+    before = run.summary_before()
+    over = config.resume and config.clean_dir and before.get("status") == "completed"
+    if over:
+        run.console.line("The run is complete, and clean_dir has deleted its checkpoints.")
+        run.summary |= before
+    return over
+
+
+def _checkpoint_folder(config: CnnConfig, run: Run) -> Path:
+    folder = config.checkpoint_dir or run.directory.checkpoints
+    if not config.resume and checkpoints_in(folder):
+        raise ConfigurationError(
+            f"There are checkpoints of an earlier run in {folder}. Choose another "
+            "--checkpoint-dir, or continue that run with --resume."
+        )
+    return folder
+
+
+def _describe(
+    config: CnnConfig,
+    run: Run,
+    devices: list[Any],
+    images: ImageData,
+    params: Any,
+    schedule: Schedule | None,
+) -> None:
+    run.describe(
+        devices,
+        config,
+        schedule,
+        model=f"{config.resolved_model}, {num_parameters(params):,} parameters",
+        dataset=data.describe(images, config),
+    )
+    announce(images, config, run)
+    for line in ipu_options.lines_about(config):
+        run.console.line(line)
+    for line in device_options.lines_about(config, devices[0].platform):
+        run.console.line(line)
+
+
+def _report_compilation(run: Run, program: TrainingProgram, num_bytes: int) -> None:
+    run.summary |= {
+        "status": "completed",
+        "compile_seconds": program.compile_seconds,
+        "memory_bytes": num_bytes,
+    }
+    run.closing_facts["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:
@@ -114,12 +216,9 @@ def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:
     return schedule_events(
         updates_per_epoch=updates,
         num_epochs=config.num_epochs,
-        events_per_epoch={
-            "log": config.logs_per_epoch,
-            "checkpoint": config.ckpts_per_epoch,
-            "validate": config.validations_per_epoch if config.validation else 0,
-        },
+        events_per_epoch=config.events_per_epoch,
         updates_per_execution=config.updates_per_execution,
+        first_epochs={"checkpoint": config.first_ckpt_epoch},
     )
 
 
@@ -129,19 +228,3 @@ def _batches_per_epoch(config: CnnConfig, schedule: Schedule, dataset_size: int)
     whole = batching.updates_per_epoch(dataset_size)
     updates = min(schedule.updates_per_epoch, whole)
     return updates * batching.gradient_accumulation_count
-
-
-def norm_factory(config: CnnConfig) -> NormFactory:
-    """Return what makes the model's normalisation layers."""
-    options = {key: value for key, value in config.norm_layer.items() if key != "name"}
-    if config.norm_layer["name"] == "group_norm":
-        return functools.partial(group_norm, **options)
-    groups = None
-    if config.dbn_replica_group_size > 1:
-        groups = ReplicaGroups(
-            REPLICA_AXIS, config.num_replicas, config.dbn_replica_group_size
-        )
-    options = {"momentum": config.bn_momentum} | options
-    return functools.partial(
-        batch_norm, stable=config.stable_norm, groups=groups, **options
-    )

@@ -1,8 +1,10 @@
+import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import data
+from millrace.apps.cnn import data, device_images
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.preparation import preparation
 from millrace.config import ConfigurationError, build
 
 
@@ -28,69 +30,104 @@ def standardised(image):
     return (image - mean) / image.std((1, 2, 3), keepdims=True)
 
 
+BYTES = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
+
+
 def test_validation_images_are_the_same_wherever_they_are_prepared(cifar_folder):
-    settings = [
-        {},
-        {"accelerator_side_preprocess": True},
-        {"accelerator_side_preprocess": True, "eight_bit_transfer": True},
-    ]
     prepared = []
-    for options in settings:
+    for options in [{}, {"accelerator_side_preprocess": True}, BYTES]:
         loaded = images(cifar_folder, **options)
         batch = loaded.validation[np.arange(8)]["image"]
         prepared.append((batch.dtype, np.asarray(loaded.prepare(batch, None))))
     assert [str(dtype) for dtype, _ in prepared] == ["float32", "float32", "uint8"]
-    raw = images(cifar_folder, **settings[2]).validation[np.arange(8)]["image"]
+    raw = images(cifar_folder, **BYTES).validation[np.arange(8)]["image"]
     for _, image in prepared:
         np.testing.assert_allclose(image, standardised(raw), atol=1e-4)
 
 
-def test_training_images_are_shifted_by_at_most_four_pixels_and_flipped(cifar_folder):
-    loaded = images(cifar_folder, accelerator_side_preprocess=True, eight_bit_transfer=True)
-    batch = loaded.training[np.arange(60)]
-    moved = loaded.transform(batch, np.random.default_rng(0))["image"]
-    padded = np.pad(batch["image"], ((0, 0), (4, 4), (4, 4), (0, 0)))
-    places = set()
-    for before, after in zip(padded, moved, strict=True):
-        windows = [
-            (i, j)
-            for i in range(9)
-            for j in range(9)
-            if np.array_equal(before[i : i + 32, j : j + 32], after)
-        ]
-        assert len(windows) == 1
-        places.add(windows[0])
-    assert len(places) > 30
+def cut_out(raw, top, left, flipped):
+    """The oracle: pad the standardised picture with zeros, cut, mirror; one at a time."""
+    padded = np.pad(standardised(raw), ((0, 0), (4, 4), (4, 4), (0, 0)))
+    cut = [p[t : t + 32, x : x + 32] for p, t, x in zip(padded, top, left, strict=True)]
+    return np.stack([c[:, ::-1] if f else c for c, f in zip(cut, flipped, strict=True)])
 
 
-def test_about_half_of_the_images_are_flipped_on_either_side(cifar_folder):
-    import jax
-
-    on_device = images(cifar_folder, accelerator_side_preprocess=True)
-    batch = on_device.training[np.arange(100)]["image"].astype(np.float32)
-    plain = np.asarray(on_device.prepare(batch, None))
-    prepared = np.asarray(on_device.prepare(batch, jax.random.key(0)))
-    flipped = [
-        np.allclose(new, old[:, ::-1], atol=1e-5)
-        for new, old in zip(prepared, plain, strict=True)
-    ]
-    kept = [np.allclose(n, o, atol=1e-5) for n, o in zip(prepared, plain, strict=True)]
-    assert all(f or k for f, k in zip(flipped, kept, strict=True))
-    assert 30 <= sum(flipped) <= 70
-
-    host = images(cifar_folder)
-    ramp = np.tile(np.arange(32, dtype=np.uint8)[:, None], (200, 32, 1, 3))
-    seen = host.transform({"image": ramp, "label": None}, np.random.default_rng(1))
-    falling = (seen["image"][:, 16, 20] < seen["image"][:, 16, 10])[:, 0]
-    assert 60 <= falling.sum() <= 140
+def places_found(raw, prepared):
+    """Find the window and side of each prepared picture; each must fit exactly one."""
+    found = []
+    for before, after in zip(raw, prepared, strict=True):
+        top, left, flipped = np.unravel_index(np.arange(162), (9, 9, 2))
+        candidates = cut_out(np.repeat(before[None], 162, 0), top, left, flipped)
+        fits = np.abs(candidates - after).max((1, 2, 3)) < 1e-3
+        assert fits.sum() == 1
+        found.append(int(fits.argmax()))
+    return found
 
 
-def test_mnist_is_scaled_and_digits_stay_as_they_are():
-    assert float(data._normalised(np.full((1, 2, 2, 1), 255.0), "mnist", np).max()) == 1.0
-    loaded = data.load(CnnConfig())
-    batch = loaded.training[np.arange(4)]
-    same = loaded.transform(batch, np.random.default_rng(0))
-    np.testing.assert_array_equal(same["image"], batch["image"])
+def test_the_device_crops_and_flips_where_it_is_told(cifar_folder):
+    raw = images(cifar_folder, **BYTES).training[np.arange(81)]["image"]
+    top, left = np.divmod(np.arange(81), 9)
+    flipped = np.arange(81) % 2 == 0
+    cut = device_images.crop_and_flip(device_images.standardise(raw), top, left, flipped)
+    np.testing.assert_allclose(cut, cut_out(raw, top, left, flipped), atol=1e-4)
+    assert np.all(np.asarray(cut)[0, :4] == 0)  # the padding is the picture's mean
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_every_training_image_has_a_window_and_a_side_of_its_own(cifar_folder, place):
+    raw = images(cifar_folder, **BYTES).training[np.arange(60)]["image"]
+    if place == "device":
+        loaded = images(cifar_folder, **BYTES)
+        prepared = loaded.prepare(raw, jax.random.key(0))
+        again = loaded.prepare(raw, jax.random.key(0))
+        other = loaded.prepare(raw, jax.random.key(1))
+    else:
+        transform = images(cifar_folder).transform
+        prepared, again, other = (
+            transform({"image": raw}, np.random.default_rng(seed))["image"]
+            for seed in (0, 0, 1)
+        )
+    found = places_found(raw, np.asarray(prepared))
+    assert len({place // 2 for place in found}) > 25
+    assert 15 <= sum(place % 2 for place in found) <= 45
+    np.testing.assert_array_equal(prepared, again)
+    assert not np.array_equal(prepared, other)
+
+
+def test_bytes_are_gathered_and_nothing_else(cifar_folder):
+    loaded = images(cifar_folder, **BYTES)
+    assert loaded.transform is None
+    batch = loaded.training[np.array([3, 1])]
+    assert batch["image"].dtype == np.uint8 and batch["image"].flags.c_contiguous
+    np.testing.assert_array_equal(batch["image"], loaded.training.arrays["image"][[3, 1]])
+
+
+def test_the_device_prepares_in_single_precision_for_the_compute_type(cifar_folder):
+    loaded = images(cifar_folder, **BYTES, precision="16.32")
+    raw = loaded.validation[np.arange(8)]["image"]
+    prepared = loaded.prepare(raw, None)
+    assert prepared.dtype == np.float16 or str(prepared.dtype) == "bfloat16"
+    exact = np.asarray(device_images.standardise(raw)).astype(prepared.dtype)
+    np.testing.assert_array_equal(np.asarray(prepared), exact)
+
+
+def test_an_even_picture_becomes_zeros():
+    even = np.full((1, 32, 32, 3), 7, np.uint8)
+    np.testing.assert_array_equal(device_images.standardise(even), 0)
+
+
+def test_mnist_and_digits_are_scaled():
+    white = np.full((1, 2, 2, 1), 255, np.uint8)
+    scaled = preparation("mnist")
+    assert float(scaled.scale_on_host(white).max()) == 1.0
+    assert float(scaled.scale_on_device(white).max()) == 1.0
+    for options in ({}, {"accelerator_side_preprocess": True}, BYTES):
+        loaded = data.load(CnnConfig(**options))
+        batch = loaded.validation[np.arange(360)]["image"]
+        assert (batch.dtype == np.uint8) == (options is BYTES)
+        prepared = np.asarray(loaded.prepare(batch, None))
+        assert (prepared.min(), prepared.max()) == (0, 1)
+        assert len(np.unique(prepared)) == 17
 
 
 def test_a_missing_data_set_names_the_files_and_the_folder(tmp_path):
@@ -116,7 +153,7 @@ def test_what_is_not_given_follows_from_what_is(options, dataset, model):
     ("options", "message"),
     [
         ({"eight_bit_transfer": True}, "accelerator_side_preprocess must be on"),
-        ({"norm_layer": {"name": "layer_norm"}}, "must be batch_norm or group_norm"),
+        ({"norm_layer": {"name": "layer_norm"}}, "must be batch_norm or .*group_norm"),
         ({"norm_layer": {"name": "group_norm"}}, "only one of them; got neither"),
         ({"norm_layer": {"name": "batch_norm", "groups": 2}}, "got groups as well"),
         ({"num_replicas": 4, "dbn_replica_group_size": 3}, "cannot be divided into groups"),

@@ -1,11 +1,15 @@
 """The application as a user calls it, on small data."""
 
 import json
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from millrace.apps.cnn import ipu_options, models
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.recipe import norm_factory
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
 from millrace.host.run import run_command
@@ -60,22 +64,36 @@ def test_a_mistake_in_a_dictionary_of_options_is_exit_2(tmp_path, capsys):
     assert "Did you mean momentum?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", load_yaml_names := [
-    "digits_demo", "resnet8_test", "resnet8_test_lars",
-    "cifar_resnet20_1gpu", "cifar_resnet56_1gpu",
-])  # fmt: skip
-def test_every_named_configuration_makes_a_schedule(name):
-    from pathlib import Path
+SIZES = {"digits": 1437, "cifar10": 50_000, "imagenet": 1_281_167}
+RUNS = Path(str(resources.files("millrace.apps.cnn") / "runs.yml"))
 
-    import millrace.apps.cnn as cnn
 
-    path = Path(cnn.__file__).parent / "runs.yml"
-    assert set(load_yaml(path)) == set(load_yaml_names)
-    config = build(CnnConfig, load_named(path, name))
-    size = 1437 if config.resolved_dataset == "digits" else 50_000
-    schedule = plan_events(config, size)
+@pytest.mark.parametrize("name", load_yaml(RUNS))
+def test_every_named_configuration_makes_a_schedule_and_fits_its_model(name):
+    config = build(CnnConfig, load_named(RUNS, name))
+    schedule = plan_events(config, SIZES[config.resolved_dataset])
     assert schedule.total_updates % schedule.updates_per_execution == 0
     assert not schedule.warnings
+    model = models.build(config.resolved_model, 10, norm_factory(config))
+    assert set(config.pipeline_splits) <= {layer.name for layer in model}
+    for line in ipu_options.lines_about(config):
+        pytest.fail(line)  # what changes nothing is left out
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("resnet8_test_lars", 0.001),
+        ("mk2_resnet50_16k_bn_pipeline", 2.0),
+        ("mk2_resnet50_8k_bn_pipeline", 1.0),
+        ("resnet50_mlperf_bs16", 4.588),
+        ("resnet50_mlperf_pod16_bs20", 3.823),
+    ],
+)
+def test_the_named_configurations_have_the_references_learning_rates(name, rate):
+    config = build(CnnConfig, load_named(RUNS, name))
+    per_sample = config.lr_schedule_params["initial_learning_rate"]
+    assert per_sample * config.batching.global_batch_size == pytest.approx(rate, rel=1e-4)
 
 
 def test_seed_002s_periods_hold_for_cifar():

@@ -1,0 +1,52 @@
+"""What is done to the images of each data set, alike on the host and on the device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.cnn import device_images
+from millrace.data import augment, digits
+from millrace.data.catalogue import CATALOGUE
+
+_IMAGENET = CATALOGUE["imagenet"]
+_STATISTICS = {"mean": _IMAGENET.mean, "std": _IMAGENET.std}
+
+
+class Preparation(NamedTuple):
+    """To the range the networks expect; then, in training, at random."""
+
+    scale_on_host: Callable[[np.ndarray], np.ndarray]
+    scale_on_device: Callable[[jax.Array], jax.Array]
+    augment_on_host: tuple[Callable[[np.ndarray, np.random.Generator], Any], ...] = ()
+    augment_on_device: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+
+def preparation(dataset: str) -> Preparation:
+    """Return what is done to images of a data set."""
+    if dataset.startswith("cifar"):
+        return Preparation(
+            augment.standardise,
+            device_images.standardise,
+            (augment.pad_and_crop, augment.random_flip),
+            device_images.random_crop_and_flip,
+        )
+    if dataset in ("imagenet", "imagefolder"):  # the host has cropped, and maybe flipped
+        return Preparation(
+            functools.partial(augment.normalise, **_STATISTICS),
+            functools.partial(device_images.normalise, **_STATISTICS),
+            augment_on_device=device_images.random_flip,
+        )
+    largest = digits.LARGEST if dataset == "digits" else 255
+    return Preparation(
+        lambda image: as_float(image) / largest,
+        lambda image: image.astype(jnp.float32) / largest,
+    )
+
+
+def as_float(image: np.ndarray) -> np.ndarray:
+    """Widen to what travels where bytes do not."""
+    return image.astype(np.float32)

@@ -1,0 +1,213 @@
+"""``cnn verify-dataset`` and ``cnn benchmark-dataset``, as a user calls them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from image_files import encode, example, picture, write_folders, write_records
+
+from millrace.apps.cnn import benchmark_dataset
+from millrace.cli import main
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run a command in this process; return its status and what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
+
+    def call(*words):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        said = capsys.readouterr()
+        return left.value.code, said.out, said.err
+
+    return call
+
+
+def write_cifar(folder, per_file=20):
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        records = rng.integers(0, 256, (per_file, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / f"{name}.bin")
+    return folder
+
+
+# verify-dataset
+
+
+def test_a_data_set_that_is_right_is_status_0(command):
+    status, out, _ = command("cnn", "verify-dataset", "--dataset", "digits")
+    assert status == 0
+    assert out.splitlines() == [
+        "digits, 1,437 training and 360 validation samples, 10 classes",
+        "Everything is as it should be.",
+    ]
+
+
+def test_each_mismatch_is_a_line_and_the_status_is_1(command, tmp_path):
+    write_cifar(tmp_path)
+    status, out, errors = command("cnn", "verify-dataset", "--dataset-path", str(tmp_path))
+    assert (status, errors) == (1, "")
+    assert out.splitlines() == [
+        f"cifar10 from {tmp_path}, 100 training and 20 validation samples, 10 classes",
+        "mismatch: cifar10 has 100 training samples; expected 50,000.",
+        "mismatch: cifar10 has 20 validation samples; expected 10,000.",
+    ]
+
+
+def test_anyones_pictures_are_only_read(command, tmp_path):
+    write_folders(tmp_path)
+    words = ("cnn", "verify-dataset", "--dataset", "imagefolder", "--num-samples", "0")
+    assert command(*words)[0] == 0
+    victims = [tmp_path / "train" / f"class_{label}" / "0.JPEG" for label in range(3)]
+    for victim in victims:
+        victim.write_bytes(b"")
+    status, out, _ = command(*words)
+    assert status == 1
+    assert [f"{victim.relative_to(tmp_path)} cannot be read" in out for victim in victims]
+    assert out.count("mismatch: ") == 3
+
+
+def test_a_part_of_imagenet_is_told_from_the_whole(command, tmp_path):
+    for name, label in (("train-0", 1), ("validation-0", 1001)):
+        write_records(tmp_path / name, [example(encode(picture(0)), label)])
+    status, out, _ = command("cnn", "verify-dataset", "--dataset", "imagenet")
+    assert status == 1
+    assert "mismatch: validation-0, byte 12 has the label 1001;" in out
+    write_folders(tmp_path)
+    status, out, _ = command("cnn", "verify-dataset", "--dataset", "imagenet")
+    assert status == 1
+    assert "mismatch: imagenet has 3 classes; expected 1000." in out
+    assert "mismatch: imagenet has 15 training samples; expected 1,281,167." in out
+
+
+def test_a_damaged_file_is_a_mismatch_and_a_missing_one_a_mistake(command, tmp_path):
+    status, out, errors = command("cnn", "verify-dataset", "--dataset", "cifar10")
+    assert (status, out) == (2, "")
+    assert "`millrace data fetch cifar10`" in errors
+    write_cifar(tmp_path)
+    (tmp_path / "data_batch_3.bin").write_bytes(b"123")
+    status, out, _ = command("cnn", "verify-dataset", "--dataset", "cifar10")
+    assert status == 1
+    assert out.startswith("mismatch: data_batch_3.bin is not a file of cifar10: 3 bytes")
+
+
+# benchmark-dataset
+
+
+def test_the_benchmark_prints_one_line_and_keeps_the_figures(command, tmp_path):
+    write_cifar(tmp_path)
+    status, out, errors = command(
+        *("cnn", "benchmark-dataset", "--micro-batch-size", "10", "--num-epochs", "4"),
+        *("--accelerator-side-preprocess", "--eight-bit-transfer", "--run-dir", "run"),
+    )
+    assert status == 0, errors
+    assert out.startswith("Throughput = ") and out.endswith(" examples/sec\n")
+    report = json.loads((tmp_path / "run" / "dataset_benchmark.json").read_text())
+    assert len(report["epochs"]) == 4
+    for epoch in report["epochs"]:
+        assert epoch["elements_processed"] == 10
+        assert epoch["total_bytes_processed"] == 100 * (3072 + 4)
+        speed = epoch["elements_processed"] / epoch["time_elapsed"]
+        assert epoch["elements_per_second"] == pytest.approx(speed)
+        size = epoch["total_bytes_processed"] / 1e9 / epoch["time_elapsed"]
+        assert epoch["bandwidth"] == pytest.approx(size)
+    mean = np.mean([epoch["elements_per_second"] for epoch in report["epochs"][2:]])
+    assert float(out.split()[2]) == pytest.approx(mean * 10, abs=0.01)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["samples_per_second"] == pytest.approx(mean * 10)
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yml").read_text())
+    assert recorded["command"] == "cnn-benchmark-dataset"
+
+
+@pytest.mark.parametrize(("epochs", "counted"), [(1, 1), (2, 1), (3, 1), (5, 3)])
+def test_the_first_epochs_are_left_out(epochs, counted):
+    figures = [{"elements_per_second": float(number)} for number in range(epochs)]
+    expected = np.mean(np.arange(epochs)[-counted:])
+    assert benchmark_dataset._throughput(figures) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "elements", "size"),
+    [
+        (["--split", "validation"], 2, 20 * (4 * 3072 + 4)),
+        (["--elements-per-epoch", "3"], 3, 30 * (4 * 3072 + 4)),
+        (["--synthetic-data", "host", "--elements-per-epoch", "4"], 4, 40 * 12_292),
+    ],
+)
+def test_json_goes_to_standard_output_alone(command, tmp_path, words, elements, size):
+    write_cifar(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    status, out, errors = command(
+        *("cnn", "benchmark-dataset", "--micro-batch-size", "10", "--json"),
+        *("--precision", "16.16", *words),
+    )
+    assert status == 0, errors
+    (epoch,) = json.loads(out)["epochs"]
+    assert (epoch["elements_processed"], epoch["total_bytes_processed"]) == (elements, size)
+    assert "Throughput = " in errors
+    assert "--precision changes nothing here" in errors
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_pictures_in_folders_are_decoded_in_the_benchmark(command, tmp_path):
+    write_folders(tmp_path)
+    status, out, errors = command(
+        *("cnn", "benchmark-dataset", "--dataset", "imagefolder", "--image-size", "16"),
+        *("--micro-batch-size", "5", "--json", "--quiet", "--num-epochs", "2"),
+    )
+    assert status == 0, errors
+    assert [e["elements_processed"] for e in json.loads(out)["epochs"]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--synthetic-data", "device"], "nothing to measure. Choose host."),
+        (["--num-epochs", "0"], "num_epochs must be at least 1"),
+        (["--elements-per-epoch", "0"], "elements_per_epoch must be at least 1"),
+        (["--eight-bit-transfer"], "accelerator_side_preprocess must be on"),
+        (["--micro-batch-size", "0"], "micro_batch_size must be at least 1"),
+        (["--dataset", "digits", "--micro-batch-size", "2000"], "smaller micro_batch_size"),
+        (["--image-size", "64"], "images of cifar10 keep their size"),
+        (["--dataset", "mnist"], "`millrace data fetch mnist`"),
+    ],
+)
+def test_mistakes_are_status_2(command, tmp_path, words, message):
+    status, out, errors = command("cnn", "benchmark-dataset", *words)
+    assert (status, out) == (2, "")
+    assert message in errors
+    assert not (tmp_path / "runs").exists()
+
+
+# Both
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cnn", "verify-dataset"],
+        ["cnn", "benchmark-dataset"],
+        ["cnn", "train"],
+        ["data", "fetch"],
+    ],
+)
+def test_help_is_answered_without_the_heavy_libraries(words):
+    code = (
+        "import sys\n"
+        "from millrace.cli import main\n"
+        "try:\n"
+        f"    main({[*words, '--help']!r})\n"
+        "except SystemExit as left:\n"
+        "    heavy = {'jax', 'numpy', 'PIL', 'rich'} & set(sys.modules)\n"
+        "    sys.exit(left.code or ', '.join(heavy) or 0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"usage: millrace {' '.join(words)}")

@@ -1,0 +1,234 @@
+"""The commands that Graphcore's README gives, with ``millrace cnn train`` for its script.
+
+Words are as they stand there. What is added says where things are, and makes it small: 11
+updates per epoch like its 781 in that both are odd and 10 is not among their divisors.
+"""
+
+import json
+import logging
+import shlex
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from image_files import write_folders
+
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.train import plan_events
+from millrace.cli import main
+from millrace.config import ConfigurationError, parse
+
+PER_FILE, UPDATES = 144, 11  # five files: 720 samples, 11 updates of 64
+
+LOGGING = (
+    "--model cifar_resnet8 --num-epochs {epochs} --precision 16.16 --micro-batch-size 8 "
+    "--validation False --half-partials True --gradient-accumulation 8 "
+    "--logs-per-epoch {logs}"
+)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    """CIFAR-10 in the official format, but small."""
+    folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-bin"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    names = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
+    for name in names:
+        pixels = random.integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
+        labels = random.integers(0, 10, PER_FILE, dtype=np.uint8)
+        (folder / f"{name}.bin").write_bytes(np.c_[labels, pixels].tobytes())
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path, capsys, monkeypatch):
+    """Run the command in this process; return its status, what it said and its files."""
+    logger = logging.getLogger("millrace")
+    kept = logger.handlers, logger.level, logger.propagate
+    monkeypatch.chdir(tmp_path)
+
+    def call(words, *added):
+        with pytest.raises(SystemExit) as left:
+            main(["cnn", "train", *shlex.split(words), "--run-dir", "run", *added])
+        run = tmp_path / "run"
+        lines = (run / "metrics.jsonl").read_text() if run.exists() else ""
+        summary = json.loads((run / "summary.json").read_text()) if run.exists() else None
+        return SimpleNamespace(
+            status=left.value.code,
+            said=capsys.readouterr().err,
+            summary=summary,
+            events=[json.loads(line) for line in lines.splitlines()],
+        )
+
+    yield call
+    logger.handlers, logger.level, logger.propagate = kept
+
+
+def test_the_simplest_command_checks_that_everything_runs(train):
+    ended = train("", "--micro-batch-size", "64")
+    assert (ended.status, ended.summary["status"]) == (0, "completed")
+    assert "digits_cnn" in ended.said
+    assert ended.summary["metrics"]["validation_accuracy"] >= 0
+
+
+def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, monkeypatch):
+    logged = []
+    session = SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: None
+    )
+    opened = []
+    wandb = SimpleNamespace(init=lambda **options: opened.append(options) or session)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = "--model cifar_resnet8 --wandb --num-epochs 11 --precision 16.16 "
+    words += f"--micro-batch-size 32 --dataset-path {cifar}"
+    # One update per epoch, so that eleven epochs are soon over.
+    ended = train(
+        words, "--weight-updates-per-epoch", "1", "--validations-per-epoch", "0",
+        "--wandb-run-name", "mill", "--wandb-tags", "first", "second",
+    )  # fmt: skip
+    assert ended.status == 0, ended.said
+    assert ended.summary["updates"] == 11
+    assert "16.16 (bfloat16)" in ended.said
+    assert [step for step, values in logged if "train_loss" in values] == [*range(1, 12)]
+    assert (opened[0]["name"], opened[0]["tags"]) == ("mill", ["first", "second"])
+
+
+# The pipeline command (--pipeline-splits ... --device-mapping 0 1 2 3
+# --gradient-accumulation-count 8 --recomputation True) belongs here.
+
+
+@pytest.mark.parametrize(
+    ("logs", "epochs", "execution", "executions"),
+    [
+        ("1", 6, 781, 6),
+        ("2", 6, 781, 6),
+        ("10", 6, 71, 66),
+        ("0.5", 6, 2 * 781, 3),
+        ("0.3333333333333333333", 6, 3 * 781, 2),
+        ("1/3", 6, 3 * 781, 2),
+        ("0", 6, 6 * 781, 1),
+    ],
+)
+def test_all_of_cifar_is_cut_into_the_executions_that_the_readme_says(
+    logs, epochs, execution, executions
+):
+    words = LOGGING.format(epochs=epochs, logs=logs).split()
+    config, _ = parse(CnnConfig, words, program="x")
+    schedule = plan_events(config, 50_000)
+    assert schedule.updates_per_epoch == 781
+    assert schedule.updates_per_execution == execution
+    assert schedule.total_updates == execution * executions
+    assert bool(schedule.warnings) == (logs in ("2", "10", "0"))
+
+
+@pytest.mark.parametrize(
+    ("logs", "updates_of_logs", "warning"),
+    [
+        ("2", range(11, 67, 11), "logs per epoch: 2 does not fall on whole weight updates"),
+        ("10", range(1, 67), "the nearest that does is 11, which is used instead"),
+        ("0.5", (22, 44, 66), None),
+        ("0", (66,), "all 66 updates run on the device without returning to the host"),
+    ],
+)
+def test_logs_come_as_often_as_they_can(train, cifar, logs, updates_of_logs, warning):
+    words = LOGGING.format(epochs=6, logs=logs) + f" --dataset-path {cifar}"
+    ended = train(words, "--model", "toy_model")
+    assert ended.status == 0, ended.said
+    assert [event["update"] for event in ended.events] == list(updates_of_logs)
+    assert (warning or "") in ended.said
+    assert ("warning" in ended.said) == (warning is not None)
+    assert "--half-partials changes nothing here" in ended.said
+
+
+def test_two_epochs_at_a_time_do_not_make_five(train, cifar):
+    words = LOGGING.format(epochs=5, logs=0.5) + f" --dataset-path {cifar}"
+    ended = train(words)
+    assert ended.status == 2
+    assert "It is not possible to log 2.0 epochs at a time for 5 epochs" in ended.said
+    assert len(ended.said.splitlines()) == 1
+
+
+def test_cifar_is_prepared_on_the_device_and_travels_in_eight_bits(train, cifar):
+    words = "--accelerator-side-preprocess True --eight-bit-transfer True"
+    ended = train(
+        words, "--dataset", "cifar10", "--dataset-path", str(cifar.parent),
+        "--micro-batch-size", "64", "--fused-preprocessing",
+    )  # fmt: skip
+    assert ended.status == 0, ended.said
+    assert ended.summary["updates"] == UPDATES
+    assert "toy_model, 242 parameters" in ended.said
+    assert "--fused-preprocessing changes nothing here" in ended.said
+
+
+def test_imagenet_is_prepared_on_the_host(train, tmp_path):
+    folder = write_folders(tmp_path / "imagenet-data", num_classes=2, per_class=32)
+    words = "--accelerator-side-preprocess False --dataset gc-imagenet "
+    words += f"--dataset-path {folder} --gradient-accumulation-count 8 --micro-batch-size 8"
+    ended = train(words)
+    assert ended.status == 0, ended.said
+    assert ended.summary["updates"] == 1
+    assert "64 = micro batch 8 x accumulation 8 x replicas 1" in ended.said
+
+
+def test_a_configuration_file_and_a_parameter_given_besides(tmp_path):
+    path = tmp_path / "your_config_file"
+    path.write_text("your_config: {num-epochs: 3, dataset: cifar10, optimizer: lars}\n")
+    words = f"--config your_config --config_path {path} --num-epochs 4".split()
+    config, _ = parse(CnnConfig, words, program="x", named_configs=tmp_path / "none")
+    assert (config.num_epochs, config.optimizer, config.dataset) == (4, "lars", "cifar10")
+
+
+def test_the_resnet50_configuration_finds_no_imagenet_here(train):
+    ended = train("--config mk2_resnet50_8k_bn_pipeline")
+    assert ended.status == 2
+    assert "imagenet" in ended.said
+    assert ended.summary is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--pipline-schedule Grouped", "Did you mean --pipeline-schedule?"),
+        ("--stochastic-roundings ON", "Did you mean --stochastic-rounding?"),
+        ("--optimizer sdg", "Did you mean sgd?"),
+        ("--checkpoint x", "could match --checkpoints, --checkpoint-dir"),
+        ("--dataset cifar", "Did you mean cifar10?"),
+    ],
+)
+def test_a_mistyped_option_suggests_the_nearest(words, said):
+    with pytest.raises(ConfigurationError) as caught:
+        parse(CnnConfig, shlex.split(words), program="x")
+    assert said in str(caught.value)
+
+
+EVERY_OPTION = """
+--on-demand True --seed 3 --checkpoints True --checkpoint-dir ckpts --clean-dir True
+--dataset cifar10 --dataset-path . --model-name toy_model --eight-bit-transfer True
+--training True --micro-batch-size 4 --num-epochs 2 --logs_per_epoch 1
+--weight-updates-per-epoch 5 --num-replicas 2 --gradient-accumulation-count 16
+--precision 16.16 --pipeline-splits conv2d_1 --device-mapping 0 1
+--pipeline-schedule Interleaved --optimizer sgd --optimizer-params '{"momentum": 0.9}'
+--loss-scaling 128 --weight_decay 0.0001 --l2-regularization 0.0001 --recomputation True
+--accelerator-side-preprocess True --stochastic-rounding ON
+--optimizer-state-offloading False --fp-exceptions True --lr-schedule cosine
+--lr-warmup-params '{"warmup_mode": "shift", "warmup_epochs": 1}'
+--lr-schedule-params '{"initial_learning_rate": 0.0001, "epochs_to_total_decay": 2}'
+--lr-staircase True --bn-momentum 0.9 --label-smoothing 0.1
+--pipeline-num-parallel 48 --half-partials True
+--internal-exchange-optimization-target balanced --max-cross-replica-buffer-size 100
+--max-reduce-many-buffer-size 100 --gather-conv-output True --stable-norm True
+--available-memory-proportion 15 15 20 20 --wandb False --validation True
+--validation-micro-batch-size 8 --validation-num-replicas 2
+"""
+
+
+def test_every_option_of_the_readme_is_understood():
+    config, given = parse(CnnConfig, shlex.split(EVERY_OPTION), program="x")
+    assert len(given) == EVERY_OPTION.count("--")
+    assert config.stochastic_rounding is True
+    assert config.pipeline_schedule == "interleaved"
+    assert config.weight_decay == 0.0001
+    assert CnnConfig().weight_decay == 0
+    assert config.available_memory_proportion == [15, 15, 20, 20]

@@ -1,0 +1,101 @@
+"""Random pictures in place of real ones, to measure speed."""
+
+import json
+import logging
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.cnn import data, feeding
+from millrace.apps.cnn.config import CnnConfig
+from millrace.cli import main
+from millrace.config import build
+
+BYTES = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
+
+
+def load(**options):
+    config = build(CnnConfig, options)
+    return config, data.load(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "sizes"),
+    [
+        ({"dataset": "cifar10"}, (32, 32, 3), (50_000, 10_000)),
+        ({"dataset": "fashion-mnist"}, (28, 28, 1), (60_000, 10_000)),
+        ({"dataset": "digits"}, (8, 8, 1), (1437, 360)),
+        ({"dataset": "imagenet", "image_size": 40}, (40, 40, 3), (1_281_167, 50_000)),
+    ],
+)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_sizes_follow_the_data_set(options, shape, sizes, where):
+    config, images = load(synthetic_data=where, **options)
+    assert (len(images.training), len(images.validation)) == sizes
+    assert images.image_shape == shape
+    with feeding.open_infeed(images, config, 1) as infeed:
+        element = infeed.peek()
+    assert element["image"].shape == (1, *shape)
+    assert element["image"].dtype == np.float32
+    assert element["label"].shape == (1,) and element["label"].dtype == np.int32
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "digits", "mnist"])
+@pytest.mark.parametrize("options", [{}, {"accelerator_side_preprocess": True}, BYTES])
+def test_both_kinds_reach_the_network_in_its_range(dataset, options):
+    ranges = []
+    for where in ("host", "ipu"):
+        config, images = load(
+            synthetic_data=where, dataset=dataset, micro_batch_size=64, **options
+        )
+        with feeding.open_infeed(images, config, 2) as infeed:
+            batch = infeed.chunk(2).data
+        assert batch["image"].dtype == (np.uint8 if options is BYTES else np.float32)
+        labels = np.asarray(batch["label"])
+        assert labels.min() >= 0 and labels.max() < 10 and len(np.unique(labels)) == 10
+        prepared = images.prepare(batch["image"][0], jax.random.key(0))
+        ranges.append((float(prepared.mean()), float(prepared.std())))
+    np.testing.assert_allclose(*ranges, atol=0.02)
+    if dataset == "cifar10":
+        np.testing.assert_allclose(ranges[0], (0, 1), atol=0.1)
+    else:
+        np.testing.assert_allclose(ranges[0], (127 / 255, 0.88 * 60 / 255), atol=0.01)
+
+
+def test_only_the_seed_decides_what_is_made():
+    batches = []
+    for seed in (0, 0, 1):
+        config, images = load(synthetic_data="device", dataset="mnist", seed=seed)
+        chunk = feeding.open_infeed(images, config, 2).chunk(2)
+        batches.append(np.asarray(chunk.data["image"]))
+    np.testing.assert_array_equal(batches[0], batches[1])
+    assert not np.array_equal(batches[0], batches[2])
+
+
+@pytest.mark.parametrize("validation", [[], ["--validation"]])
+def test_training_needs_no_files_and_validates_only_if_asked(
+    validation, tmp_path, monkeypatch, capsys
+):
+    logger = logging.getLogger("millrace")
+    kept = logger.handlers, logger.level, logger.propagate
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                *("cnn", "train", "--model", "digits_cnn", "--micro-batch-size", "32"),
+                *("--synthetic-data", "device", "--num-replicas", "2"),
+                *("--weight-updates-per-epoch", "6", "--gradient-accumulation", "2"),
+                *("--run-dir", "run", *validation),
+            ]
+        )
+    logger.handlers, logger.level, logger.propagate = kept
+    said = capsys.readouterr().err
+    assert left.value.code == 0, said
+    assert "digits (synthetic, made on the device), 1,437 training" in said
+    assert ("Validation is skipped" in said) == (not validation)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["updates"] == 6
+    assert math.isfinite(summary["metrics"]["train_loss"])
+    assert ("validation_accuracy" in summary["metrics"]) == bool(validation)

@@ -1,0 +1,425 @@
+"""Downloads, from a server on this machine that can be told to misbehave."""
+
+import hashlib
+import http.server
+import io
+import os
+import tarfile
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+from image_files import real_data
+
+from millrace.apps.cnn import data
+from millrace.apps.cnn.config import CnnConfig
+from millrace.cli import main
+from millrace.data import catalogue, fetch
+from millrace.data.catalogue import DataFile, Dataset
+from millrace.data.fetch import FetchError
+from millrace.data.verify import verify
+
+CONTENT = bytes(range(256)) * 20
+
+
+class Server:
+    """Serves files over HTTP; remembers what was asked for, and may break off or fail."""
+
+    def __init__(self):
+        self.files: dict[str, bytes] = {}
+        self.asked: list[tuple[str, str | None]] = []
+        self.failures: list[int] = []
+        self.break_off_after: list[int] = []
+        self.ranges = True
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                server.answer(self)
+
+            def log_message(self, format, *args):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, request):
+        wanted = request.headers.get("Range")
+        self.asked.append((request.path, wanted))
+        content = self.files.get(request.path)
+        if self.failures or content is None:
+            request.send_error(self.failures.pop(0) if self.failures else 404)
+            return
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+        start = start if self.ranges else 0
+        request.send_response(206 if start else 200)
+        request.send_header("Content-Length", str(len(content) - start))
+        if start:
+            span = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            request.send_header("Content-Range", span)
+        request.end_headers()
+        length = self.break_off_after.pop(0) if self.break_off_after else len(content)
+        request.wfile.write(content[start : start + length])
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(fetch, "_PAUSES_SECONDS", (0.0, 0.0))
+    # A proxy of the environment must not stand between us and this machine.
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    opened = Server()
+    yield opened
+    opened.close()
+
+
+def data_file(name, content):
+    sha256 = hashlib.sha256(content).hexdigest()
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return DataFile(name, len(content), md5, sha256)
+
+
+def dataset(server, **files):
+    server.files = {f"/{name}": content for name, content in files.items()}
+    return Dataset(
+        name="pebbles",
+        num_training=1,
+        num_validation=1,
+        image_shape=(1, 1, 1),
+        num_classes=2,
+        mean=(0,),
+        std=(1,),
+        url=server.url,
+        files=tuple(data_file(name, content) for name, content in files.items()),
+    )
+
+
+def fetched(known, folder, **options):
+    seen = []
+    paths = fetch.fetch(
+        known, folder, progress=lambda *progress: seen.append(progress), **options
+    )
+    return [path.name for path in paths], seen
+
+
+def test_files_are_downloaded_once(server, tmp_path):
+    known = dataset(server, one=CONTENT, two=b"2")
+    names, seen = fetched(known, tmp_path / "new" / "folder")
+    assert names == ["one", "two"]
+    assert seen[0] == ("one", 0, len(CONTENT)) and seen[-1] == ("two", 1, 1)
+    folder = tmp_path / "new" / "folder"
+    assert (folder / "one").read_bytes() == CONTENT
+    assert sorted(os.listdir(folder)) == ["one", "two"]  # nothing else is left
+    assert fetched(known, folder)[0] == []
+    assert len(server.asked) == 2
+
+
+def test_a_wrong_file_that_is_there_is_replaced(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    (tmp_path / "one").write_bytes(CONTENT[:-1])
+    assert fetched(known, tmp_path)[0] == ["one"]
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+def test_a_download_goes_on_where_it_stopped(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    (tmp_path / "one.part").write_bytes(CONTENT[:1000])
+    _, seen = fetched(known, tmp_path)
+    assert server.asked == [("/one", "bytes=1000-")]
+    assert seen[0] == ("one", 1000, len(CONTENT))
+    assert (tmp_path / "one").read_bytes() == CONTENT
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_a_server_that_breaks_off_is_asked_for_the_rest(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    server.break_off_after = [700, 800]
+    fetched(known, tmp_path)
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=700-", "bytes=1500-"]
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+def test_what_came_is_kept_when_a_server_keeps_breaking_off(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    server.break_off_after = [10, 10, 10]
+    with pytest.raises(FetchError, match=r"broke off: 30 of 5,120 bytes came.*goes on"):
+        fetched(known, tmp_path)
+    assert (tmp_path / "one.part").read_bytes() == CONTENT[:30]
+    fetched(known, tmp_path)
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+def test_a_server_that_cannot_resume_sends_all_again(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    server.ranges = False
+    (tmp_path / "one.part").write_bytes(CONTENT[:1000])
+    fetched(known, tmp_path)
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("stale", [b"x" * 100, b"x" * len(CONTENT), b"x" * 9999])
+def test_a_part_of_another_version_is_thrown_away(server, tmp_path, stale):
+    known = dataset(server, one=CONTENT)
+    (tmp_path / "one.part").write_bytes(stale)
+    fetched(known, tmp_path)
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("wrong", [CONTENT[:-1] + b"?", CONTENT + b"more"])
+def test_a_wrong_checksum_is_an_error_and_nothing_is_left(server, tmp_path, wrong):
+    known = dataset(server, one=CONTENT)
+    server.files["/one"] = wrong
+    with pytest.raises(FetchError) as caught:
+        fetched(known, tmp_path)
+    expected = hashlib.sha256(CONTENT).hexdigest()
+    for part in (f"{server.url}one sends", f"expected {expected}", str(tmp_path), "--url"):
+        assert part in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_trouble_that_passes_is_waited_for(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    server.failures = [503, 500]
+    fetched(known, tmp_path)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        ([404], r"answered 404 Not Found for http://127.*one\. Put one \(5,120 bytes\)"),
+        ([500] * 3, "broke off: the server answered 500 Internal Server Error"),
+    ],
+)
+def test_a_server_error_says_what_to_do_by_hand(server, tmp_path, failures, message):
+    known = dataset(server, one=CONTENT)
+    server.failures = failures
+    with pytest.raises(FetchError, match=message) as caught:
+        fetched(known, tmp_path)
+    assert f"into {tmp_path} by hand" in str(caught.value)
+
+
+def test_offline_says_which_file_to_put_where(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    server.close()
+    with pytest.raises(FetchError) as caught:
+        fetched(known, tmp_path)
+    for part in (
+        "Cannot reach",
+        f"{server.url}one",
+        "Put one (5,120 bytes)",
+        str(tmp_path),
+    ):
+        assert part in str(caught.value)
+    (tmp_path / "one").write_bytes(CONTENT)  # by hand
+    assert fetched(known, tmp_path)[0] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    (tmp_path / "one.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        fetched(known, tmp_path)
+
+
+def test_a_connection_that_dies_is_tried_again(server, tmp_path, monkeypatch):
+    known = dataset(server, one=CONTENT)
+    answer, calls = server.answer, []
+
+    def hang_up_first(request):
+        calls.append(request)
+        return answer(request) if len(calls) > 1 else None
+
+    monkeypatch.setattr(server, "answer", hang_up_first)
+    fetched(known, tmp_path)
+    assert (tmp_path / "one").read_bytes() == CONTENT
+
+
+def archive(**members):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as opened:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                info.size = len(content)
+                opened.addfile(info, io.BytesIO(content))
+            else:
+                info.type, info.linkname = content
+                opened.addfile(info)
+    return stream.getvalue()
+
+
+def test_an_archive_is_unpacked_beside_itself(server, tmp_path):
+    packed = archive(**{"batches/a.bin": b"a", "batches/deep/b.bin": b"b"})
+    known = dataset(server, **{"all.tar.gz": packed})
+    fetched(known, tmp_path)
+    assert (tmp_path / "batches" / "a.bin").read_bytes() == b"a"
+    assert (tmp_path / "batches" / "deep" / "b.bin").read_bytes() == b"b"
+    assert sorted(os.listdir(tmp_path)) == ["all.tar.gz", "batches"]
+    (tmp_path / "batches" / "deep" / "b.bin").unlink()
+    (tmp_path / "batches").rename(tmp_path / ".gone")
+    fetched(known, tmp_path)  # the archive is there, and is only unpacked
+    assert (tmp_path / "batches" / "deep" / "b.bin").read_bytes() == b"b"
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("../escaped", b"x"),
+        ("/tmp/escaped", b"x"),
+        ("a/../../escaped", b"x"),
+        ("link", (tarfile.SYMTYPE, "/etc/passwd")),
+        ("hard", (tarfile.LNKTYPE, "/etc/passwd")),
+        ("device", (tarfile.CHRTYPE, "")),
+    ],
+)
+def test_an_archive_cannot_write_outside_its_folder(server, tmp_path, name, content):
+    packed = archive(**{"fine": b"f", name: content})
+    known = dataset(server, **{"all.tar.gz": packed})
+    folder = tmp_path / "inner"
+    with pytest.raises(FetchError, match="not safe to unpack"):
+        fetched(known, folder)
+    assert os.listdir(tmp_path) == ["inner"]
+    assert os.listdir(folder) == ["all.tar.gz"]
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    (tmp_path / "all.tar.gz").write_bytes(archive(a=b"a" * 5000)[:60])
+    with pytest.raises(FetchError, match=r"all\.tar\.gz is a damaged archive"):
+        fetch.unpack(tmp_path / "all.tar.gz", tmp_path)
+    assert os.listdir(tmp_path) == ["all.tar.gz"]
+
+
+# The command
+
+
+@pytest.fixture
+def command(server, tmp_path, monkeypatch, capsys):
+    """Run ``millrace data fetch`` with a data folder of its own; return what it said."""
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as left:
+            main(["data", "fetch", *words])
+        said = capsys.readouterr()
+        return left.value.code, said.out, said.err
+
+    return call
+
+
+def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_path):
+    for file in catalogue.CATALOGUE["mnist"].files:
+        content = (real_data("mnist") / file.name).read_bytes()
+        server.files[f"/mirror/{file.name}"] = content
+    status, out, errors = command("mnist", "--url", f"{server.url}mirror")
+    assert status == 0, errors
+    assert f"mnist is in {tmp_path / 'cache' / 'mnist'}\n" in out
+    assert "millrace cnn train --dataset mnist\n" in out
+    assert "fetching train-images-idx3-ubyte.gz, 9,912,422 bytes\n" in errors
+    images = data.load(
+        CnnConfig(
+            dataset="mnist", accelerator_side_preprocess=True, eight_bit_transfer=True
+        )
+    )
+    assert images.folder == tmp_path / "cache" / "mnist"
+    sources = images.training, images.validation
+    assert verify(sources, catalogue.CATALOGUE["mnist"]) == []
+    status, out, _ = command("mnist", "--url", f"{server.url}mirror")
+    assert (status, len(server.asked)) == (0, 4)
+    assert "was there already" in out
+
+
+@pytest.fixture
+def pebbles(server, monkeypatch):
+    """A data set in the catalogue that a test can afford to download."""
+    known = dataset(server, one=CONTENT)
+    monkeypatch.setattr(catalogue, "CATALOGUE", {"pebbles": known})
+    monkeypatch.setattr("millrace.host.fetch_options.CATALOGUE", {"pebbles": known})
+    monkeypatch.setattr("millrace.host.fetch_command.CATALOGUE", {"pebbles": known})
+    return known
+
+
+def test_another_folder_is_said_to_be_given_again(command, pebbles, tmp_path):
+    status, out, _ = command("pebbles", "--data-dir", str(tmp_path / "mine"))
+    assert status == 0
+    assert f"--dataset-path {tmp_path / 'mine' / 'pebbles'}\n" in out
+    assert (tmp_path / "mine" / "pebbles" / "one").read_bytes() == CONTENT
+
+
+def test_quiet_says_nothing(command, pebbles):
+    assert command("pebbles", "--quiet") == (0, "", "")
+
+
+def test_a_failed_download_is_one_line_and_status_1(command, pebbles, server):
+    server.failures = [404]
+    status, _, errors = command("pebbles", "--quiet")
+    assert status == 1
+    assert errors.startswith("millrace: The server answered 404")
+    assert errors.count("\n") == 1
+
+
+def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
+    from millrace.host.fetch_command import fetch_dataset
+    from millrace.host.fetch_options import FetchConfig
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    fetch_dataset(FetchConfig(name="pebbles", data_dir=tmp_path))
+    assert "one" in capsys.readouterr().err
+    assert (tmp_path / "pebbles" / "one").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "arguments are required: NAME"),
+        (["cifr10"], "Did you mean cifar10?"),
+        (["digits"], "nothing to fetch"),
+        (["imagenet"], "Download ILSVRC2012_img_train.tar"),
+        (["mnist", "--url", "ftp://mirror"], "must start with http"),
+        (["mnist", "--date-dir", "x"], "Did you mean --data-dir?"),
+    ],
+)
+def test_mistakes_are_status_2(command, words, message):
+    status, out, errors = command(*words)
+    assert (status, out) == (2, "")
+    assert message in errors
+
+
+def test_a_missing_data_set_names_the_place_and_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
+    with pytest.raises(catalogue.DatasetNotFound) as caught:
+        data.load(CnnConfig(dataset="cifar10", dataset_path=tmp_path))
+    for part in (
+        str(tmp_path),
+        "cifar-10-binary.tar.gz",
+        "`millrace data fetch cifar10`",
+        str(Path(tmp_path, "cache", "cifar10")),
+    ):
+        assert part in str(caught.value)
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    from millrace.data.cache import data_folder
+
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path))
+    assert data_folder() == tmp_path
+    monkeypatch.delenv("MILLRACE_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert data_folder() == Path("/some/cache/millrace")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert data_folder() == Path.home() / ".cache" / "millrace"
+
+
+def test_the_servers_of_the_catalogue_are_well_formed():
+    for known in catalogue.CATALOGUE.values():
+        if known.url is not None:
+            request = urllib.request.Request(known.url)
+            assert request.type in ("http", "https") and known.url.endswith("/")
