@@ -1,6 +1,7 @@
 """What a pipeline promises besides equal weights: errors, exchange, keys, its state."""
 
 import logging
+import time
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from pipelined import (
 
 from millrace.config import ConfigurationError
 from millrace.host.pipeline_profile import draw_profile, profile_pipeline
-from millrace.nn.layers import dense, stateless
+from millrace.nn.layers import concurrent, dense, flatten, stateless
 from millrace.plan import Plan
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.stages import choose_splits, cut
@@ -242,6 +243,40 @@ def test_a_pipeline_can_be_watched(tmp_path):
     assert 0 < profile.facts["measured_idle"] < 1
     draw_profile(profile, tmp_path / "pipeline.html", "a network")
     assert "measured" in (tmp_path / "pipeline.html").read_text()
+
+
+def test_concurrent_stages_work_side_by_side():
+    """Their branches sleep: serially the two could not overlap at all."""
+
+    def sleep(x):
+        time.sleep(0.05)
+        return np.asarray(x)
+
+    def wait(x):
+        x = jax.lax.stop_gradient(x)  # a sleep has none
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    layers = [
+        flatten("flat"),
+        concurrent("both", [stateless("left", wait)], [stateless("right", wait)]),
+        stateless("join", sum),
+        dense("end", 5),
+    ]
+    program = program_of(
+        layers,
+        pipeline_splits=["both", "join"],
+        device_mapping=[0, [1, 2], 0],
+        pipeline_schedule="sequential",
+    )
+    assert isinstance(program, PipelineProgram)
+    state = program.init(*make_weights(layers))
+    spans = program.measured(state, chunk_for(program))
+    for micro_batch in range(MICRO_BATCHES):
+        left, right = (
+            next(s for s in spans if (s.stage, s.micro_batch) == (stage, micro_batch))
+            for stage in (1, 2)
+        )
+        assert min(left.end, right.end) - max(left.start, right.start) > 0.02
 
 
 def test_nothing_is_to_be_watched_on_one_device():

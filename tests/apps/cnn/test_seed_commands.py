@@ -95,8 +95,28 @@ def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, mon
     assert (opened[0]["name"], opened[0]["tags"]) == ("mill", ["first", "second"])
 
 
-# The pipeline command (--pipeline-splits ... --device-mapping 0 1 2 3
-# --gradient-accumulation-count 8 --recomputation True) belongs here.
+def test_recomputation_in_a_pipeline_of_four_stages(train, cifar):
+    words = (
+        "--model-name cifar_resnet8 --pipeline-splits conv2_block1_post_addition_relu "
+        "conv3_block1_post_addition_relu conv4_block1_post_addition_relu "
+        "--device-mapping 0 1 2 3 --gradient-accumulation-count 8 --recomputation True"
+    )
+    small = ["--dataset-path", str(cifar), "--weight-updates-per-epoch", "1"]
+    small += ["--validation-micro-batch-size", "36"]
+    ended = train(words, *small)
+    assert (ended.status, ended.summary["status"]) == (0, "completed")
+    assert ended.summary["device"]["count"] == 4
+    assert "4 stages, grouped, recomputed" in ended.said
+    assert 0 <= ended.summary["metrics"]["validation_accuracy"] <= 1
+
+
+def test_a_pipeline_wants_twice_as_many_micro_batches_as_stages(train, cifar):
+    words = "--model-name cifar_resnet8 --pipeline-splits conv3_block1_add "
+    words += f"--gradient-accumulation-count 6 --dataset-path {cifar}"
+    ended = train(words)
+    assert ended.status == 2
+    assert "multiple of 4" in ended.said
+    assert "The nearest: 4 or 8" in ended.said
 
 
 @pytest.mark.parametrize(

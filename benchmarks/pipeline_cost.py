@@ -1,0 +1,208 @@
+"""What a pipeline costs beside plain accumulation of the same micro-batches.
+
+On one device (a GPU, say) the stages share it: nothing can overlap, so the ratio is what
+the timetable itself costs. On several (CPU: eight virtual devices of one machine, on
+which nothing can overlap either) the exchange between devices comes on top. The
+un-pipelined program keeps everything, or with recomputation the results of products only;
+the pipeline keeps those (stored) or what enters a stage (recomputed).
+
+The cost of a tick beyond its work is measured with a network that has next to none.
+
+Target: at most 1.4 times the un-pipelined program with recomputation on both sides; on
+one GPU at most 1.05 times for the best schedule of two stages on it.
+"""
+
+import os
+import statistics
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+import optax
+from reporting import (
+    Result,
+    add_sizes,
+    interleave,
+    on_gpu,
+    paired_ratio,
+    parser,
+    publish,
+    seconds,
+    spread,
+)
+
+import millrace as mr
+from millrace.apps.cnn import models
+from millrace.nn.layered_loss import LayeredLoss
+from millrace.nn.layers import init_layers
+from millrace.nn.losses import cross_entropy
+from millrace.nn.norms import batch_norm
+from millrace.schedule.table import build_table, place_stages
+
+_SCHEDULES = ("grouped", "interleaved", "sequential")
+_CPU = {"micro_batch": 16, "pixels": 32, "accumulation": 8, "updates": 1}
+_GPU = {"micro_batch": 64, "pixels": 224, "accumulation": 4, "updates": 4}
+
+
+def loss_of(model_name: str) -> LayeredLoss:
+    """Make a classifier's loss, its images sent as bytes."""
+
+    def inputs(batch: Any, key: Any) -> Any:
+        del key
+        image = batch["image"].astype(np.float32) / 127 - 1
+        return image.astype(jax.numpy.bfloat16 if on_gpu() else np.float32)
+
+    def outputs(logits: Any, batch: Any) -> Any:
+        return cross_entropy(logits, batch["label"]).mean(), {}
+
+    return LayeredLoss(models.build(model_name, 10, batch_norm), inputs, outputs)
+
+
+class Variant:
+    """One plan's program with its state and a chunk of batches."""
+
+    def __init__(self, loss: LayeredLoss, sizes: dict[str, int], **plan: Any) -> None:
+        half = {"precision": "16.32"} if on_gpu() else {}
+        self._plan = mr.Plan(
+            micro_batch_size=sizes["micro_batch"],
+            gradient_accumulation_count=sizes["accumulation"],
+            **half,
+            **plan,
+        )
+        self._program = mr.training_program(loss, optax.sgd(0.01, momentum=0.9), self._plan)
+        pixels, batch = sizes["pixels"], sizes["micro_batch"]
+        example = np.zeros((1, pixels, pixels, 3), np.float32)
+        params, carried = init_layers(loss.layers, jax.random.key(0), example)
+        self._state = self._program.init(params, carried)
+        rng = np.random.default_rng(0)
+        elements = sizes["updates"] * sizes["accumulation"]
+        self._chunk = jax.device_put(
+            {
+                "image": rng.integers(
+                    0, 256, (elements, batch, pixels, pixels, 3), np.uint8
+                ),
+                "label": rng.integers(0, 10, (elements, batch), np.int32),
+            },
+            self._program.chunk_sharding,
+        )
+        self._updates = sizes["updates"]
+
+    def seconds_per_update(self) -> float:
+        """Make the chunk's updates once."""
+
+        def run() -> Any:
+            self._state, info = self._program.run(self._state, self._chunk)
+            return info
+
+        return seconds(run) / self._updates
+
+    def memory(self) -> int:
+        """Bytes that the program needs on a device beside its arguments."""
+        (compiled,) = self._program._compiled.values()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+
+def measure(
+    model: str, splits: list[str], mapping: list[int] | None, sizes: dict, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Time plain accumulation and every schedule, stored and recomputed, in turn."""
+    loss = loss_of(model)
+    variants = {
+        f"plain, {how}": Variant(loss, sizes, recomputation=again)
+        for how, again in (("stored", False), ("recomputed", True))
+    }
+    for schedule in _SCHEDULES:
+        for how, again in (("stored", False), ("recomputed", True)):
+            variants[f"{schedule}, {how}"] = Variant(
+                loss,
+                sizes,
+                recomputation=again,
+                pipeline_splits=splits,
+                device_mapping=mapping,
+                pipeline_schedule=schedule,
+            )
+    times = interleave({n: v.seconds_per_update for n, v in variants.items()}, rounds)
+    return times, {name: variant.memory() for name, variant in variants.items()}
+
+
+def tick_cost(mapping: list[int] | None, rounds: int) -> float:
+    """Seconds per tick of a network with next to no work, above plain accumulation."""
+    sizes = {"micro_batch": 1, "pixels": 32, "accumulation": 32, "updates": 4}
+    splits = ["conv2d_1"]
+    loss = loss_of("toy_model")
+    variants = {
+        "plain": Variant(loss, sizes, recomputation=True),
+        "pipeline": Variant(
+            loss,
+            sizes,
+            recomputation=True,
+            pipeline_splits=splits,
+            device_mapping=mapping,
+            pipeline_schedule="interleaved",
+        ),
+    }
+    times = interleave({n: v.seconds_per_update for n, v in variants.items()}, rounds)
+    ticks = len(build_table("interleaved", place_stages([1, 1], mapping), 32).ticks)
+    extra = statistics.median(times["pipeline"]) - statistics.median(times["plain"])
+    return extra / ticks
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--model", default="resnet50" if on_gpu() else "cifar_resnet20")
+    options.add_argument("--splits", nargs="+")
+    options.add_argument("--device-mapping", type=int, nargs="+")
+    add_sizes(options, _GPU if on_gpu() else _CPU)
+    args = options.parse_args()
+    splits = args.splits or (
+        ["conv4_block1_out"]
+        if "cifar" not in args.model
+        else [f"conv{s}_block{b}_post_addition_relu" for s, b in ((2, 2), (3, 1), (3, 3))]
+    )
+    mapping = args.device_mapping or ([0] * (len(splits) + 1) if on_gpu() else None)
+    sizes = {name: getattr(args, name) for name in _CPU}
+    times, memory = measure(args.model, splits, mapping, sizes, args.rounds)
+    tick = tick_cost([0, 0] if on_gpu() else None, args.rounds)
+    plain = [n for n in times if n.startswith("plain")]
+    rows = [
+        {
+            "program": name,
+            "ms per update": spread(values, 1e3, 1),
+            **{f"/ {n}": f"{paired_ratio(values, times[n]):.3f}" for n in plain},
+            "temporary MiB per device": f"{memory[name] / 2**20:,.1f}",
+        }
+        for name, values in times.items()
+    ]
+    ratios = [
+        paired_ratio(times[f"{s}, recomputed"], times["plain, recomputed"])
+        for s in _SCHEDULES
+    ]
+    best = min(
+        paired_ratio(v, times["plain, stored"])
+        for n, v in times.items()
+        if not n.startswith("plain")
+    )
+    publish(
+        Result(
+            name="pipeline_cost",
+            table=rows,
+            ratio_name="best schedule / plain, stored"
+            if on_gpu()
+            else "slowest schedule / plain, both recomputed",
+            ratio=best if on_gpu() else max(ratios),
+            target=1.05 if on_gpu() else 1.4,
+            at_least=False,
+            explanation=f"A tick costs {1e6 * tick:.0f} us beyond its stages' work "
+            f"(toy_model, two stages, interleaved). {args.model}, stages at "
+            f"{', '.join(splits)}, mapping {mapping or 'one device each'}, {sizes}.",
+            numbers={"seconds": times, "temporary_bytes": memory, "tick_seconds": tick},
+        ),
+        args,
+    )
+
+
+if __name__ == "__main__":
+    main()

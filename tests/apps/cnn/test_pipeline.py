@@ -1,0 +1,69 @@
+"""Pipelines from the command line: resumed, validated, watched."""
+
+import json
+import shutil
+
+import pytest
+
+from millrace.cli import main
+
+PIPELINE = [
+    *("--dataset", "digits", "--micro-batch-size", "8", "--num-epochs", "2"),
+    *("--gradient-accumulation-count", "4", "--weight-updates-per-epoch", "3"),
+    *("--pipeline-splits", "conv2", "--validation-micro-batch-size", "36"),
+]
+
+
+def train(*words):
+    with pytest.raises(SystemExit) as left:
+        main(["cnn", "train", *PIPELINE, *words])
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pipeline") / "run"
+    assert train("--run-dir", str(path), "--profile-pipeline") == 0
+    return path
+
+
+def events(run):
+    return [
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if k not in ("time", "samples_per_second")
+        }
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    newest = max((other / "checkpoints").glob("update-*"))
+    assert newest.name.endswith("6")
+    shutil.rmtree(newest)
+    assert train("--run-dir", str(other), "--profile-pipeline", "--resume") == 0
+    assert events(other) == events(run)
+    assert events(run)[-1]["update"] == 6
+
+
+def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
+    """They can be validated without a pipeline, with the same result."""
+    words = ["--training", "False", "--checkpoint-dir", str(run), "--validate", "last"]
+    alone = tmp_path / "alone"
+    with pytest.raises(SystemExit) as left:
+        main(["cnn", "train", "--dataset", "digits", *words, "--run-dir", str(alone)])
+    assert left.value.code == 0
+    found = json.loads((alone / "summary.json").read_text())["metrics"]
+    before = json.loads((run / "summary.json").read_text())["metrics"]
+    assert found["validation_accuracy"] == before["validation_accuracy"]
+    assert found["validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-5)
+
+
+def test_a_watched_pipeline_is_drawn_and_told_of(run):
+    assert "predicted" in (run / "pipeline.html").read_text()
+    facts = json.loads((run / "summary.json").read_text())["pipeline"]
+    assert len(facts["forward_seconds"]) == 2
+    assert facts["measured_seconds"] > 0
