@@ -1,15 +1,17 @@
 """What a pipeline costs beside plain accumulation of the same micro-batches.
 
-On one device (a GPU, say) the stages share it: nothing can overlap, so the ratio is what
-the timetable itself costs. On several (CPU: eight virtual devices of one machine, on
-which nothing can overlap either) the exchange between devices comes on top. The
-un-pipelined program keeps everything, or with recomputation the results of products only;
-the pipeline keeps those (stored) or what enters a stage (recomputed).
+On a CPU: stages on virtual devices of one machine, on which nothing can overlap, so the
+ratio is what the timetable and the exchange between devices cost. The un-pipelined
+program keeps everything, or with recomputation the results of products only; the pipeline
+keeps those (stored) or what enters a stage (recomputed).
+
+On a GPU: two stages on the one device there is, as a plan makes them (the plain loop,
+stage by stage), and forced through the timetable as if there were more.
 
 The cost of a tick beyond its work is measured with a network that has next to none.
 
-Target: at most 1.4 times the un-pipelined program with recomputation on both sides; on
-one GPU at most 1.05 times for the best schedule of two stages on it.
+Target: on a CPU at most 1.4 times the un-pipelined program with recomputation on both
+sides; on a GPU at most 1.05 times for two stages on it, both stored.
 """
 
 import os
@@ -39,9 +41,12 @@ from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import init_layers
 from millrace.nn.losses import cross_entropy
 from millrace.nn.norms import batch_norm
+from millrace.program.pipeline_program import PipelineProgram
+from millrace.program.step import Step
 from millrace.schedule.table import build_table, place_stages
 
 _SCHEDULES = ("grouped", "interleaved", "sequential")
+_GPU_SCHEDULES = {"one after the other": "grouped", "timetable, grouped": "grouped"}
 _CPU = {"micro_batch": 16, "pixels": 32, "accumulation": 8, "updates": 1}
 _GPU = {"micro_batch": 64, "pixels": 224, "accumulation": 4, "updates": 4}
 
@@ -63,7 +68,14 @@ def loss_of(model_name: str) -> LayeredLoss:
 class Variant:
     """One plan's program with its state and a chunk of batches."""
 
-    def __init__(self, loss: LayeredLoss, sizes: dict[str, int], **plan: Any) -> None:
+    def __init__(
+        self,
+        loss: LayeredLoss,
+        sizes: dict[str, int],
+        *,
+        forced: bool = False,
+        **plan: Any,
+    ) -> None:
         half = {"precision": "16.32"} if on_gpu() else {}
         self._plan = mr.Plan(
             micro_batch_size=sizes["micro_batch"],
@@ -71,7 +83,12 @@ class Variant:
             **half,
             **plan,
         )
-        self._program = mr.training_program(loss, optax.sgd(0.01, momentum=0.9), self._plan)
+        optimiser = optax.sgd(0.01, momentum=0.9)
+        self._program = (
+            PipelineProgram(Step(loss, optimiser, self._plan), None)
+            if forced  # follow the timetable even where all stages share a device
+            else mr.training_program(loss, optimiser, self._plan)
+        )
         pixels, batch = sizes["pixels"], sizes["micro_batch"]
         example = np.zeros((1, pixels, pixels, 3), np.float32)
         params, carried = init_layers(loss.layers, jax.random.key(0), example)
@@ -113,15 +130,16 @@ def measure(
         f"plain, {how}": Variant(loss, sizes, recomputation=again)
         for how, again in (("stored", False), ("recomputed", True))
     }
-    for schedule in _SCHEDULES:
-        for how, again in (("stored", False), ("recomputed", True)):
+    for how, again in (("stored", False), ("recomputed", True)):
+        for schedule in _GPU_SCHEDULES if on_gpu() else _SCHEDULES:
             variants[f"{schedule}, {how}"] = Variant(
                 loss,
                 sizes,
+                forced=on_gpu() and schedule != "one after the other",
                 recomputation=again,
                 pipeline_splits=splits,
                 device_mapping=mapping,
-                pipeline_schedule=schedule,
+                pipeline_schedule=_GPU_SCHEDULES.get(schedule, schedule),
             )
     times = interleave({n: v.seconds_per_update for n, v in variants.items()}, rounds)
     return times, {name: variant.memory() for name, variant in variants.items()}
@@ -137,6 +155,7 @@ def tick_cost(mapping: list[int] | None, rounds: int) -> float:
         "pipeline": Variant(
             loss,
             sizes,
+            forced=True,
             recomputation=True,
             pipeline_splits=splits,
             device_mapping=mapping,
@@ -176,23 +195,20 @@ def main() -> None:
         }
         for name, values in times.items()
     ]
-    ratios = [
-        paired_ratio(times[f"{s}, recomputed"], times["plain, recomputed"])
-        for s in _SCHEDULES
-    ]
-    best = min(
-        paired_ratio(v, times["plain, stored"])
-        for n, v in times.items()
-        if not n.startswith("plain")
+    compared = (
+        ("one after the other, stored", "plain, stored")
+        if on_gpu()
+        else max(
+            ((f"{schedule}, recomputed", "plain, recomputed") for schedule in _SCHEDULES),
+            key=lambda pair: paired_ratio(times[pair[0]], times[pair[1]]),
+        )
     )
     publish(
         Result(
             name="pipeline_cost",
             table=rows,
-            ratio_name="best schedule / plain, stored"
-            if on_gpu()
-            else "slowest schedule / plain, both recomputed",
-            ratio=best if on_gpu() else max(ratios),
+            ratio_name=" / ".join(compared),
+            ratio=paired_ratio(times[compared[0]], times[compared[1]]),
             target=1.05 if on_gpu() else 1.4,
             at_least=False,
             explanation=f"A tick costs {1e6 * tick:.0f} us beyond its stages' work "

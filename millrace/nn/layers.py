@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from millrace.nn import pooling
 from millrace.nn.convolution import check_groups, conv2d
 
 Tree = dict[str, Any]
@@ -228,20 +228,11 @@ def global_average_pool(name: str) -> Layer:
     return stateless(name, lambda x: x.mean((1, 2), dtype=jnp.float32).astype(x.dtype))
 
 
-def max_pool(name: str, window: int, strides: int, padding: Any = "VALID") -> Layer:
-    """The largest value in each window."""
-
-    def pool(x: jax.Array) -> jax.Array:
-        return lax.reduce_window(
-            x,
-            -jnp.inf,  # a plain number: with an array, a traced maximum has no gradient
-            lax.max,
-            (1, window, window, 1),
-            (1, strides, strides, 1),
-            padding,
-        )
-
-    return stateless(name, pool)
+def max_pool(
+    name: str, window: int, strides: int, pads: Sequence[Any] = ((0, 0), (0, 0))
+) -> Layer:
+    """The largest value in each window; `pads` are (before, after) for height and width."""
+    return stateless(name, lambda x: pooling.max_pool(x, window, strides, pads))
 
 
 def dropout(name: str, rate: float) -> Layer:

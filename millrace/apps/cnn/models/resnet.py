@@ -66,7 +66,7 @@ def resnet(
         layers.conv("conv1_conv", 64, 7, strides=2, padding=((3, 3), (3, 3))),
         norm("conv1_bn"),
         layers.relu("conv1_relu"),
-        layers.max_pool("pool1_pool", 3, 2, padding=((0, 0), (1, 1), (1, 1), (0, 0))),
+        layers.max_pool("pool1_pool", 3, 2, pads=((1, 1), (1, 1))),
     ]
     block_of = _bottleneck_block if bottleneck else _basic_block
     stacks = zip(_IMAGENET_WIDTHS, num_blocks, strict=True)
