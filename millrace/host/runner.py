@@ -136,6 +136,10 @@ class Runner:
             self._infeed.close()
         return RunResult(state, done < total, self.progress())
 
+    def stop(self) -> None:
+        """Ask for the end after the execution under way; a checkpoint is saved there."""
+        self._stop_requested = True
+
     def progress(self) -> dict[str, Any]:
         """Say how far the run has come: what ``summary.json`` reports, whatever the end."""
         done = self._drained
@@ -170,6 +174,7 @@ class Runner:
     ) -> tuple[TrainState, int]:
         self._throughput.start()
         micro_batches = self._program.plan.batching.gradient_accumulation_count
+        first_end = done + self._schedule.updates_per_execution
         while done < self._schedule.total_updates and not self._stop_requested:
             for number, capacity in enumerate(capacities, 1):
                 state, info = self._program.run(state, self._chunk(capacities))
@@ -178,6 +183,10 @@ class Runner:
                 self._pending.append((updates, number == len(capacities), info))
                 while len(self._pending) >= MAX_IN_FLIGHT:
                     self._drain()
+            if done == first_end:
+                # Speed counts from here, so nothing may be under way: a GPU's call comes
+                # back to us only when most of its work is done.
+                self._drain_all()
             self._between_executions(state, done)
         self._drain_all()
         if self._stop_requested:  # maybe after the last look at it in the loop

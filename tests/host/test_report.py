@@ -100,6 +100,13 @@ def test_a_report_says_how_the_run_ended_and_what_came_of_it(directory):
         assert words in page.text
 
 
+def test_a_report_says_how_long_training_took_where_that_was_measured(directory):
+    page, _ = report(directory, time_to_train_seconds=306.6)
+    assert "time to train 5.11 minutes" in page.text
+    page, _ = report(directory)
+    assert "time to train" not in page.text
+
+
 def test_every_metric_has_a_curve_through_its_points(directory):
     page, text = report(directory)
     assert page.tags.count("svg") == 2
