@@ -26,6 +26,9 @@ class LayeredLoss:
     example: Any = None
     """Arrays or shapes like a batch of a few samples: what the layers cost is worked out
     from it, to choose a pipeline's stages or to judge those chosen."""
+    targets: Callable[[Any, jax.Array], Any] = lambda batch, key: batch
+    """``(batch, key) -> batch`` as `outputs` should see it: `inputs` is given the same key,
+    so that what is done at random to the samples can be done to their labels."""
 
     def __call__(
         self, params: Tree, carried: Tree, batch: Any, key: jax.Array
@@ -33,5 +36,5 @@ class LayeredLoss:
         """Return the loss over a batch, the new carried values and info."""
         x = self.inputs(batch, key)
         y, carried = apply_layers(self.layers, params, carried, x, training=True, key=key)
-        loss, info = self.outputs(y, batch)
+        loss, info = self.outputs(y, self.targets(batch, key))
         return loss, (carried, info)

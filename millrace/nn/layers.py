@@ -6,7 +6,7 @@ can be split before any layer and a checkpoint can be read by eye.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,17 +139,19 @@ def conv(
     padding: Any = "SAME",
     groups: int = 1,
     bias: bool = False,
+    fan: Literal["in", "out"] = "in",
 ) -> Layer:
     """A convolution; weights drawn from He's normal distribution.
 
     `groups` are of channels, see ``conv2d``; as many as there are is a depthwise one.
+    `fan` says of which values the spread is kept: those that go in, or come out.
     """
     size = (kernel, kernel) if isinstance(kernel, int) else kernel
 
     def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
         check_groups(x.shape[-1], features, groups)
         shape = (*size, x.shape[-1] // groups, features)
-        params = {"kernel": _he_normal(key, shape)}
+        params = {"kernel": _he_normal(key, shape, fan)}
         if bias:
             params["bias"] = jnp.zeros(features)
         return params, {}
@@ -235,8 +237,12 @@ def max_pool(
     return stateless(name, lambda x: pooling.max_pool(x, window, strides, pads))
 
 
-def dropout(name: str, rate: float) -> Layer:
-    """Set a part of the values to zero while training, and scale up the rest."""
+def dropout(name: str, rate: float, *, whole_samples: bool = False) -> Layer:
+    """Set a part of the values to zero while training, and scale up the rest.
+
+    With `whole_samples`, all values of a sample or none: at the end of a residual branch,
+    the branch is then left out for some samples (drop connect, or stochastic depth).
+    """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout rate must be at least 0 and below 1, got {rate}.")
 
@@ -246,7 +252,8 @@ def dropout(name: str, rate: float) -> Layer:
             return x, {}
         if call.key is None:
             raise ValueError(f"Layer {name} drops values at random: pass a key.")
-        kept = jax.random.bernoulli(call.key, 1 - rate, x.shape)
+        shape = (x.shape[0], *(1,) * (x.ndim - 1)) if whole_samples else x.shape
+        kept = jax.random.bernoulli(call.key, 1 - rate, shape)
         return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype), {}
 
     return Layer(name, lambda key, x: ({}, {}), apply)
@@ -257,9 +264,9 @@ def num_parameters(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _he_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    fan_in = shape[0] * shape[1] * shape[2]
-    return jax.random.truncated_normal(key, -2, 2, shape) * (2 / fan_in) ** 0.5 / 0.88
+def _he_normal(key: jax.Array, shape: tuple[int, ...], fan: str) -> jax.Array:
+    count = shape[0] * shape[1] * shape[2 if fan == "in" else 3]
+    return jax.random.truncated_normal(key, -2, 2, shape) * (2 / count) ** 0.5 / 0.88
 
 
 def _layer_key(key: jax.Array, name: str) -> jax.Array:

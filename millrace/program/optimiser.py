@@ -30,17 +30,19 @@ def build_optimiser(
     learning_rate: optax.Schedule,
     weight_decay: float = 0.0,
     l2_regularization: float = 0.0,
+    decay_kernels_only: bool = False,
     global_batch_size: int | None = None,
 ) -> optax.GradientTransformation:
     """Make an optimiser from its name and its parameters, no key more or less.
 
     - sgd: ``momentum``.
     - lars: ``momentum``, ``weight_decay``, ``eeta`` and ``epsilon``; see `_lars`.
-    - rmsprop: ``momentum``, ``base_decay_exponent`` and ``epsilon``; see `_rmsprop`.
+    - rmsprop: ``momentum``, ``base_decay_exponent``, ``epsilon``, and if it is not 0
+      ``initial_accumulator``; see `_rmsprop`.
 
     Where an update of the optimiser is ``-lr O(g)``, L2 regularisation makes it
     ``-lr O(g + l2 w)`` and weight decay ``-lr (O(g) + decay w)``. Both reach every
-    variable, biases and norms included. A momentum of 0 keeps no velocity.
+    variable, biases and norms included unless told. A momentum of 0 keeps no velocity.
 
     Args:
         name: sgd, lars or rmsprop.
@@ -49,19 +51,35 @@ def build_optimiser(
         weight_decay: Decoupled: taken off the weights beside any velocity, in
             proportion to the learning rate.
         l2_regularization: Added to the gradient before anything else looks at it.
+        decay_kernels_only: Neither of the two reaches what is named bias or scale.
         global_batch_size: Samples per update; rmsprop's decay depends on it.
     """
     decay = number("--weight-decay", weight_decay)
     l2 = number("--l2-regularization", l2_regularization)
     kind = one_of("--optimizer", name, _KINDS)
-    check_keys(f"{_OPTION} of {name}", params, kind.keys)
+    check_keys(
+        f"{_OPTION} of {name}",
+        {key: value for key, value in params.items() if key not in kind.optional},
+        kind.keys,
+    )
+    chosen = _are_kernels if decay_kernels_only else None
     return optax.chain(
-        optax.add_decayed_weights(l2),
+        optax.add_decayed_weights(l2, chosen),
         kind.make(params, learning_rate, global_batch_size),
         optax.add_decayed_weights(
-            (lambda count: -decay * learning_rate(count)) if decay else 0.0
+            (lambda count: -decay * learning_rate(count)) if decay else 0.0, chosen
         ),
     )
+
+
+def _are_kernels(params: Any) -> Any:
+    """Tell of each variable whether it is neither a bias nor a norm's scale."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not _is_plain(path), params)
+
+
+def _is_plain(path: Any) -> bool:
+    name = path_name(path[-1:])
+    return any(part in name for part in _NEITHER_SCALED_NOR_DECAYED)
 
 
 def _sgd(
@@ -91,7 +109,7 @@ def _lars(
     momentum = _momentum(params)
 
     def adapt(path: Any, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        if any(part in path_name(path[-1:]) for part in _NEITHER_SCALED_NOR_DECAYED):
+        if _is_plain(path):
             return gradient
         size, slope = jnp.linalg.norm(weight), jnp.linalg.norm(gradient)
         ratio = eeta * size / (slope + weight_decay * size + epsilon)
@@ -118,7 +136,8 @@ def _rmsprop(
 
     The references differ. Epsilon is inside the root in TF1 and in Keras with momentum,
     and here always; Keras without momentum and PyTorch add it outside. ``m`` starts at
-    0, as in Keras; in TF1 it starts at 1, which makes the first steps smaller.
+    ``initial_accumulator``: 0, as in Keras, unless given; in TF1 it is 1, which makes the
+    first steps smaller.
     """
     exponent = _number(params, "base_decay_exponent", at_least=-math.inf)
     epsilon = _number(params, "epsilon")
@@ -140,7 +159,7 @@ def _rmsprop(
         decay=1.0 - 2.0**exponent * global_batch_size,
         eps=epsilon,
         eps_in_sqrt=True,
-        initial_scale=0.0,
+        initial_scale=_number(params, "initial_accumulator", default=0.0),
         momentum=_momentum(params),
     )
 
@@ -150,12 +169,15 @@ class _Kind(NamedTuple):
         [Mapping[str, Any], optax.Schedule, int | None], optax.GradientTransformation
     ]
     keys: tuple[str, ...]
+    optional: tuple[str, ...] = ()
 
 
 _KINDS = {
     "sgd": _Kind(_sgd, ("momentum",)),
     "lars": _Kind(_lars, ("momentum", "weight_decay", "eeta", "epsilon")),
-    "rmsprop": _Kind(_rmsprop, ("momentum", "base_decay_exponent", "epsilon")),
+    "rmsprop": _Kind(
+        _rmsprop, ("momentum", "base_decay_exponent", "epsilon"), ("initial_accumulator",)
+    ),
 }
 
 
@@ -164,5 +186,7 @@ def _momentum(params: Mapping[str, Any]) -> float | None:
     return _number(params, "momentum", below=1.0) or None
 
 
-def _number(params: Mapping[str, Any], key: str, **limits: float) -> float:
-    return number(f"{_OPTION}: {key}", params[key], **limits)
+def _number(
+    params: Mapping[str, Any], key: str, default: float | None = None, **limits: float
+) -> float:
+    return number(f"{_OPTION}: {key}", params.get(key, default), **limits)

@@ -22,7 +22,7 @@ from millrace.program import step as steps
 from millrace.program.accumulate import add_gradient
 from millrace.program.arrangement import Arrangement
 from millrace.program.packing import Buffers, Layout
-from millrace.program.replicas import REPLICA_AXIS, STAGE_AXIS
+from millrace.program.replicas import REPLICA_AXIS, STAGE_AXIS, sum_over_replicas
 from millrace.program.routes import Routes
 from millrace.program.step import Step, TrainState
 
@@ -166,7 +166,8 @@ class Pipeline:
             changes = steps.contribution(modes, carried, new)
             if not last:
                 return y, (changes, {})
-            loss, _, info = steps.unpacked(_regrouped(self._loss.outputs(y, batch)))
+            returned = self._loss.outputs(y, self._loss.targets(batch, key))
+            loss, _, info = steps.unpacked(_regrouped(returned))
             info = steps.checked_info(info, step.watch) | {"loss": loss}
             return loss, (changes, info)
 
@@ -266,7 +267,7 @@ class Pipeline:
     def _exchanged(self, sums: Sums) -> Sums:
         """Sum over replicas; reports come from one stage, so they are summed over all."""
         plan = self._step.plan
-        gradients, carried, info = lax.psum(tuple(sums), REPLICA_AXIS)
+        gradients, carried, info = sum_over_replicas(tuple(sums), plan.num_replicas)
         info = lax.psum(info, STAGE_AXIS)
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
         info = {name: value / count for name, value in info.items()}

@@ -58,7 +58,7 @@ class StagedLoss:
                 outputs.append(y)
                 new |= changed
             x = tuple(outputs) if len(group) > 1 else outputs[0]
-        value, info = self._loss.outputs(x, batch)
+        value, info = self._loss.outputs(x, self._loss.targets(batch, key))
         return value, (new, info)
 
     def _runner(self, stage: int) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
         dtype=plan.gradient_accumulation_dtype,
         reduction=plan.gradient_accumulation_reduction,
     )
-    gradients, contributions, info = sum_over_replicas(tuple(gathered))
+    gradients, contributions, info = sum_over_replicas(tuple(gathered), plan.num_replicas)
     gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
     micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
     carried = combined(modes, state.carried, contributions, micro_batches)
