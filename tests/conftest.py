@@ -1,6 +1,8 @@
 """Hostile settings: eight virtual devices, and every warning an error."""
 
 import os
+import shutil
+import tempfile
 
 # Before JAX is imported: the device count cannot be changed afterwards.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -11,3 +13,18 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Many commands compile the same programs: once in a session is enough, for all of its
+# processes. The first to come here, of which the others inherit the setting, cleans up.
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+_made = None if _CACHE in os.environ else tempfile.mkdtemp(prefix="millrace-tests-")
+if _made is not None:
+    os.environ[_CACHE] = _made
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing behind."""
+    if _made is not None:
+        shutil.rmtree(_made, ignore_errors=True)

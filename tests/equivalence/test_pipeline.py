@@ -101,7 +101,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss_scale", "half_weights", "dynamic"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("running_mean", "own_types", "half_compute")
+        ),
+    ],
+)
 def test_the_plans_other_options_work_in_a_pipeline(name):
     options = OPTIONS[name]
     pipeline = {"pipeline_splits": SPLITS, "pipeline_schedule": "interleaved"}
@@ -116,8 +125,8 @@ def test_the_plans_other_options_work_in_a_pipeline(name):
     [
         ([0, [1, 2], 0], "grouped"),
         ([0, [0, 1], 1], "interleaved"),
-        ([0, [1, 1], 2], "sequential"),
-        ([0, 1, 0], "interleaved"),
+        pytest.param([0, [1, 1], 2], "sequential", marks=pytest.mark.slow),
+        pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, [1, 2], 0], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, [1, 2], 0], "sequential", marks=pytest.mark.slow),
         pytest.param([0, [0, 1], 1], "grouped", marks=pytest.mark.slow),

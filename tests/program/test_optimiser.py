@@ -97,7 +97,8 @@ def lars(params, name, w, g, lr, memory):
 def rmsprop(params, name, w, g, lr, memory):
     del name
     rho = 1 - 2 ** params["base_decay_exponent"] * BATCH
-    m = memory["m"] = rho * memory.get("m", 0.0) + (1 - rho) * g**2
+    start = params.get("initial_accumulator", 0.0)
+    m = memory["m"] = rho * memory.get("m", start) + (1 - rho) * g**2
     step = lr * g / np.sqrt(m + params["epsilon"])
     v = memory["v"] = params["momentum"] * memory.get("v", 0.0) + step
     return v
@@ -159,6 +160,22 @@ def test_decay_and_l2_take_a_tenth_of_a_weight_that_has_no_gradient():
     for options in ({"weight_decay": 0.1}, {"l2_regularization": 0.1}):
         plain = make("sgd", {"momentum": 0}, learning_rate=lambda count: 1.0, **options)
         np.testing.assert_allclose(train(plain, weights, [zeros])["w"], 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "l2_regularization"])
+def test_decay_can_leave_biases_and_norms_alone(option):
+    options = {option: 0.1, "decay_kernels_only": True}
+    found = train(make("rmsprop", **options), random_tree(0), gradients())
+    short = {"weight_decay": "decay", "l2_regularization": "l2"}[option]
+    decayed, plain = (
+        oracle(rmsprop, RMSPROP, random_tree(0), gradients(), **{short: amount})
+        for amount in (0.1, 0.0)
+    )
+    expected = {
+        layer: {n: (decayed if n == "kernel" else plain)[layer][n] for n in variables}
+        for layer, variables in SHAPES.items()
+    }
+    assert_close(found, expected)
 
 
 def test_decay_and_l2_are_the_same_without_momentum_and_differ_with_it():
@@ -266,6 +283,12 @@ def test_rmsprop_remembers_the_same_number_of_samples_whatever_the_batch():
     np.testing.assert_allclose(state[4 * BATCH], 4 * state[BATCH], rtol=1e-6)
 
 
+def test_rmsprop_may_start_from_ones_as_tensorflow_1_does():
+    params = RMSPROP | {"initial_accumulator": 1.0}
+    found = train(make("rmsprop", params), random_tree(0), gradients())
+    assert_close(found, oracle(rmsprop, params, random_tree(0), gradients()))
+
+
 def test_rmsprop_stands_still_where_the_gradient_is_always_zero():
     weights, zeros = {"kernel": np.ones(3)}, {"kernel": np.zeros(3)}
     found = train(make("rmsprop"), weights, [zeros] * 3)["kernel"]
@@ -286,7 +309,12 @@ def test_the_state_holds_nothing_that_is_not_used(name):
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
-    optimiser = make(name, weight_decay=0.1, l2_regularization=0.2)
+    optimiser = make(
+        name,
+        weight_decay=0.1,
+        l2_regularization=0.2,
+        decay_kernels_only=name == "rmsprop",
+    )
     program = training_program(loss_fn, optimiser, Plan(micro_batch_size=GLOBAL_BATCH))
     state = program.init(make_params(), make_carried())
     owned = {position: 1 << 30 for position in offload._owned_positions(state)}
@@ -305,7 +333,13 @@ def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
     rate = learning_rate_schedule(
         "stepped", steps, global_batch_size=BATCH, updates_per_epoch=1
     )
-    optimiser = make(name, learning_rate=rate, weight_decay=0.01, l2_regularization=0.02)
+    optimiser = make(
+        name,
+        learning_rate=rate,
+        weight_decay=0.01,
+        l2_regularization=0.02,
+        decay_kernels_only=name == "rmsprop",
+    )
     expected, _, _ = plain_loop(optimiser, make_data())
     assert largest_difference(expected, make_params()) > 1e-2
     for offloading in (False, True):

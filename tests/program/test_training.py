@@ -151,7 +151,7 @@ def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
         jaxpr = jax.make_jaxpr(lambda s, g, step=step: offload.steps.apply(step, s, g))(
             state, gathered
         )
-        groups = offload._split(offload._needed_inputs(jaxpr), owned)
+        groups = offload._split(offload.needed_inputs(jaxpr), owned)
         with_weights = [g for g in groups if set(g) & set(owned)]
         assert len(with_weights) == expected
 
