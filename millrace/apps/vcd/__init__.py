@@ -1,0 +1,1 @@
+"""VCD: a variational autoencoder whose posterior is refined by Markov chains."""

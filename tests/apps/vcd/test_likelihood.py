@@ -1,0 +1,92 @@
+"""Importance sampling against likelihoods that are known exactly."""
+
+import jax
+import jax.numpy as jnp
+import linear_gaussian as exact
+import numpy as np
+import pytest
+
+from millrace.apps.vcd.data import BinaryPictures, binarise
+from millrace.apps.vcd.likelihood import PROPOSALS, add_groups, log_likelihoods, proposals
+from millrace.apps.vcd.model import Gaussian, init_params
+from millrace.apps.vcd.options import TestOptions
+from millrace.apps.vcd.sampler import HmcSettings
+
+OPTIONS = TestOptions(
+    num_importance_samples=3000,
+    importance_group_size=100,
+    test_micro_batch_size=4,
+    num_test_burn_in_steps=60,
+    num_test_hmc_steps=200,
+    test_step_size=0.3,
+)
+
+
+def some_pictures(count, shape=(2, 3)) -> BinaryPictures:
+    drawn = np.random.default_rng(0).integers(0, 2, (count, *shape, 1))
+    return binarise(drawn.astype(np.uint8), 0)
+
+
+def test_it_agrees_with_the_exact_likelihood_of_a_linear_model():
+    encoder = {"mean": jnp.full((4, 2), 0.2), "std": jnp.full((4, 2), 0.8)}
+    params = {"encoder": encoder, "decoder": exact.DECODER}
+    x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
+    valid = jnp.array([True, True, True, False])
+    hmc = HmcSettings(num_burn_in_steps=60, num_steps=200)
+    propose = jax.jit(lambda key: proposals(exact.MODEL, params, x, valid, hmc, 0.3, key))
+    proposed = propose(jax.random.key(0))
+    mean, precision = exact.posterior()
+    std = np.sqrt(np.diag(np.linalg.inv(precision)))
+    np.testing.assert_allclose(proposed.mean[1], np.broadcast_to(mean, (4, 2)), atol=0.2)
+    np.testing.assert_allclose(
+        proposed.std[2], 1.2 * np.broadcast_to(std, (4, 2)), rtol=0.5
+    )
+    np.testing.assert_allclose(proposed.std[0], 1.2 * encoder["std"], rtol=1e-6)
+    keys = jax.random.split(jax.random.key(1), 200)
+    found = jax.jit(add_groups, static_argnums=(0, 6))(
+        exact.MODEL, params, x, proposed, jnp.full((3, 4), -jnp.inf), keys, 100
+    )
+    np.testing.assert_allclose(found - np.log(20_000), exact.log_marginal(), atol=0.03)
+
+
+def test_samples_streamed_in_groups_are_all_of_them_at_once():
+    q = Gaussian(jnp.zeros((1, 4, 2)), jnp.ones((1, 4, 2)))
+    params = {"decoder": exact.DECODER}
+    x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
+    keys = jax.random.split(jax.random.key(0), 6)
+    nothing = jnp.full((1, 4), -jnp.inf)
+
+    @jax.jit
+    def both(keys):
+        streamed = nothing
+        for part in (keys[:1], keys[1:4], keys[4:]):
+            streamed = add_groups(exact.MODEL, params, x, q, streamed, part, 5)
+        return add_groups(exact.MODEL, params, x, q, nothing, keys, 5), streamed
+
+    at_once, streamed = both(keys)
+    np.testing.assert_allclose(streamed, at_once, rtol=1e-5)
+
+
+def test_a_decoder_that_ignores_its_latents_has_a_likelihood_of_its_own():
+    params = init_params(jax.random.key(0), num_pixels=6, z_dim=2, num_hidden=4)
+    kernel = params["decoder"]["output"]["kernel"]
+    params["decoder"]["output"]["kernel"] = jnp.zeros_like(kernel)
+    pictures = some_pictures(7)  # two batches, the second one not full
+    seen = []
+    found = log_likelihoods(
+        params, pictures, OPTIONS, progress=lambda *progress: seen.append(progress)
+    )
+    metrics, statistics = found.metrics("test"), found.statistics()
+    logits = np.asarray(params["decoder"]["output"]["bias"], np.float64)
+    signs = 2.0 * np.unpackbits(pictures.packed, axis=1, count=6) - 1
+    expected = -np.log1p(np.exp(-signs * logits)).sum(1)
+    assert list(found.values) == list(PROPOSALS)
+    # The chains sample the prior here: the only proposal that fits it is theirs.
+    np.testing.assert_allclose(found.values["hmc"], expected, atol=0.15)
+    assert found.best.shape == (7,)
+    np.testing.assert_array_equal(found.best, np.max(list(found.values.values()), 0))
+    assert seen[-1] == (4, 4) and [done for done, _ in seen] == [1, 2, 3, 4]
+    best = metrics.pop("test_log_likelihood")
+    assert len(metrics) == 3 and all(best >= value for value in metrics.values())
+    assert statistics["num_pictures"] == 7 and statistics["num_batches"] == 2
+    assert statistics["best"]["mean"] == pytest.approx(best)
