@@ -121,9 +121,9 @@ def _result(measured: dict[int, list[dict[str, float]]], sizes: dict[int, int]) 
             f"The slowest reading of {large:,} lines took {slowest:.1f} s (target "
             f"{_MOST_SECONDS}: {'met' if slowest <= _MOST_SECONDS else 'NOT MET'}) and at "
             f"most {peak / 1e9:.2f} GB (target {_MOST_BYTES / 1e9:g}: "
-            f"{'met' if peak <= _MOST_BYTES else 'NOT MET'}). Reading is parsing, numbering "
-            "users and items, sorting, and writing what is kept. To open it again, the text "
-            "and what was kept are hashed; the arrays are mapped."
+            f"{'met' if peak <= _MOST_BYTES else 'NOT MET'}). Reading is parsing, "
+            "numbering users and items, sorting, and writing what is kept. To open it "
+            "again, the text and what was kept are hashed; the arrays are mapped."
         ),
         numbers={"measured": {str(n): rounds for n, rounds in measured.items()}},
     )

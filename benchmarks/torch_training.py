@@ -33,13 +33,16 @@ class TorchTraining:
         python: Which Python to run.
         settings: model, batch, size, classes, device (cpu or cuda), bfloat16, and the
             variants: names to ``{"compile": mode or None, "channels_last": bool}``.
+        script: What the process runs, if not this file: something that calls ``serve``.
 
     Without PyTorch, `variants` is empty and `facts` says why.
     """
 
-    def __init__(self, python: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, python: str, settings: dict[str, Any], script: str = __file__
+    ) -> None:
         self._process = subprocess.Popen(
-            [python, __file__, json.dumps(settings)],
+            [python, script, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -159,8 +162,16 @@ def _cifar_resnet(num_blocks: int, classes: int) -> Any:
     return nn.Sequential(*layers, *pool)
 
 
-def serve(settings: dict[str, Any]) -> None:
-    """Answer requests until there are no more."""
+def serve(
+    settings: dict[str, Any],
+    trainer: Callable[[dict[str, Any], dict[str, Any]], Callable[[int], float]] = trainer,
+) -> None:
+    """Answer requests until there are no more.
+
+    Args:
+        settings: Those of ``TorchTraining``.
+        trainer: ``(settings, variant) -> train``, which takes updates and returns seconds.
+    """
     try:
         import torch
 

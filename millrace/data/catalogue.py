@@ -151,6 +151,31 @@ _FASHION_MNIST = Dataset(
     ),
 )
 
+_BINARIZED_MNIST = Dataset(
+    name="binarized-mnist",
+    num_training=50_000,
+    num_validation=10_000,
+    image_shape=(28, 28, 1),
+    num_classes=0,
+    mean=(0.1306,),
+    std=(0.3369,),
+    url="https://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",
+    files=(
+        DataFile(
+            "binarized_mnist_train.amat",
+            78_400_000,
+            "db28b1a6ae0fe70cbd3da91acf46e477",
+            "ad693b29f94c14277b095f5238ddefbbdaaae0939789dd2f4f0205278cee3e4d",
+        ),
+        DataFile(
+            "binarized_mnist_test.amat",
+            15_680_000,
+            "14e41ae11040adba6ab8cb291eda0dd8",
+            "e6687bfea3f820c174f33b7865140b2a2dd2930ef786f35d45795fc193b5ab2c",
+        ),
+    ),
+)
+
 _CIFAR10 = Dataset(
     name="cifar10",
     num_training=50_000,
@@ -213,7 +238,15 @@ _IMAGENET = Dataset(
 CATALOGUE: Mapping[str, Dataset] = MappingProxyType(
     {
         dataset.name: dataset
-        for dataset in (_DIGITS, _MNIST, _FASHION_MNIST, _CIFAR10, _CIFAR100, _IMAGENET)
+        for dataset in (
+            _DIGITS,
+            _MNIST,
+            _FASHION_MNIST,
+            _BINARIZED_MNIST,
+            _CIFAR10,
+            _CIFAR100,
+            _IMAGENET,
+        )
     }
 )
 """Every data set by name."""

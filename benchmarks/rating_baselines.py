@@ -1,0 +1,133 @@
+"""What a recommender has to beat: biases of users and items, and matrix factorisation.
+
+Both are fitted with alternating least squares in NumPy; how strongly they are drawn to 0 is
+chosen by the validation ratings, as the autoencoder's checkpoint is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from millrace.data.ratings import Ratings
+
+_BIAS_ROUNDS, _FACTOR_ROUNDS = 15, 12
+_BIAS_STRENGTHS = (2.0, 5.0, 10.0, 25.0)
+_FACTOR_STRENGTHS = (0.05, 0.08, 0.12, 0.2)
+
+
+class Events(NamedTuple):
+    """Single ratings."""
+
+    user: np.ndarray
+    item: np.ndarray
+    value: np.ndarray
+
+
+class Fitted(NamedTuple):
+    """The best of some fits, by its RMSE on validation ratings."""
+
+    validation_rmse: float
+    strength: float
+    predict: Callable[[Events], np.ndarray]
+
+
+def events_of(ratings: Ratings) -> Events:
+    """Return the ratings one by one."""
+    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
+    return Events(users, np.asarray(ratings.items), np.float64(ratings.values))
+
+
+def rmse(predict: Callable[[Events], np.ndarray], events: Events) -> float:
+    """Return the error over all ratings together."""
+    return float(np.sqrt(np.mean((predict(events) - events.value) ** 2)))
+
+
+def best_biases(training: Ratings, validation: Events) -> Fitted:
+    """Fit ``mean + user's bias + item's bias``."""
+    return _best(
+        _BIAS_STRENGTHS, lambda strength: fit_biases(training, strength), validation
+    )
+
+
+def best_factors(training: Ratings, validation: Events, rank: int = 50) -> Fitted:
+    """Fit biases, and of what they leave a product of `rank` factors."""
+    biases = best_biases(training, validation).predict
+    return _best(
+        _FACTOR_STRENGTHS,
+        lambda strength: fit_factors(training, biases, rank, strength),
+        validation,
+    )
+
+
+def _best(
+    strengths: Sequence[float],
+    fit: Callable[[float], Callable[[Events], np.ndarray]],
+    validation: Events,
+) -> Fitted:
+    fitted = []
+    for strength in strengths:
+        predict = fit(strength)
+        fitted.append(Fitted(rmse(predict, validation), strength, predict))
+    return min(fitted, key=lambda each: each.validation_rmse)
+
+
+def fit_biases(training: Ratings, strength: float) -> Callable[[Events], np.ndarray]:
+    """Fit biases, each drawn to 0 as by so many ratings of 0."""
+    events = events_of(training)
+    mean = events.value.mean()
+    left = events.value - mean
+    of_user, of_item = np.zeros(training.num_users), np.zeros(training.num_items)
+    num_by_user = np.bincount(events.user, minlength=len(of_user)) + strength
+    num_by_item = np.bincount(events.item, minlength=len(of_item)) + strength
+    for _ in range(_BIAS_ROUNDS):
+        rest = left - of_user[events.user]
+        of_item = np.bincount(events.item, rest, len(of_item)) / num_by_item
+        rest = left - of_item[events.item]
+        of_user = np.bincount(events.user, rest, len(of_user)) / num_by_user
+    return lambda e: mean + of_user[e.user] + of_item[e.item]
+
+
+def fit_factors(
+    training: Ratings,
+    biases: Callable[[Events], np.ndarray],
+    rank: int,
+    strength: float,
+) -> Callable[[Events], np.ndarray]:
+    """Fit factors, each user's and item's drawn to 0 by `strength` per rating."""
+    events = events_of(training)
+    rest = events.value - biases(events)
+    generator = np.random.default_rng(0)
+    users = np.zeros((training.num_users, rank))
+    items = generator.normal(0, 0.1, (training.num_items, rank))
+    by_user = _grouped(events.user, events.item, rest, training.num_users)
+    by_item = _grouped(events.item, events.user, rest, training.num_items)
+    for _ in range(_FACTOR_ROUNDS):
+        _solve(users, items, by_user, strength)
+        _solve(items, users, by_item, strength)
+    return lambda e: biases(e) + np.einsum("ij,ij->i", users[e.user], items[e.item])
+
+
+def _grouped(
+    keys: np.ndarray, others: np.ndarray, values: np.ndarray, count: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    order = np.argsort(keys, kind="stable")
+    edges = np.searchsorted(keys[order], np.arange(count + 1))
+    return [
+        (others[order[start:stop]], values[order[start:stop]])
+        for start, stop in zip(edges[:-1], edges[1:], strict=True)  # noqa: RUF007
+    ]
+
+
+def _solve(
+    unknown: np.ndarray,
+    known: np.ndarray,
+    groups: list[tuple[np.ndarray, np.ndarray]],
+    strength: float,
+) -> None:
+    identity = np.eye(known.shape[1])
+    for place, (others, values) in enumerate(groups):
+        if len(others):
+            rows = known[others]
+            gram = rows.T @ rows + strength * len(others) * identity
+            unknown[place] = np.linalg.solve(gram, rows.T @ values)

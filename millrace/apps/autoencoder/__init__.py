@@ -1,0 +1,1 @@
+"""A deep autoencoder that recommends: training, validation, recommendation, sweeps."""

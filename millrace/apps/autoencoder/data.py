@@ -1,0 +1,108 @@
+"""Ratings to train on, to validate with and to test with, from files or made up."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from millrace.apps.autoencoder.data_options import DataOptions
+from millrace.data.ratings import Ratings, Unseen
+from millrace.data.ratings_file import load_ratings, paired
+from millrace.data.ratings_generated import generated_ratings, random_ratings
+from millrace.host.run import Run
+
+_RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}
+_VALIDATION_SHARE = 13
+"""Of random ratings there are this many times fewer to validate with."""
+
+
+class RatingData(NamedTuple):
+    """Ratings, numbered alike."""
+
+    training: Ratings
+    validation: Ratings | None
+    test: Ratings | None = None
+    """Only where ratings are generated."""
+    unseen: Unseen | None = None
+    """What was left out of validation."""
+    noise: float | None = None
+    """Of generated ratings: no model foretells better than this RMSE."""
+
+
+def load(config: DataOptions, seed: int) -> RatingData:
+    """Load the ratings that the configuration names, or make them up."""
+    if config.data_kind == "generated":
+        return _generated(config, seed)
+    if config.data_kind == "random":
+        return _random(config, seed)
+    assert config.training_data_file is not None
+    limits = (config.rating_range[0], config.rating_range[1])
+    if config.validation_data_file is None:
+        return RatingData(load_ratings(config.training_data_file, limits=limits), None)
+    training, validation, unseen = paired(
+        config.training_data_file, config.validation_data_file, limits=limits
+    )
+    return RatingData(training, validation, unseen=unseen)
+
+
+def _generated(config: DataOptions, seed: int) -> RatingData:
+    sizes = _given(config, "num_users", "num_items")
+    training, validation, test, truth = generated_ratings(**sizes, seed=seed)
+    return RatingData(training, validation, test, noise=truth.noise)
+
+
+def _random(config: DataOptions, seed: int) -> RatingData:
+    sizes = _RANDOM_SIZES | _given(config, *_RANDOM_SIZES)
+    training = random_ratings(**sizes, seed=seed)
+    fewer = {"num_ratings": max(1, sizes["num_ratings"] // _VALIDATION_SHARE)}
+    return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
+
+
+def _given(config: DataOptions, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names if getattr(config, name)}
+
+
+def describe(ratings: RatingData, config: DataOptions) -> str:
+    """Name the ratings and their numbers in a line."""
+    training, validation = ratings.training, ratings.validation
+    place = "made up at random"
+    if config.data_kind == "generated":
+        place = f"generated, with noise {ratings.noise:g}"
+    elif isinstance(config.training_data_file, Path):
+        place = str(config.training_data_file)
+    line = (
+        f"{training.num_ratings:,} by {training.num_users:,} users of "
+        f"{training.num_items:,} items ({place})"
+    )
+    if validation is not None:
+        line += f", {validation.num_ratings:,} to validate with"
+    return line
+
+
+def announce(ratings: RatingData, config: DataOptions, run: Run) -> None:
+    """Say what a user should know of the ratings before training starts."""
+    if config.data_kind == "random":
+        run.console.warning(
+            "No --training-data-file: THE RATINGS ARE RANDOM, and nothing can be learnt "
+            "from them. They serve to measure speed; --data generated shows learning."
+        )
+    say_unseen(ratings, run)
+    recommended = config.recommended
+    for name in ("size", "batch_size"):
+        given = getattr(config, name, None)
+        usual = getattr(recommended, name, None)
+        if config.data_kind == "file" and given and usual and given != usual:
+            option = name.replace("_", "-")
+            run.console.line(
+                f"--{option} {given} is used; the reference trains "
+                f"{config.training_data_file} with {usual}."
+            )
+
+
+def say_unseen(ratings: RatingData, run: Run) -> None:
+    """Say what was left out of validation, if anything."""
+    unseen = ratings.unseen
+    if unseen is not None and unseen.num_ratings:
+        run.console.warning(
+            f"{unseen.num_ratings:,} of the ratings to validate with are left out: "
+            f"{unseen.num_users:,} users and {unseen.num_items:,} items do not occur in "
+            "training."
+        )

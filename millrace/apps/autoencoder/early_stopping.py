@@ -1,0 +1,47 @@
+"""Stop a run that no longer gets better."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from millrace.apps.autoencoder.trained import RMSE
+from millrace.host.run_directory import RunDirectory
+
+Validate = Callable[[Any], dict[str, float]]
+
+
+class EarlyStopping:
+    """Validates, and stops the run after some validations without a better one.
+
+    What counts is what the run has written of its validations, so a resumed run stops
+    where an uninterrupted one would have.
+
+    Args:
+        validate: Returns the metrics of a state.
+        patience: Validations that may be no better.
+        directory: Of the run.
+    """
+
+    def __init__(self, validate: Validate, patience: int, directory: RunDirectory) -> None:
+        self._validate = validate
+        self._patience = patience
+        self._directory = directory
+        self.stop: Callable[[], None] = lambda: None
+        self.stopped = False
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        """Validate; perhaps ask for the end of the run."""
+        found = self._validate(state)
+        before = [
+            float(event[RMSE]) for event in self._directory.read_metrics() if RMSE in event
+        ]
+        if has_stopped_improving([*before, found["rmse"]], self._patience):
+            self.stopped = True
+            self.stop()
+        return found
+
+
+def has_stopped_improving(errors: Sequence[float], patience: int) -> bool:
+    """Tell whether none of the last `patience` errors is smaller than all before them."""
+    ranked = [math.inf if math.isnan(error) else error for error in errors]
+    return len(ranked) > patience and min(ranked[-patience:]) >= min(ranked[:-patience])

@@ -1,0 +1,110 @@
+"""What is minimised: the error on known ratings, and that of re-feeding.
+
+Batches come sparse and become dense rows here, on the device, inside the compiled loop.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from millrace.apps.autoencoder.model import (
+    Known,
+    Model,
+    reconstruct,
+    reconstruct_known,
+)
+from millrace.program.step import LossFn
+
+Refeeding = Literal["none", "joint", "detached"]
+"""What becomes of a batch's reconstruction: nothing; a second term of the same loss,
+differentiated through both passes; or, as in the paper, a new and constant example for an
+update of its own."""
+
+
+def known_ratings(batch: Any, prefix: str = "") -> Known:
+    """Return the ratings of a batch as one list."""
+    return Known(*(batch[prefix + name].reshape(-1) for name in Known._fields))
+
+
+def dense_rows(batch: Any, num_items: int, prefix: str = "") -> jax.Array:
+    """Return the ratings of a batch as (users, items), 0 where there is none."""
+    known = known_ratings(batch, prefix)
+    rows = jnp.zeros((batch["user"].shape[0], num_items), known.value.dtype)
+    # Filling has a row past the end, which is dropped.
+    return rows.at[known.row, known.item].set(known.value, mode="drop")
+
+
+def loss_of(model: Model, refeeding: Refeeding) -> LossFn:
+    """Return the loss of a batch on the runtime's terms; it reports the batch's RMSE."""
+    return {"none": _once, "joint": _joint, "detached": _detached}[refeeding](model)
+
+
+def _once(model: Model) -> LossFn:
+    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+        known, num_users = known_ratings(batch), batch["user"].shape[0]
+        output = reconstruct_known(model, params, known, num_users, _first(key))
+        is_real = known.row < num_users
+        squares = jnp.where(is_real, jnp.square(_wide(output) - _wide(known.value)), 0)
+        loss = squares.sum() / jnp.maximum(is_real.sum(), 1)
+        return loss, (carried, {"rmse": jnp.sqrt(loss)})
+
+    return loss_fn
+
+
+def _joint(model: Model) -> LossFn:
+    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+        rows = dense_rows(batch, model.num_items)
+        output = reconstruct(model, params, rows, _first(key))
+        error = masked_error(rows, output)
+        again = reconstruct(model, params, output, jax.random.fold_in(key, 1))
+        refed = jnp.square(_wide(again) - _wide(output)).mean()
+        return error + refed, (carried, {"rmse": jnp.sqrt(error)})
+
+    return loss_fn
+
+
+def _detached(model: Model) -> LossFn:
+    """Train on a batch and on its reconstruction in turn; the carried values keep that.
+
+    Both are one kind of update: a rating of the reconstruction is known wherever it is
+    not 0. The batch says whose turn it is.
+    """
+
+    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+        is_refed = batch["refed"][0]
+        rows = dense_rows(batch, model.num_items)
+        rows = jnp.where(is_refed, carried["output"].astype(rows.dtype), rows)
+        output = reconstruct(model, params, rows, _first(key))
+        loss = masked_error(rows, output)
+        # Of the ratings only: that of the reconstruction says nothing to a reader.
+        rmse = jnp.where(is_refed, carried["rmse"], jnp.sqrt(loss))
+        kept = jax.lax.stop_gradient({"output": output, "rmse": rmse})
+        return loss, (kept, {"rmse": rmse})
+
+    return loss_fn
+
+
+def first_carried(
+    model: Model, refeeding: Refeeding, batch_size: int, dtype: str
+) -> dict[str, jax.Array] | None:
+    """Return the carried values before the first update."""
+    if refeeding != "detached":
+        return None
+    output = jnp.zeros((batch_size, model.num_items), dtype)
+    return {"output": output, "rmse": jnp.float32(0)}
+
+
+def masked_error(rows: jax.Array, output: jax.Array) -> jax.Array:
+    """Return the mean squared error over the known ratings of all rows together."""
+    is_known = rows != 0
+    squares = jnp.where(is_known, jnp.square(_wide(output) - _wide(rows)), 0)
+    return squares.sum() / jnp.maximum(is_known.sum(), 1)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _first(key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, 0)

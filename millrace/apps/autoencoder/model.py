@@ -1,0 +1,132 @@
+"""The deep autoencoder: six dense layers that reconstruct all of a user's ratings.
+
+The decoder uses the encoder's weights, transposed, in reverse order ("constrained"), and
+has only biases of its own, unless it is untied.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+WIDTHS = {128: (128, 256, 256), 256: (256, 256, 512), 512: (512, 512, 1024)}
+"""Of the encoder's layers, by the first one's; the last is the code."""
+DROPOUT_RATES = {128: 0.65, 256: 0.8, 512: 0.8}
+"""Share of the code that is dropped in training."""
+
+_LAYERS = ("fc_1", "fc_2", "fc_3")
+
+
+class Model(NamedTuple):
+    """The choices that make up a model."""
+
+    num_items: int
+    size: int
+    dropout_rate: float
+    """0 for none."""
+    selu: bool = True
+    """Whether every layer, the last included, ends in a SELU; if not, all is linear."""
+    tied: bool = True
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the input and of the encoder's layers."""
+        return (self.num_items, *WIDTHS[self.size])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_params(model: Model, key: jax.Array) -> dict[str, Any]:
+    """Draw weights evenly from Glorot's interval; biases are 0."""
+    widths = model.widths
+    encoder, decoder = {}, {}
+    for number, name in enumerate(_LAYERS):
+        before, after = widths[number : number + 2]
+        layer_key = jax.random.fold_in(key, number)
+        encoder[name] = {
+            "kernel": _glorot(layer_key, before, after),
+            "bias": jnp.zeros(after),
+        }
+        after, before = widths[-2 - number], widths[-1 - number]
+        decoder[name] = {"bias": jnp.zeros(after)}
+        if not model.tied:
+            decoder_key = jax.random.fold_in(key, len(_LAYERS) + number)
+            decoder[name]["kernel"] = _glorot(decoder_key, before, after)
+    return {"encoder": encoder, "decoder": decoder}
+
+
+def _glorot(key: jax.Array, before: int, after: int) -> jax.Array:
+    limit = (6 / (before + after)) ** 0.5
+    return jax.random.uniform(key, (before, after), minval=-limit, maxval=limit)
+
+
+def reconstruct(
+    model: Model, params: Any, rows: jax.Array, key: jax.Array | None = None
+) -> jax.Array:
+    """Return what the network makes of dense rows of ratings.
+
+    Args:
+        model: The choices.
+        params: The weights, in the type to compute in.
+        rows: (users, items), 0 where there is no rating.
+        key: Of the dropout; None outside training.
+    """
+    first, last = params["encoder"]["fc_1"], params["decoder"]["fc_3"]
+    hidden = _inner(model, params, rows @ first["kernel"] + first["bias"], key)
+    kernel = first["kernel"].T if model.tied else last["kernel"]
+    return _activate(model, hidden @ kernel + last["bias"])
+
+
+class Known(NamedTuple):
+    """The known ratings of some users, one after the other."""
+
+    row: jax.Array
+    """Of each rating, its user's; past the end where there is only filling."""
+    item: jax.Array
+    value: jax.Array
+
+
+def reconstruct_known(
+    model: Model, params: Any, known: Known, num_users: int, key: jax.Array | None
+) -> jax.Array:
+    """Return ``reconstruct`` for the known ratings alone, in time in proportion to them.
+
+    The two large products become sums over the weights of what is rated: of 17,770 items
+    a user of Netflix has rated some forty in three months.
+    """
+    first, last = params["encoder"]["fc_1"], params["decoder"]["fc_3"]
+    terms = first["kernel"][known.item] * known.value[:, None]
+    # In float32, as a product of matrices would add them up.
+    sums = jnp.zeros((num_users, terms.shape[1])).at[known.row].add(terms, mode="drop")
+    sums = sums.astype(terms.dtype) + first["bias"]
+    hidden = _inner(model, params, sums, key)[known.row]
+    kernel = first["kernel"] if model.tied else last["kernel"].T
+    products = jnp.einsum("ij,ij->i", hidden, kernel[known.item])
+    return _activate(model, products + last["bias"][known.item])
+
+
+def _inner(model: Model, params: Any, sums: jax.Array, key: jax.Array | None) -> jax.Array:
+    """From what enters the first layer's activation to what enters the last layer."""
+    hidden = _activate(model, sums)
+    for name in _LAYERS[1:]:
+        layer = params["encoder"][name]
+        hidden = _activate(model, hidden @ layer["kernel"] + layer["bias"])
+    if key is not None:
+        hidden = dropout(hidden, model.dropout_rate, key)
+    for name, mirrored in zip(_LAYERS[:-1], reversed(_LAYERS), strict=False):
+        layer = params["decoder"][name]
+        kernel = params["encoder"][mirrored]["kernel"].T if model.tied else layer["kernel"]
+        hidden = _activate(model, hidden @ kernel + layer["bias"])
+    return hidden
+
+
+def _activate(model: Model, x: jax.Array) -> jax.Array:
+    return jax.nn.selu(x) if model.selu else x
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Set a share of the values to 0 and enlarge the others, so that the mean is kept."""
+    if not rate:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))

@@ -1,0 +1,176 @@
+"""Recommend: the best of what a user has not rated, chosen on the device."""
+
+import contextlib
+import csv
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.autoencoder.feeding import ByUser
+from millrace.apps.autoencoder.loss import dense_rows
+from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.recommend_options import RecommendConfig
+from millrace.apps.autoencoder.scoring import top_items
+from millrace.apps.autoencoder.titles import load_titles
+from millrace.apps.autoencoder.trained import Trained, find_trained
+from millrace.apps.autoencoder.validate import ratings_for
+from millrace.config import ConfigurationError
+from millrace.data.ratings import Ratings, find
+from millrace.data.ratings_source import RatingsSource, active_users
+from millrace.data.stream import EvaluationBatches
+from millrace.feeds.infeed import Infeed
+from millrace.feeds.outfeed import Outfeed
+from millrace.host.loops import repeat
+
+
+class Recommendation(NamedTuple):
+    """An item for a user; the first has rank 1."""
+
+    user: Any
+    rank: int
+    item: Any
+    rating: float
+    """What the model foretells."""
+    title: str
+
+
+def recommend(config: RecommendConfig) -> None:
+    """Print recommendations, or write them to a file."""
+    trained = find_trained(config.checkpoint, newest=config.which == "newest")
+    titles = load_titles(config.titles) if config.titles else {}
+    # What it was validated with is not needed, and may be gone.
+    without = dataclasses.replace(trained.config, validation_data_file=None)
+    trained = trained._replace(config=without)
+    ratings = ratings_for(trained, config.training_data_file, None).training
+    users = active_users(ratings) if config.all else _find_users(config.user, ratings)
+    found = recommendations(trained, ratings, users, config.top, config.batch_size, titles)
+    if config.out is None:
+        return _print(found, with_titles=bool(titles))
+    with _written_whole(config.out) as file:
+        count = _write(found, file, "," if config.out.suffix == ".csv" else "\t")
+    print(f"{count:,} recommendations to {len(users):,} users: {config.out}")
+
+
+def _find_users(names: list[str], ratings: Ratings) -> np.ndarray:
+    places = find(ratings.user_ids, np.array(names))
+    for name, place in zip(names, places, strict=True):
+        if place < 0:
+            raise ConfigurationError(f"There is no user {name} in the ratings.")
+        if not len(ratings.of_user(place)[0]):
+            raise ConfigurationError(
+                f"User {name} has no ratings, so there is nothing to go by."
+            )
+    return places
+
+
+def recommendations(
+    trained: Trained,
+    ratings: Ratings,
+    users: np.ndarray,
+    top: int,
+    batch_size: int,
+    titles: dict[str, str],
+) -> Iterator[Recommendation]:
+    """Yield the best items of each user, the best first, while later ones are computed.
+
+    Args:
+        trained: The model.
+        ratings: What users have rated; it is not recommended again.
+        users: Places in `ratings`.
+        top: Items for each user.
+        batch_size: Users at a time.
+        titles: What items are called, as far as is known.
+    """
+    params, _ = trained.weights()
+    compute = jnp.dtype(trained.config.plan.types.compute)
+    params = jax.tree.map(lambda p: p.astype(compute), params)
+    for found in top_streamed(trained.model, params, ratings, users, top, batch_size):
+        for place, is_real in enumerate(found["valid"]):
+            if not is_real:
+                continue
+            user = ratings.user_ids[found["user"][place]]
+            best = zip(found["item"][place], found["rating"][place], strict=True)
+            for rank, (item, rating) in enumerate(best, 1):
+                if np.isfinite(rating):
+                    name = ratings.item_ids[item]
+                    title = titles.get(str(name), "")
+                    yield Recommendation(user, rank, name, float(rating), title)
+
+
+def top_streamed(
+    model: Model,
+    params: Any,
+    ratings: Ratings,
+    users: np.ndarray,
+    top: int,
+    batch_size: int,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield batches of users with their best items, as the device hands them over."""
+
+    def body(params: Any, element: Any) -> tuple[Any, dict[str, jax.Array]]:
+        batch = element["batch"]
+        rows = dense_rows(batch, model.num_items).astype(jax.tree.leaves(params)[0].dtype)
+        output = reconstruct(model, params, rows).astype(jnp.float32)
+        rating, item = top_items(output, rows, top)
+        valid = element["valid"]
+        return params, {
+            "user": batch["user"], "item": item, "rating": rating, "valid": valid
+        }  # fmt: skip
+
+    batch_size = min(batch_size, len(users))
+    counts = ratings.num_ratings_by_user[users]
+    padded = np.append(counts, np.repeat(counts[-1:], -len(users) % batch_size))
+    capacity = int(padded.reshape(-1, batch_size).sum(1).max())
+    source = ByUser(RatingsSource(ratings, capacity=capacity, users=users))
+    batches = EvaluationBatches(source, batch_size)
+    outfeed = Outfeed()
+    with Infeed(batches) as infeed, ThreadPoolExecutor(1) as pool:
+        loop = pool.submit(
+            repeat, len(batches), body, params, infeed=infeed, outfeed=outfeed
+        )
+        yield from outfeed
+        loop.result()  # raises what went wrong
+
+
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[TextIO]:
+    """Write beside the file and move it there at the end: half of it is never seen."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            yield file
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigurationError(f"Cannot write {path}: {error.strerror}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(found: Iterable[Recommendation], file: TextIO, delimiter: str) -> int:
+    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+    writer.writerow(Recommendation._fields)
+    count = 0
+    for entry in found:
+        writer.writerow([*entry[:3], f"{entry.rating:.4f}", entry.title])
+        count += 1
+    return count
+
+
+def _print(found: Iterable[Recommendation], *, with_titles: bool) -> None:
+    last = None
+    for entry in found:
+        if entry.user != last:
+            print(f"{'' if last is None else chr(10)}user {entry.user}")
+            last = entry.user
+        title = f"  {entry.title}" if with_titles else ""
+        print(f"  {entry.rank:3}  {entry.rating:6.3f}  {entry.item}{title}")
+    sys.stdout.flush()

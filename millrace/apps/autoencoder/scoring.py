@@ -1,0 +1,158 @@
+"""How well a model foretells ratings, and how well it ranks items."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from millrace.apps.autoencoder.feeding import ForEvaluation
+from millrace.apps.autoencoder.loss import dense_rows, known_ratings
+from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.host.validation import evaluate
+from millrace.plan import Plan
+from millrace.program.evaluate import EvaluationProgram, MetricFn
+from millrace.program.replicas import replica_mesh, replicated
+
+
+class Weights(NamedTuple):
+    """The part of a training state that is needed to foretell."""
+
+    params: Any
+    carried: Any = None
+
+
+class Ranking(NamedTuple):
+    """How a ranking is judged."""
+
+    top: int
+    """Items that are looked at."""
+    relevant_from: float
+    """The rating from which an item was worth recommending."""
+
+
+class Validator:
+    """Validates weights on a device of its own choice, every user counted once.
+
+    Args:
+        metric_fn: From `errors_of`, or several models' of them.
+        plan: Gives the precision.
+        source: Users with what they have rated, and what is to be foretold.
+        batch_size: Users at a time.
+        device: Where.
+    """
+
+    def __init__(
+        self,
+        metric_fn: MetricFn,
+        plan: Plan,
+        source: ForEvaluation,
+        batch_size: int,
+        device: Any,
+    ) -> None:
+        self._program = EvaluationProgram(metric_fn, plan, [device])
+        self._place = replicated(replica_mesh(1, [device]))
+        self._source = source
+        self._batch_size = batch_size
+
+    def means(self, params: Any) -> dict[str, float]:
+        """Return the mean over users of what the metric function returns."""
+        placed = jax.device_put(Weights(params), self._place)
+        return evaluate(self._program, placed, self._source, self._batch_size)
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        """Return the metrics of a training state's weights."""
+        return self.of_weights(state.params)
+
+    def of_weights(self, params: Any) -> dict[str, float]:
+        """Return the metrics of weights."""
+        return scores(self.means(params))
+
+
+def errors_of(model: Model, ranking: Ranking | None = None) -> MetricFn:
+    """Return what is measured of each user; `scores` makes metrics of the means."""
+
+    def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
+        del carried
+        rows = dense_rows(batch, model.num_items)
+        output = reconstruct(model, params, rows).astype(jnp.float32)
+        found = rating_errors(output, batch)
+        if ranking is not None:
+            found |= ranking_quality(output, rows, batch, ranking)
+        return found
+
+    return metric_fn
+
+
+def rating_errors(output: jax.Array, batch: Any) -> dict[str, jax.Array]:
+    """Return each user's errors on the ratings to foretell, added up."""
+    row, item, value = known_ratings(batch, "target_")
+    # Filling has a row past the end: it reads 0, and what it adds is dropped.
+    error = output.at[row, item].get(mode="fill", fill_value=0) - value.astype(jnp.float32)
+    nothing = jnp.zeros(output.shape[0])
+
+    def by_user(values: jax.Array) -> jax.Array:
+        return nothing.at[row].add(values, mode="drop")
+
+    squared, count = by_user(jnp.square(error)), by_user(jnp.ones_like(error))
+    whole = batch["is_whole"].astype(jnp.float32)
+    batch_rmse = jnp.sqrt(squared.sum() / jnp.maximum(count.sum(), 1))
+    return {
+        "squared_error": squared,
+        "absolute_error": by_user(jnp.abs(error)),
+        "num_ratings": count,
+        "is_whole": whole,
+        "batch_rmse": batch_rmse * whole,
+    }
+
+
+def ranking_quality(
+    output: jax.Array, rows: jax.Array, batch: Any, ranking: Ranking
+) -> dict[str, jax.Array]:
+    """Return each user's recall and NDCG over the items that they had not rated.
+
+    Both are 0 for a user without relevant items, who does not count. NDCG's gain is 1
+    for a relevant item and 0 for another.
+    """
+    _, best = top_items(output, rows, ranking.top)
+    targets = dense_rows(batch, output.shape[1], "target_")
+    relevant = targets >= jnp.asarray(ranking.relevant_from, targets.dtype)
+    relevant &= rows == 0  # one that is rated again cannot be recommended
+    hit = jnp.take_along_axis(relevant, best, axis=1).astype(jnp.float32)
+    count = relevant.sum(1)
+    discount = 1 / jnp.log2(jnp.arange(2, best.shape[1] + 2))
+    most = jnp.cumsum(discount)[jnp.clip(count, 1, best.shape[1]) - 1]
+    return {
+        "recall": hit.sum(1) / jnp.maximum(count, 1),
+        "ndcg": (hit * discount).sum(1) / most,
+        "has_relevant": (count > 0).astype(jnp.float32),
+    }
+
+
+def top_items(output: jax.Array, rows: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
+    """Return the predicted ratings, and the items, of the best not rated before.
+
+    Where a user has rated so much that there are too few, the rest is minus infinity.
+    """
+    unrated = jnp.where(rows == 0, output, -jnp.inf)
+    return jax.lax.top_k(unrated, min(top, output.shape[1]))
+
+
+def scores(means: dict[str, float]) -> dict[str, float]:
+    """Turn means over users into metrics.
+
+    ``rmse`` and ``mae`` pool all ratings. ``mean_batch_rmse`` is what the reference calls
+    RMSE: the mean over whole batches of each batch's own.
+    """
+    per_user = means["num_ratings"]
+    found = {
+        "rmse": math.sqrt(means["squared_error"] / per_user),
+        "mae": means["absolute_error"] / per_user,
+    }
+    whole = means["is_whole"]
+    found["mean_batch_rmse"] = means["batch_rmse"] / whole if whole else found["rmse"]
+    if "recall" in means:
+        ranked = means["has_relevant"]
+        for name in ("recall", "ndcg"):
+            found[name] = means[name] / ranked if ranked else math.nan
+    return found

@@ -1,0 +1,75 @@
+"""What ``millrace autoencoder sweep`` can be told. Imports nothing heavy."""
+
+from dataclasses import dataclass, field
+
+from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.recipe_options import numbers
+
+_DEFAULT = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig(TrainingOptions):
+    """Train one recommender for each of several learning rates, all together."""
+
+    base_learning_rates: str = _DEFAULT
+    """Exponents of the learning rates, without their signs: 16,17,18 or 16..20 stands for
+    2^-16 and so on, times batch_size. A range is in whole steps, or has num_ipus values."""
+    num_ipus: int | None = field(default=None, metadata={"aliases": ("--num-trials",)})
+    """Learning rates, for each of which the reference has a device; there must be as
+    many."""
+    num_devices: int | None = None
+    """Devices that the models are spread over (default: all there are; on CPU one)."""
+    steps_per_log: int = field(default=40, metadata={"may_change": True})
+    """Steps between two reports."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_ipus", "num_devices", "steps_per_log"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        count = len(self.exponents)
+        if self.num_ipus is not None and count != self.num_ipus:
+            raise ValueError(
+                f"base_learning_rates has {count} values, but num_ipus is {self.num_ipus}: "
+                "there must be one for each."
+            )
+        if self.num_devices is not None and self.num_devices > count:
+            raise ValueError(
+                f"num_devices is {self.num_devices}, more than the {count} learning rates."
+            )
+
+    @property
+    def exponents(self) -> list[float]:
+        """Of the learning rates, signs and all."""
+        text = self.base_learning_rates
+        found = self._spread(text) if ".." in text else numbers("base_learning_rates", text)
+        if not found or any(value <= 0 for value in found):
+            raise ValueError(
+                "base_learning_rates are given without their signs, 16 for 2^-16, and "
+                f"above 0; got {text!r}."
+            )
+        if len(set(found)) < len(found):
+            raise ValueError(f"base_learning_rates has a value more than once: {text!r}.")
+        return [-value for value in found]
+
+    def _spread(self, text: str) -> list[float]:
+        ends = numbers("base_learning_rates", text.replace("..", ",", 1))
+        if len(ends) != 2:
+            raise ValueError(f"base_learning_rates must be like 16..20, got {text!r}.")
+        low, high = ends
+        count = self.num_ipus
+        if count is None:
+            count = int(abs(high - low)) + 1
+            if abs(high - low) % 1:
+                raise ValueError(
+                    f"base_learning_rates {text} is not in whole steps: say how many "
+                    "values there should be with num_ipus."
+                )
+        steps = max(1, count - 1)
+        return [low + (high - low) * place / steps for place in range(count)]
+
+    @property
+    def first_learning_rates(self) -> list[float]:
+        """The learning rates that the models start with."""
+        return [2.0**exponent * self.resolved_batch_size for exponent in self.exponents]

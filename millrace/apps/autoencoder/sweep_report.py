@@ -1,0 +1,137 @@
+"""What a sweep found: a table, a plot, and the best configuration as YAML."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.plot import draw_points
+from millrace.apps.autoencoder.sweep_options import SweepConfig
+from millrace.apps.autoencoder.trials import Means, label
+from millrace.config import as_plain
+from millrace.host.run import Run
+from millrace.host.run_directory import write_atomically
+
+
+class Trial(NamedTuple):
+    """What became of one learning rate."""
+
+    base_learning_rate: float
+    learning_rate: float
+    users_per_second: float
+    loss: float
+    rmse: float
+    """Of the training ratings, as dropout left them."""
+    validation_rmse: float | None
+
+    @property
+    def error(self) -> float:
+        """What trials are compared by; a model that diverged is infinitely bad."""
+        value = self.rmse if self.validation_rmse is None else self.validation_rmse
+        return value if math.isfinite(value) else math.inf
+
+
+def trials_of(
+    config: SweepConfig, means: Sequence[Means], metrics: dict[str, float], speed: float
+) -> list[Trial]:
+    """Sort out by learning rate what a run has found.
+
+    Args:
+        config: Has the learning rates.
+        means: Of the last step, one for each device.
+        metrics: Of the last validation.
+        speed: Users per second of each model.
+    """
+    losses = np.concatenate([part.loss / part.num_updates for part in means])
+    errors = np.concatenate([part.rmse / part.num_updates for part in means])
+    rates = zip(config.exponents, config.first_learning_rates, losses, errors, strict=True)
+    return [
+        Trial(
+            exponent,
+            rate,
+            speed,
+            float(loss),
+            float(error),
+            metrics.get(f"validation_rmse_{label(exponent)}"),
+        )
+        for exponent, rate, loss, error in rates
+    ]
+
+
+def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
+    """Print, draw and write what was found."""
+    for line in table(trials):
+        run.console.line(line)
+    total = sum(trial.users_per_second for trial in trials)
+    run.closing_facts["throughput"] = (
+        f"{total:,.0f} users/s over {len(trials)} models, "
+        f"{total / len(trials):,.0f} users/s each"
+    )
+    run.summary["trials"] = [trial._asdict() for trial in trials]
+    folder = run.directory.path
+    write_atomically(folder / "sweep.svg", plot(trials))
+    run.closing_facts["plot"] = str(folder / "sweep.svg")
+    best = min(trials, key=lambda trial: trial.error)
+    if not math.isfinite(best.error):
+        run.console.warning("Every model diverged: there is no best learning rate.")
+        return
+    run.summary["best"] = best._asdict()
+    run.summary["metrics"]["best_rmse"] = best.error
+    path = folder / "best.yml"
+    write_atomically(path, yaml.safe_dump({"best": best_config(config, best)}))
+    run.closing_facts["best"] = (
+        f"2^{best.base_learning_rate:g}: autoencoder train --config best --config-path "
+        f"{path}"
+    )
+
+
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Write the trials in columns."""
+    validated = trials[0].validation_rmse is not None
+    header = ["2^", "learning rate", "users/s", "loss", "RMSE"]
+    rows = [header + ["validation RMSE"] * validated]
+    for trial in trials:
+        row = [
+            f"{trial.base_learning_rate:g}",
+            f"{trial.learning_rate:.3g}",
+            f"{trial.users_per_second:,.0f}",
+            f"{trial.loss:.4f}",
+            f"{trial.rmse:.4f}",
+        ]
+        rows.append([*row, f"{trial.validation_rmse:.4f}"] if validated else row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def plot(trials: Sequence[Trial]) -> str:
+    """Draw the error over the learning rate."""
+    validated = trials[0].validation_rmse is not None
+    name = "validation RMSE" if validated else "training RMSE"
+    return draw_points(
+        f"{name} over learning rate",
+        "base learning rate, as a power of 2",
+        name,
+        [(trial.base_learning_rate, trial.error) for trial in trials],
+    )
+
+
+def best_config(config: SweepConfig, best: Trial) -> dict[str, Any]:
+    """Return the options with which ``autoencoder train`` repeats the best trial."""
+    usual = as_plain(AutoencoderConfig())
+    given = {}
+    for field in dataclasses.fields(AutoencoderConfig):
+        if field.metadata.get("may_change") or not hasattr(config, field.name):
+            continue
+        value = getattr(config, field.name)
+        if as_plain(config)[field.name] != usual[field.name]:
+            absolute = isinstance(value, Path)
+            given[field.name] = str(value.resolve()) if absolute else value
+    return given | {"base_learning_rate": best.base_learning_rate}

@@ -1,0 +1,220 @@
+"""Train the recommender. Read from top to bottom: this is the application."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingOptions
+from millrace.apps.autoencoder.data import RatingData
+from millrace.apps.autoencoder.early_stopping import EarlyStopping
+from millrace.apps.autoencoder.feeding import open_infeed, validation_users
+from millrace.apps.autoencoder.loss import first_carried, loss_of
+from millrace.apps.autoencoder.model import Model, init_params
+from millrace.apps.autoencoder.recipe import learning_rate_of, model_of, optimiser_of
+from millrace.apps.autoencoder.scoring import Validator, errors_of
+from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
+from millrace.apps.autoencoder.trained import Trained, best_checkpoint, better, keep_items
+from millrace.config import ConfigurationError
+from millrace.data.ratings import Ratings
+from millrace.data.ratings_source import active_users
+from millrace.host.checkpoint import Checkpoints, checkpoints_in
+from millrace.host.run import Run
+from millrace.host.runner import Runner
+from millrace.nn.layers import num_parameters
+from millrace.program.step import TrainState
+from millrace.program.training import TrainingProgram, training_program
+
+
+def train(config: AutoencoderConfig, run: Run) -> None:
+    """Train and validate as `config` says; results go to the run directory."""
+    if config.testing_on_checkpoint is not None:
+        from millrace.apps.autoencoder.validate import test_checkpoint
+
+        return test_checkpoint(config, run)
+    if _already_stopped(run):
+        return
+    training_device, validation_device = _devices_of(config)
+    ratings = data.load(config, config.seed)
+    steps = steps_of(config, len(active_users(ratings.training)))
+    model = model_of(config, ratings.training.num_items)
+    program = program_of(config, model, steps, training_device)
+    validator = validator_of(
+        config, model, ratings.training, ratings.validation, validation_device
+    )
+    state = program.init(*first_weights(config, model), seed=config.seed)
+    keep_items(run.directory.path, ratings.training.item_ids)
+    describe(config, run, program.devices, ratings, state.params, steps)
+    folder = run.directory.checkpoints
+    opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)
+    with contextlib.closing(opened) as checkpoints:
+        if config.build_init:
+            return _write_first(checkpoints, state, run)
+        infeed = open_infeed(ratings.training, config, steps, training_device)
+        runner = Runner(
+            program,
+            infeed,
+            schedule_of(steps, config.steps_per_log),
+            directory=run.directory,
+            console=run.console,
+            writers=run.writers,
+            checkpoints=checkpoints,
+            validate=(stopping := _stopping_early(config, validator, run)) or validator,
+        )
+        if stopping is not None:
+            stopping.stop = runner.stop
+        run.train(runner, state)
+    if stopping is not None and stopping.stopped:
+        _say_stopped(config, run)
+    if run.summary["status"] == "completed":
+        _report_best(config, run, model, ratings, validation_device)
+
+
+def program_of(
+    config: AutoencoderConfig, model: Model, steps: Steps, device: Any
+) -> TrainingProgram:
+    """Return the training loop: the model's loss, the optimiser and the plan."""
+    learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
+    return training_program(
+        loss_of(model, config.refeeding),
+        optimiser_of(config, learning_rate),
+        config.plan,
+        watch={"learning_rate": learning_rate},
+        devices=[device],
+    )
+
+
+def first_weights(config: TrainingOptions, model: Model) -> tuple[Any, Any]:
+    """Return the weights and the carried values before the first update."""
+    params = init_params(model, jax.random.key(config.seed))
+    compute = config.plan.types.compute
+    carried = first_carried(model, config.refeeding, config.resolved_batch_size, compute)
+    return params, carried
+
+
+def validator_of(
+    config: TrainingOptions,
+    model: Model,
+    training: Ratings,
+    targets: Ratings | None,
+    device: Any,
+) -> Validator | None:
+    """Return what validates weights, if there is something to validate with."""
+    if targets is None or config.no_validation:
+        return None
+    batch_size = config.resolved_validation_batch_size
+    users = validation_users(training, targets, batch_size)
+    return Validator(errors_of(model), config.plan, users, batch_size, device)
+
+
+def describe(
+    config: AutoencoderConfig,
+    run: Run,
+    devices: list[Any],
+    ratings: RatingData,
+    params: Any,
+    steps: Steps,
+) -> None:
+    """Say what will happen, before it does."""
+    updates = steps.total * steps.updates_per_step
+    run.describe(
+        devices,
+        config.plan,
+        None,
+        model=f"size {config.resolved_size}, {num_parameters(params):,} parameters, "
+        f"decoder {'untied' if config.untied_decoder else 'constrained'}",
+        ratings=data.describe(ratings, config),
+        batch=f"{config.resolved_batch_size} users, re-feeding {config.refeeding}",
+        updates=f"{updates:,} in {steps.total:,} steps, {config.resolved_epochs:g} epochs",
+        **{"learning rate": f"{config.first_learning_rate:.4g}"},
+    )
+    data.announce(ratings, config, run)
+    if ratings.validation is None and not config.no_validation:
+        run.console.line("No --validation-data-file: the model is not validated.")
+    if config.multiprocessing:
+        run.console.line(
+            "--multiprocessing changes nothing here: validation takes its turn between "
+            "two steps and needs no process of its own (--select-devices gives it a "
+            "device of its own)."
+        )
+
+
+def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
+    devices = jax.devices()
+    for number in config.device_numbers:
+        if number >= len(devices):
+            raise ConfigurationError(
+                f"--select-ipus asks for device {number}, but there are only "
+                f"{len(devices)}, counted from 0."
+            )
+    training, validation = config.device_numbers
+    return devices[training], devices[validation]
+
+
+def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
+    """Write the first weights in the form that the runner resumes from."""
+    nothing: dict[str, Any] = {"sums": {}, "newest": {}, "updates": 0}
+    checkpoints.save(
+        state,
+        0,
+        epoch=0.0,
+        data_position=0,
+        time=0.0,
+        metrics={},
+        scores={},
+        since_log=nothing,
+    )
+    run.summary["status"] = "completed"
+    run.closing_facts["first weights"] = str(run.directory.checkpoints)
+
+
+def _stopping_early(
+    config: AutoencoderConfig, validator: Validator | None, run: Run
+) -> EarlyStopping | None:
+    if config.early_stopping is None:
+        return None
+    if validator is None:
+        raise ConfigurationError("--early-stopping needs validation, and there is none.")
+    return EarlyStopping(validator, config.early_stopping, run.directory)
+
+
+def _say_stopped(config: AutoencoderConfig, run: Run) -> None:
+    run.summary |= {"status": "completed", "stopped_early": True}
+    run.closing_facts["stopped early"] = (
+        f"no better for {config.early_stopping} validations"
+    )
+
+
+def _already_stopped(run: Run) -> bool:
+    """Tell whether the run to resume has stopped early: then it is over."""
+    before = run.summary_before() if run.options.resume else {}
+    if before.get("stopped_early"):
+        run.console.line("The run is complete: it has stopped early.")
+        run.summary |= before
+        # What is not finite is text in JSON; float() reads it.
+        metrics = {name: float(value) for name, value in before["metrics"].items()}
+        run.summary["metrics"] = metrics
+    return bool(before.get("stopped_early"))
+
+
+def _report_best(
+    config: AutoencoderConfig, run: Run, model: Model, ratings: RatingData, device: Any
+) -> None:
+    """Say which checkpoint is the best, and test it if ratings were generated."""
+    folder = run.directory.checkpoints
+    best = best_checkpoint(folder)
+    trained = Trained(
+        config, model, ratings.training.item_ids, best or checkpoints_in(folder)[-1]
+    )
+    params, manifest = trained.weights()
+    if best is not None:
+        run.summary["best"] = facts = {"epoch": manifest["epoch"], **manifest["scores"]}
+        run.closing_facts["best"] = (
+            f"validation RMSE {facts['validation_rmse']:.4f} after epoch "
+            f"{facts['epoch']:g}: {best}"
+        )
+    tester = validator_of(config, model, ratings.training, ratings.test, device)
+    if tester is not None:
+        run.summary["metrics"]["test_rmse"] = tester.of_weights(params)["rmse"]
+        run.closing_facts["noise"] = f"{ratings.noise:g}: no model foretells better"

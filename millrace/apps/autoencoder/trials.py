@@ -1,0 +1,121 @@
+"""Several models trained together: they differ in nothing but their learning rates.
+
+All have the same first weights, batches and dropout, so each becomes what it would have
+become alone, and what differs in the end is due to the learning rate.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.loss import loss_of
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.recipe import learning_rate_of, optimiser_of
+from millrace.apps.autoencoder.scoring import errors_of, scores
+from millrace.apps.autoencoder.steps import Steps
+from millrace.program.evaluate import MetricFn
+from millrace.program.step import LossFn
+from millrace.program.training import TrainingProgram, training_program
+
+
+def label(exponent: float) -> str:
+    """Write the exponent of a learning rate as it is part of a metric's name."""
+    return f"{-exponent:g}"
+
+
+class Means(NamedTuple):
+    """What the models' losses and errors have been since the step began, added up.
+
+    They are carried rather than reported: what an update reports is single numbers, and
+    the loop would write every model's by itself.
+    """
+
+    num_updates: jax.Array
+    loss: jax.Array
+    rmse: jax.Array
+
+    def plus(self, loss: jax.Array, rmse: jax.Array, updates_per_step: int) -> "Means":
+        """Add an update's; the first one of a step begins anew."""
+        is_over = self.num_updates == updates_per_step
+        old = Means(*(jnp.where(is_over, 0.0, value) for value in self))
+        return Means(old.num_updates + 1, old.loss + loss, old.rmse + rmse)
+
+
+class Carried(NamedTuple):
+    """What the loss of several models keeps from update to update."""
+
+    models: Any
+    means: Means
+
+
+def together(loss_fn: LossFn, updates_per_step: int) -> LossFn:
+    """Return the sum of the losses of models whose weights are stacked along dim 0.
+
+    A model's weights have no part in the loss of another, so the gradient of the sum is
+    each one's own. It reports the lowest error of all.
+    """
+
+    def loss(params: Any, carried: Carried, batch: Any, key: jax.Array) -> Any:
+        each = jax.vmap(loss_fn, in_axes=(0, 0, None, None))
+        losses, (models, infos) = each(params, carried.models, batch, key)
+        means = carried.means.plus(losses, infos["rmse"], updates_per_step)
+        lowest = jnp.nanmin(infos["rmse"])
+        carried = Carried(models, jax.lax.stop_gradient(means))
+        return losses.sum(), (carried, {"lowest_rmse": lowest})
+
+    return loss
+
+
+def first_state(weights: tuple[Any, Any], count: int) -> tuple[Any, Carried]:
+    """Return the weights and carried values of models that all start alike."""
+    params, carried = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), weights
+    )
+    nothing = jnp.zeros(count)
+    return params, Carried(carried, Means(jnp.float32(0), nothing, nothing))
+
+
+def trials_program(
+    config: TrainingOptions,
+    model: Model,
+    steps: Steps,
+    exponents: Sequence[float],
+    device: Any,
+) -> TrainingProgram:
+    """Return one compiled loop that trains a model for each of the learning rates."""
+    first = 2.0 ** np.array(exponents) * config.resolved_batch_size
+    return training_program(
+        together(loss_of(model, config.refeeding), steps.updates_per_step),
+        optimiser_of(config, learning_rate_of(config, first, steps)),
+        config.plan,
+        watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
+        devices=[device],
+    )
+
+
+def trials_errors(model: Model, labels: Sequence[str]) -> MetricFn:
+    """Return what validation measures of each user, for each of the models."""
+    each = jax.vmap(errors_of(model), in_axes=(0, None, None))
+
+    def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
+        return {
+            f"{name}_{label}": values[place]
+            for name, values in each(params, carried, batch).items()
+            for place, label in enumerate(labels)
+        }
+
+    return metric_fn
+
+
+def trials_scores(means: dict[str, float], labels: Sequence[str]) -> dict[str, float]:
+    """Turn the means over users into each model's RMSE."""
+    found = {}
+    for each in labels:
+        ending = f"_{each}"
+        own = {n.removesuffix(ending): v for n, v in means.items() if n.endswith(ending)}
+        found[f"rmse{ending}"] = scores(own)["rmse"]
+    return found

@@ -1,0 +1,116 @@
+"""Validate a trained recommender: its ratings and its ranking."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+
+from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.data import RatingData
+from millrace.apps.autoencoder.feeding import validation_users
+from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
+from millrace.apps.autoencoder.trained import Trained, find_trained, with_items_of_model
+from millrace.apps.autoencoder.validate_options import ValidateConfig
+from millrace.config import ConfigurationError
+from millrace.data.ratings import Ratings, align
+from millrace.host.run import Run
+from millrace.nn.layers import num_parameters
+
+
+def validate(config: ValidateConfig, run: Run) -> None:
+    """Report the metrics of a checkpoint on ratings that it was not trained on."""
+    started = time.perf_counter()
+    trained = find_trained(config.checkpoint, newest=config.which == "newest")
+    ratings = ratings_for(trained, config.training_data_file, config.validation_data_file)
+    params, manifest = trained.weights()
+    _describe(run, trained, ratings, num_parameters(params))
+    ranking = Ranking(config.top, config.relevant_rating)
+    batch_size = (
+        config.validation_batch_size or trained.config.resolved_validation_batch_size
+    )
+    metric_fn = errors_of(trained.model, ranking)
+    event = {"update": manifest["update"], "epoch": manifest["epoch"]}
+    for kind, targets in (("validation", ratings.validation), ("test", ratings.test)):
+        if targets is None:
+            continue
+        users = validation_users(ratings.training, targets, batch_size)
+        device = jax.devices()[0]
+        validator = Validator(metric_fn, trained.config.plan, users, batch_size, device)
+        for name, value in validator.of_weights(params).items():
+            at = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
+            run.summary["metrics"][f"{kind}_{name}{at}"] = value
+    event |= {"time": round(time.perf_counter() - started, 3), **run.summary["metrics"]}
+    for writer in run.writers:
+        writer.write(event)
+    run.summary["status"] = "completed"
+
+
+def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
+    """Validate the newest checkpoint of another run, as the reference's option does."""
+    assert config.testing_on_checkpoint is not None
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(ValidateConfig)
+        if hasattr(config, field.name)
+    }
+    asked = ValidateConfig(
+        **values, checkpoint=config.testing_on_checkpoint, which="newest"
+    )
+    validate(asked, run)
+    rmse = run.summary["metrics"]["validation_rmse"]
+    run.console.line(f"Testing RMSE: {rmse:.4f}")
+
+
+def ratings_for(
+    trained: Trained, training: Path | None, validation: Path | None
+) -> RatingData:
+    """Return what a model was trained and validated with, or the files given instead.
+
+    Args:
+        trained: The model.
+        training: What users have rated; None for what it was trained on.
+        validation: What is to be foretold; None for what it was validated with.
+    """
+    config = trained.config
+    given = {"training_data_file": training, "validation_data_file": validation}
+    given = {name: path for name, path in given.items() if path is not None}
+    if given and config.data_kind != "file":
+        if training is None:
+            raise ConfigurationError(
+                f"The model was trained on {config.data_kind} ratings, so a "
+                "validation_data_file needs a training_data_file beside it."
+            )
+        given |= dict.fromkeys(("data", "num_users", "num_items", "num_ratings"))
+    # A file of another name says nothing about the size of this model.
+    sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
+    loaded = data.load(dataclasses.replace(config, **sizes, **given), config.seed)
+    known = with_items_of_model(loaded.training, trained.item_ids)
+    return loaded._replace(
+        training=known,
+        validation=_aligned(loaded.validation, known),
+        test=_aligned(loaded.test, known),
+    )
+
+
+def _aligned(targets: Ratings | None, known: Ratings) -> Ratings | None:
+    return None if targets is None else align(targets, known)[0]
+
+
+def _describe(run: Run, trained: Trained, ratings: RatingData, num_parameters: int) -> None:
+    if ratings.validation is None:
+        raise ConfigurationError(
+            "There is nothing to validate with: give --validation-data-file."
+        )
+    config = trained.config
+    run.describe(
+        jax.devices()[:1],
+        config.plan,
+        None,
+        model=f"size {config.resolved_size}, {num_parameters:,} parameters",
+        checkpoint=str(trained.checkpoint),
+        ratings=f"{ratings.validation.num_ratings:,} to foretell from "
+        f"{ratings.training.num_ratings:,}",
+    )
+    data.say_unseen(ratings, run)

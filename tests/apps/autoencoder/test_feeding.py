@@ -1,0 +1,89 @@
+"""Batches: from the host or gathered on the device, they are the same."""
+
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.feeding import open_infeed, validation_users
+from millrace.apps.autoencoder.loss import dense_rows
+from millrace.apps.autoencoder.resident import ResidentRatings
+from millrace.apps.autoencoder.steps import steps_of
+from millrace.config import build
+from millrace.data.ratings_generated import random_ratings
+from millrace.program.replicas import replica_mesh, split_batch
+
+USERS, ITEMS = 50, 20
+
+
+@pytest.fixture(scope="module")
+def ratings():
+    return random_ratings(USERS, ITEMS, 300, seed=1)
+
+
+def infeed_of(ratings, **options):
+    settings = {"data": "random", "batch_size": 6, "epochs": 3, "batches_per_step": 4}
+    config = build(AutoencoderConfig, settings | options)
+    num_users = int((ratings.num_ratings_by_user > 0).sum())
+    return open_infeed(ratings, config, steps_of(config, num_users), jax.devices()[0])
+
+
+def chunks_of(infeed, count, capacities=(4, 3)):
+    sharding = split_batch(replica_mesh(1))
+    with infeed:
+        for _ in range(count):
+            chunk = infeed.chunk(capacities, sharding, only_full=True)
+            yield jax.device_get(chunk.data)
+            infeed.took(chunk.stop)
+
+
+@pytest.mark.parametrize("refed", [False, True])
+def test_ratings_on_the_device_give_the_hosts_batches(ratings, refed):
+    fed = infeed_of(ratings, detached_refeeding=refed)
+    resident = infeed_of(ratings, detached_refeeding=refed, data_on_device=True)
+    assert isinstance(resident, ResidentRatings) != isinstance(fed, ResidentRatings)
+    element, other = fed.peek(), resident.peek()
+    assert {n: (a.shape, a.dtype) for n, a in element.items()} == {
+        n: (a.shape, a.dtype) for n, a in other.items()
+    }
+    for here, there in zip(chunks_of(fed, 5), chunks_of(resident, 5), strict=True):
+        assert here.keys() == there.keys()
+        is_real = here["row"] < 6
+        np.testing.assert_array_equal(here["row"], there["row"])
+        for name in ("item", "value"):
+            np.testing.assert_array_equal(here[name][is_real], there[name][is_real])
+        for name in here.keys() - {"item", "value", "row", "user"}:
+            np.testing.assert_array_equal(here[name], there[name])
+        if not refed:
+            np.testing.assert_array_equal(here["user"], there["user"])
+
+
+def test_both_go_on_where_they_are_told_to(ratings):
+    for options in ({}, {"data_on_device": True}):
+        whole = list(chunks_of(infeed_of(ratings, **options), 3, (4,)))
+        infeed = infeed_of(ratings, **options)
+        infeed.seek(8)
+        (rest,) = chunks_of(infeed, 1, (4,))
+        np.testing.assert_array_equal(rest["value"], whole[2]["value"])
+
+
+def test_an_epoch_brings_every_rating_of_its_users_once(ratings):
+    infeed = infeed_of(ratings)
+    per_epoch = int((ratings.num_ratings_by_user > 0).sum()) // 6
+    batches = {}
+    for chunk in chunks_of(infeed, per_epoch, (1,)):
+        batch = {name: array[0] for name, array in chunk.items()}
+        rows = np.asarray(dense_rows(batch, ITEMS))
+        batches |= dict(zip(batch["user"].tolist(), rows, strict=True))
+    assert len(batches) == 6 * per_epoch
+    for user, row in batches.items():
+        items, values = ratings.of_user(user)
+        expected = np.zeros(ITEMS)
+        expected[items] = values
+        np.testing.assert_array_equal(row, expected)
+
+
+def test_a_short_last_batch_is_not_whole(ratings):
+    source = validation_users(ratings, ratings, 7)
+    assert source[np.arange(7)]["is_whole"].all()
+    assert not source[np.array([0, 1, 2, 3, 4, 5, 5])]["is_whole"].any()

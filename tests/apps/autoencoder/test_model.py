@@ -1,0 +1,85 @@
+"""The network: its size, its first weights, and what it computes."""
+
+import autoencoder_oracle as oracle
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder.model import (
+    Known,
+    Model,
+    dropout,
+    init_params,
+    reconstruct,
+    reconstruct_known,
+)
+from millrace.apps.autoencoder.trained import weight_shapes
+from millrace.nn.layers import num_parameters
+
+NETFLIX = 17_768
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"), [(128, 2_391_400), (256, 4_764_520), (512, 9_904_488)]
+)
+def test_the_models_have_as_many_parameters_as_the_reference_says(size, parameters):
+    shapes = weight_shapes(Model(NETFLIX, size, 0.8), "float32")
+    assert num_parameters(shapes) == parameters
+
+
+def test_an_untied_decoder_has_as_many_parameters_as_the_paper_says():
+    """Its table 2: six layers, every hidden one 128 wide, 4,632,552 parameters."""
+    shapes = weight_shapes(Model(NETFLIX, 128, 0.8, tied=False), "float32")
+    first, last = shapes["encoder"]["fc_1"], shapes["decoder"]["fc_3"]
+    of_128 = 4 * (128 * 128 + 128)
+    assert num_parameters((first, last)) + of_128 == 4_632_552
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def network(request):
+    model = Model(19, 128, 0.65, tied=request.param)
+    params = jax.device_get(init_params(model, jax.random.key(0)))
+    random = np.random.default_rng(0)
+    rows = random.integers(1, 6, (5, 19)) * (random.random((5, 19)) < 0.4)
+    return model, params, rows.astype(np.float32)
+
+
+def test_first_weights_are_glorots_and_biases_are_zero(network):
+    model, params, _ = network
+    layers = [*params["encoder"].values(), *params["decoder"].values()]
+    for layer in layers:
+        assert not layer["bias"].any()
+    for kernel in (layer["kernel"] for layer in layers if "kernel" in layer):
+        limit = (6 / sum(kernel.shape)) ** 0.5
+        assert 0.98 * limit < np.abs(kernel).max() <= limit
+        assert kernel.std() == pytest.approx(limit / 3**0.5, rel=0.05)
+    assert ("kernel" in params["decoder"]["fc_1"]) != model.tied
+
+
+def test_a_reconstruction_is_the_oracles(network):
+    model, params, rows = network
+    found = jax.jit(reconstruct, static_argnums=0)(model, params, rows)
+    as_float64 = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    expected = oracle.Pass(as_float64, rows.astype(np.float64)).output
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_known_ratings_are_reconstructed_as_in_the_whole(network):
+    model, params, rows = network
+    row, item = np.nonzero(rows)
+    values = np.append(rows[row, item], np.float32(0))
+    filled = Known(np.append(row, len(rows)), np.append(item, 0), values)
+    filled, params = jax.device_put((filled, params))
+    key = jax.random.key(1)
+    known = jax.jit(reconstruct_known, static_argnums=(0, 3))
+    found = known(model, params, filled, len(rows), key)
+    expected = np.asarray(jax.jit(reconstruct, static_argnums=0)(model, params, rows, key))
+    np.testing.assert_allclose(found[:-1], expected[row, item], rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    ones = np.ones((200, 256), np.float16)
+    found = np.asarray(dropout(ones, 0.65, jax.random.key(0)))
+    assert found.dtype == np.float16
+    assert (found == 0).mean() == pytest.approx(0.65, abs=0.01)
+    assert found.astype(np.float32).mean() == pytest.approx(1, abs=0.03)

@@ -1,0 +1,71 @@
+"""Metrics against NumPy, over a data set that does not divide into batches."""
+
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder.feeding import validation_users
+from millrace.apps.autoencoder.model import Model, init_params, reconstruct
+from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
+from millrace.data.ratings_generated import random_ratings
+from millrace.plan import Plan
+
+USERS, ITEMS, BATCH, TOP = 53, 40, 8, 5
+
+
+def dense(ratings):
+    rows = np.zeros((USERS, ITEMS))
+    users = np.repeat(np.arange(USERS), ratings.num_ratings_by_user)
+    rows[users, ratings.items] = ratings.values
+    return rows
+
+
+@pytest.fixture(scope="module")
+def found_and_data():
+    shown = random_ratings(USERS, ITEMS, 500, seed=0)
+    targets = random_ratings(USERS, ITEMS, 150, seed=1)
+    model = Model(ITEMS, 128, 0.65)
+    params = init_params(model, jax.random.key(0))
+    source = validation_users(shown, targets, BATCH)
+    metric_fn = errors_of(model, Ranking(TOP, 4.0))
+    validator = Validator(metric_fn, Plan(), source, BATCH, jax.devices()[0])
+    rows, wanted = dense(shown), dense(targets)
+    users = np.flatnonzero((wanted != 0).any(1))
+    output = np.asarray(reconstruct(model, params, np.float32(rows)), np.float64)
+    assert len(users) % BATCH, "the last batch should be short"
+    return validator.of_weights(params), rows[users], wanted[users], output[users]
+
+
+def test_errors_pool_all_ratings(found_and_data):
+    found, _, wanted, output = found_and_data
+    error = (output - wanted)[wanted != 0]
+    assert found["rmse"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
+    assert found["mae"] == pytest.approx(np.abs(error).mean(), rel=1e-5)
+
+
+def test_the_references_rmse_is_the_mean_over_whole_batches(found_and_data):
+    found, _, wanted, output = found_and_data
+    whole = len(wanted) // BATCH
+    squares = np.where(wanted != 0, (output - wanted) ** 2, 0)[: whole * BATCH]
+    known = (wanted != 0)[: whole * BATCH].reshape(whole, -1)
+    means = squares.reshape(whole, -1).sum(1) / known.sum(1)
+    assert found["mean_batch_rmse"] == pytest.approx(np.sqrt(means).mean(), rel=1e-5)
+    assert found["mean_batch_rmse"] != pytest.approx(found["rmse"], rel=1e-4)
+
+
+def test_rankings_leave_out_what_was_rated_before(found_and_data):
+    found, rows, wanted, output = found_and_data
+    recalls, gains = [], []
+    for row, later, score in zip(rows, wanted, output, strict=True):
+        relevant = {i for i in range(ITEMS) if later[i] >= 4 and row[i] == 0}
+        if not relevant:
+            continue
+        ranked = [i for i in np.argsort(-score) if row[i] == 0][:TOP]
+        hits = [item in relevant for item in ranked]
+        recalls.append(sum(hits) / len(relevant))
+        discounts = 1 / np.log2(np.arange(2, TOP + 2))
+        best = discounts[: min(TOP, len(relevant))].sum()
+        gains.append((hits * discounts).sum() / best)
+    assert found["recall"] == pytest.approx(np.mean(recalls), rel=1e-5)
+    assert found["ndcg"] == pytest.approx(np.mean(gains), rel=1e-5)
+    assert 0 < np.mean(recalls) < 1

@@ -1,0 +1,102 @@
+"""Sweeps: many models at once are the same models one by one."""
+
+import math
+from xml.etree import ElementTree
+
+import jax
+import pytest
+import yaml
+from autoencoder_runs import SMALL, command, summary_of, write_ratings
+
+from millrace.apps.autoencoder.plot import draw_points
+from millrace.apps.autoencoder.sweep_report import Trial, plot, table
+
+OPTIONS = f"{SMALL} --epochs 2 --batches-per-step 3 --no-dense-refeeding "
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    words = f"sweep {OPTIONS}{write_ratings(folder)}--steps-per-log 1 "
+    # The first is far too large, and diverges; the others know nothing of it.
+    words += f"--base-learning-rates 1,11,13 --run-dir {folder}/run "
+    ended = command(None, words)
+    assert ended.status == 0
+    return folder / "run"
+
+
+def test_a_sweep_names_the_best_learning_rate(swept):
+    summary = summary_of(swept)
+    assert [t["base_learning_rate"] for t in summary["trials"]] == [-1, -11, -13]
+    assert [t["learning_rate"] for t in summary["trials"]] == [4, 2.0**-8, 2.0**-10]
+    errors = [float(t["validation_rmse"]) for t in summary["trials"]]
+    assert not math.isfinite(errors[0]) and errors[1] < errors[2]
+    assert summary["best"] == summary["trials"][1]
+    each = summary["trials"][0]["users_per_second"]
+    assert summary["samples_per_second"] == pytest.approx(3 * each)
+    assert summary["samples"] == 3 * 12 * 8
+
+
+def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys):
+    best = yaml.safe_load((swept / "best.yml").read_text())["best"]
+    assert best["base_learning_rate"] == -11
+    words = f"train --config best --config-path {swept}/best.yml --quiet --no-validation"
+    ended = command(capsys, f"{words} --run-dir {tmp_path}/run")
+    assert ended.status == 0, ended.err
+    found = summary_of(tmp_path / "run")["metrics"]
+    trial = summary_of(swept)["best"]
+    assert found["train_loss"] == pytest.approx(trial["loss"], rel=1e-4)
+    assert found["train_rmse"] == pytest.approx(trial["rmse"], rel=1e-4)
+
+
+def test_models_spread_over_devices_are_the_same(swept, tmp_path, capsys):
+    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    words += "--steps-per-log 1 --base-learning-rates 11,13,15 "
+    ended = command(capsys, words + f"--num-devices 2 --run-dir {tmp_path}/run")
+    assert ended.status == 0, ended.err
+    spread, together = summary_of(tmp_path / "run"), summary_of(swept)
+    assert spread["device"]["count"] == 2
+    for there, here in zip(spread["trials"], together["trials"][1:], strict=False):
+        for name in ("loss", "rmse"):
+            assert there[name] == pytest.approx(here[name], rel=1e-4)
+
+
+def test_more_devices_than_there_are_is_refused(tmp_path, capsys):
+    count = len(jax.devices()) + 1
+    words = f"sweep --num-devices {count} --run-dir {tmp_path}/run"
+    ended = command(capsys, words)
+    assert ended.status == 2
+    assert f"--num-devices is {count}, but there are only {count - 1}" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+TRIALS = [
+    Trial(-12.0, 0.015, 1234.5, math.nan, math.nan, math.nan),
+    Trial(-16.0, 0.001, 1234.5, 0.9, 0.95, 0.97),
+    Trial(-18.0, 0.0002, 1234.5, 1.0, 1.1, 1.2),
+]
+
+
+def test_the_table_has_a_line_for_each_learning_rate():
+    lines = table(TRIALS)
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["-16", "0.001", "1,234", "0.9000", "0.9500", "0.9700"]
+    assert "nan" in lines[1]
+    without = [trial._replace(validation_rmse=None) for trial in TRIALS]
+    assert "validation" not in table(without)[0]
+    assert without[1].error == 0.95 and TRIALS[1].error == 0.97
+
+
+def test_the_plot_marks_the_best_and_what_diverged():
+    drawn = ElementTree.fromstring(plot(TRIALS))
+    space = "{http://www.w3.org/2000/svg}"
+    circles = drawn.findall(f"{space}circle")
+    assert [c.get("r") for c in circles] == ["4", "6"]  # by exponent: -18, then -16
+    assert float(circles[0].get("cy")) < float(circles[1].get("cy"))  # worse is higher
+    titles = [t.text for t in drawn.iter(f"{space}title")]
+    assert titles == ["-18: 1.2000", "-16: 0.9700", "-12: diverged"]
+
+
+@pytest.mark.parametrize("points", [[(1, 2.0)], [(1, math.inf)], [(1, 0.0), (2, 0.0)]])
+def test_any_points_can_be_drawn(points):
+    ElementTree.fromstring(draw_points("a & b", "x", "y", points))

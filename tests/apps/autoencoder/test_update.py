@@ -1,0 +1,144 @@
+"""Weight updates of the compiled program against NumPy's, differentiated by hand."""
+
+import autoencoder_oracle as oracle
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.model import dropout
+from millrace.apps.autoencoder.recipe import model_of
+from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.config import build
+
+ITEMS, USERS, UPDATES = 23, 4, 3
+RATE = 0.001
+FORWARD, MICRO_BATCH = 0, 0  # of what the runtime splits an update's key for
+
+
+def batches_of(count, *, refed=False):
+    """Sparse batches with filling, as an infeed gives them, and the dense rows."""
+    random = np.random.default_rng(0)
+    sparse, dense = [], []
+    for _ in range(count):
+        rows = np.where(
+            random.random((USERS, ITEMS)) < 0.4,
+            random.integers(1, 11, (USERS, ITEMS)) / 2,
+            0,
+        )
+        row, item = np.nonzero(rows)
+        filling = USERS * ITEMS - len(row)
+        sparse.append(
+            {
+                "user": np.arange(USERS, dtype=np.int32),
+                "row": np.append(row, np.full(filling, USERS)).astype(np.int32),
+                "item": np.append(item, np.full(filling, 0)).astype(np.int32),
+                "value": np.append(rows[row, item], np.zeros(filling)).astype(np.float32),
+            }
+        )
+        dense.append(rows)
+    for batch in sparse:
+        for name in ("row", "item", "value"):
+            batch[name] = batch[name].reshape(USERS, -1)
+    if refed:
+        empty = {name: np.full_like(a, USERS) for name, a in sparse[0].items()}
+        sparse = [
+            batch | {"refed": np.full(USERS, is_refed)}
+            for each in sparse
+            for batch, is_refed in ((each, False), (empty, True))
+        ]
+    return {n: np.stack([batch[n] for batch in sparse]) for n in sparse[0]}, dense
+
+
+def run_program(options, chunk):
+    """Make updates with the compiled program; return the states before and after."""
+    settings = {
+        "data": "random", "batch_size": USERS, "size": 128, "precision": "32.32",
+        "learning_rate": RATE, "batches_per_step": 1000, "epochs": 1,
+    }  # fmt: skip
+    config = build(AutoencoderConfig, settings | options)
+    model = model_of(config, ITEMS)
+    program = program_of(config, model, steps_of(config, 1000), jax.devices()[0])
+    state = program.init(*first_weights(config, model), seed=3)
+    before = jax.device_get(state)
+    state, info = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+    return config, model, before, jax.device_get(state), jax.device_get(info)
+
+
+def kept_code(model, state, update, number):
+    """The factors that dropout puts on the code, drawn as the program draws them."""
+    key = jax.random.wrap_key_data(state.key)
+    for part in (update, FORWARD, MICRO_BATCH, number):
+        key = jax.random.fold_in(key, part)
+    ones = np.ones((USERS, model.widths[-1]), np.float32)
+    return np.asarray(dropout(ones, model.dropout_rate, key), np.float64)
+
+
+def as_float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def assert_moved_alike(before, after, expected):
+    """Compare what the updates have changed, which is a small part of each weight."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(after)]
+    leaves = (jax.tree.leaves(tree) for tree in (before, after, expected))
+    for path, old, new, wanted in zip(paths, *leaves, strict=True):
+        moved = np.abs(wanted - old).max()
+        error = np.abs(new - wanted).max() / moved
+        assert moved > 1e-5 and error < 2e-3, f"{jax.tree_util.keystr(path)}: {error:g}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e-4},
+        {"no_dense_refeeding": True, "weight_decay": 0.0},
+        {"untied_decoder": True, "loss_scaling": 1.0},
+        {"no_selu": True, "no_dropout": True, "optimizer": "SGD", "learning_rate": 1e-4},
+    ],
+    ids=str,
+)
+def test_updates_are_those_of_the_oracle(options):
+    chunk, dense = batches_of(UPDATES)
+    config, model, before, after, info = run_program(options, chunk)
+    weights = as_float64(before.params)
+    velocity = oracle.zeros_like(weights)
+    for update, rows in enumerate(dense):
+        kept = [kept_code(model, before, update, n) for n in (0, 1)]
+        loss, rmse, gradients, _ = oracle.loss_and_gradients(
+            weights, rows, kept, config.refeeding, active=model.selu
+        )
+        assert info["loss"][update] == pytest.approx(loss, rel=1e-5)
+        assert info["rmse"][update] == pytest.approx(rmse, rel=1e-5)
+        weights, velocity = oracle.update(
+            weights,
+            velocity,
+            gradients,
+            rate=config.learning_rate,
+            decay=config.weight_decay,
+            momentum=0.9 if config.optimizer == "Momentum" else 0.0,
+        )
+    assert_moved_alike(before.params, after.params, weights)
+
+
+def test_detached_refeeding_makes_two_updates_of_a_batch():
+    chunk, dense = batches_of(2, refed=True)
+    options = {"detached_refeeding": True, "untied_decoder": True}
+    _, model, before, after, info = run_program(options, chunk)
+    weights = as_float64(before.params)
+    velocity = oracle.zeros_like(weights)
+    for number, rows in enumerate(dense):
+        for is_refed in (0, 1):
+            update = 2 * number + is_refed
+            kept = [kept_code(model, before, update, 0)]
+            loss, rmse, gradients, output = oracle.loss_and_gradients(
+                weights, rows, kept, "none"
+            )
+            assert info["loss"][update] == pytest.approx(loss, rel=1e-4)
+            weights, velocity = oracle.update(weights, velocity, gradients, rate=RATE)
+            if not is_refed:
+                given = rmse
+                rows = output  # of the weights before the update, and constant
+            assert info["rmse"][update] == pytest.approx(given, rel=1e-4)
+    assert_moved_alike(before.params, after.params, weights)

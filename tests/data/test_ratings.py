@@ -1,0 +1,94 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.data.ratings import Unseen, align, find, from_events
+
+
+def events(*triples, user_ids=(), item_ids=()):
+    users, items, values = (np.array(column) for column in zip(*triples, strict=True))
+    return from_events(
+        users.astype(np.int32),
+        items.astype(np.int32),
+        values,
+        user_ids=np.array(user_ids) if user_ids else np.arange(users.max() + 1),
+        item_ids=np.array(item_ids) if item_ids else np.arange(items.max() + 1),
+    )
+
+
+def as_dict(ratings):
+    """Return {(user's id, item's id): rating}."""
+    found = {}
+    for user in range(ratings.num_users):
+        items, values = ratings.of_user(user)
+        assert (np.diff(items) > 0).all()
+        for item, value in zip(items, values, strict=True):
+            pair = ratings.user_ids[user].item(), ratings.item_ids[item].item()
+            found[pair] = float(value)
+    return found
+
+
+def test_ratings_lie_by_user_and_item():
+    ratings = events((2, 1, 4.5), (0, 3, 1.0), (2, 0, 3.0))
+    np.testing.assert_array_equal(ratings.starts, [0, 1, 1, 3])
+    np.testing.assert_array_equal(ratings.items, [3, 0, 1])
+    np.testing.assert_array_equal(ratings.values, [1, 3, 4.5])
+    np.testing.assert_array_equal(ratings.num_ratings_by_user, [1, 0, 2])
+    assert (ratings.num_users, ratings.num_items, ratings.num_ratings) == (3, 4, 3)
+    assert (ratings.smallest, ratings.largest) == (1.0, 4.5)
+    types = ratings.starts.dtype, ratings.items.dtype, ratings.values.dtype
+    assert types == (np.int64, np.int32, np.float16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ratings.smallest = 0.0  # pyright: ignore
+
+
+pairs = st.tuples(st.integers(0, 6), st.integers(0, 4), st.integers(1, 10))
+
+
+@given(st.lists(pairs, min_size=1, max_size=60))
+def test_of_two_ratings_of_one_pair_the_later_counts(triples):
+    ratings = events(*triples)
+    expected = {(user, item): float(value) for user, item, value in triples}
+    assert as_dict(ratings) == expected
+    assert ratings.num_duplicates == len(triples) - len(expected)
+
+
+def test_values_are_kept_exactly():
+    assert events((0, 0, 3.5)).values.dtype == np.float16
+    fine = events((0, 0, 3.7), (0, 1, 0.5))
+    assert fine.values.dtype == np.float32 and fine.values[0] == np.float32(3.7)
+    assert events((0, 0, 70_000.0)).largest == 70_000
+
+
+def test_find_says_where_and_minus_one():
+    np.testing.assert_array_equal(
+        find(np.array([2, 5, 9]), np.array([9, 3, 2])), [2, -1, 0]
+    )
+    names = np.array(["10", "9", "a"])
+    np.testing.assert_array_equal(find(names, np.array([9, 10, 11])), [1, 0, -1])
+    np.testing.assert_array_equal(find(np.array([9, 10]), np.array(["10", "x"])), [1, -1])
+    np.testing.assert_array_equal(find(np.array([], np.int64), np.array([1])), [-1])
+
+
+def test_aligning_leaves_out_and_counts_what_training_does_not_know():
+    training = events((0, 0, 4), (1, 1, 3), user_ids=[10, 20], item_ids=[7, 8])
+    later = events(
+        *((0, 0, 5), (0, 1, 1), (1, 1, 2), (1, 2, 3), (2, 0, 4)),
+        user_ids=[10, 20, 30],
+        item_ids=[7, 8, 9],
+    )
+    aligned, unseen = align(later, training)
+    assert as_dict(aligned) == {(10, 7): 5, (10, 8): 1, (20, 8): 2}
+    assert (aligned.num_users, aligned.num_items) == (2, 2)
+    assert unseen == Unseen(num_users=1, num_items=1, num_ratings=2)
+
+
+def test_aligning_numbers_with_texts_compares_what_is_written():
+    training = events((0, 0, 4), (1, 0, 3), user_ids=["10", "9"], item_ids=["a"])
+    later = events((0, 0, 1), (1, 0, 2), user_ids=[9, 10], item_ids=["a"])
+    aligned, unseen = align(later, training)
+    assert as_dict(aligned) == {("9", "a"): 1, ("10", "a"): 2}
+    assert unseen == Unseen(0, 0, 0)
