@@ -8,6 +8,7 @@ does not fit is a ``ConfigurationError`` before anything is compiled.
 import argparse
 import ast
 import collections.abc
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -25,12 +26,24 @@ import yaml
 
 T = TypeVar("T")
 
+_CONFIG_FILES = (".json", ".yml", ".yaml")
 _TRUE = {"true", "t", "1", "yes", "y", "on"}
 _FALSE = {"false", "f", "0", "no", "n", "off"}
 
 
 class ConfigurationError(ValueError):
     """The command or configuration is wrong; the message says what to change."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows an option's own name and short ones; other spellings are in the docs."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        words = action.option_strings
+        long = [word for word in words if word.startswith("--")]
+        shown = copy.copy(action)
+        shown.option_strings = [word for word in words if word not in long[1:]]
+        return super()._format_action_invocation(shown)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +76,7 @@ def parse(
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
     values = dict(load_named(path, name)) if name else {}
     values = {_field_name(config_type, key): value for key, value in values.items()}
-    values |= given
+    values = _overridden(config_type, values, given)
     return build(config_type, values), values
 
 
@@ -76,6 +89,8 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
         if name not in known:
             raise ConfigurationError(_unknown_key(name, known))
         checked[name] = _convert(hints[name], value, _option(name))
+    if (translated := getattr(config_type, "translated", None)) is not None:
+        checked = translated(checked)
     missing = [
         _option(name)
         for name, field in known.items()
@@ -97,6 +112,13 @@ def load_named(path: str | Path | None, name: str) -> dict[str, Any]:
     if path is None:
         raise ConfigurationError("--config needs --config-path FILE with this command.")
     entries = {str(key): entry for key, entry in load_yaml(Path(path)).items()}
+    if name not in entries and Path(name).suffix in _CONFIG_FILES:
+        # The references name theirs configs/NAME_config.json.
+        known = Path(name).stem.removesuffix("_config")
+        if Path(name).exists() or known not in entries:
+            entries = {name: load_yaml(Path(name))}
+        else:
+            name = known
     if name not in entries:
         raise ConfigurationError(
             f"--config {name}: {path} has no such entry. It has: "
@@ -205,6 +227,23 @@ def _field_name(config_type: Any, key: str) -> str:
     return key
 
 
+def _overridden(
+    config_type: Any, values: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Let `given` win, also where one of the two has an option that stands for others."""
+    meanings = {
+        field.name: set(field.metadata.get("stands_for", ()))
+        for field in dataclasses.fields(config_type)
+    }
+    replaced = set().union(*(meanings.get(name, ()) for name in given))
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in replaced and not meanings.get(name, set()) & set(given)
+    }
+    return kept | given
+
+
 def _unknown_key(name: str, known: Mapping[str, Any]) -> str:
     return f"There is no option {name}.{did_you_mean(name, known)}"
 
@@ -223,11 +262,15 @@ def _parser(
         usage=" ".join([program, *_positionals(config_type), "[options]"]),
         description=inspect.getdoc(config_type),
         argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     if named_configs is not None:
         parser.add_argument(
-            "--config", metavar="NAME", help="start from this named configuration"
+            *("-c", "--config", "--config-name", "--config-file"),
+            dest="config",
+            metavar="NAME",
+            help="start from this named configuration, or from a file of your own that "
+            "holds just one (.yml or .json)",
         )
         parser.add_argument(
             "--config-path",
@@ -248,7 +291,14 @@ def _parser(
             else:
                 words = (_option(name), *field.metadata.get("aliases", ()))
                 arguments["dest"] = name
+                if (bare := field.metadata.get("bare")) is not None:
+                    arguments |= {"nargs": "?", "const": bare}
             group.add_argument(*words, help=text.replace("%", "%%"), **arguments)
+            for word in field.metadata.get("negations", ()):
+                meaning = f"The same as {_option(name)} False."
+                group.add_argument(
+                    word, dest=name, action="store_const", const=False, help=meaning
+                )
     return parser
 
 

@@ -28,9 +28,9 @@ _WHOLE_NUMBERS = (
 class Plan:
     """How one weight update is carried out; the model and the loss know none of it."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = field(default=1, metadata={"aliases": ("--batch-size",)})
     """Samples one replica processes in one forward-backward pass."""
-    num_replicas: int = 1
+    num_replicas: int = field(default=1, metadata={"aliases": ("--replicas",)})
     """Copies of the model, one per device, whose gradients are averaged."""
     gradient_accumulation_count: int | None = field(
         default=None, metadata={"aliases": ("--gradient-accumulation",)}
@@ -54,10 +54,12 @@ class Plan:
     """Round 16-bit weights and optimiser state up or down at random, without bias."""
     loss_scaling: float | Literal["dynamic"] = 0.0
     """Factor on the loss while differentiating (0: none), or "dynamic" for float16."""
-    optimizer_state_offloading: bool = False
+    optimizer_state_offloading: bool = field(
+        default=False, metadata={"negations": ("--disable-variable-offloading",)}
+    )
     """Keep the optimiser's state in host memory; stream it through the device at each
     weight update. Saves device memory and costs time; arrays under 4 KiB stay."""
-    recomputation: bool = False
+    recomputation: bool = field(default=False, metadata={"aliases": ("--xla-recompute",)})
     """Keep only the results of matrix products and convolutions for the backward pass;
     compute everything between them again. A pipeline keeps only these anyway; there,
     recomputation keeps only what enters a stage."""

@@ -4,6 +4,8 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
+
 # Before JAX is imported: the device count cannot be changed afterwards.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -22,6 +24,10 @@ if _made is not None:
     os.environ[_CACHE] = _made
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_unconfigure() -> None:

@@ -174,7 +174,7 @@ def test_help_answers_within_a_second(words):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["cnn", "train", "--help"], ["cnn", "train", "--epochs", "3"]]
+    "words", [["--help"], ["cnn", "train", "--help"], ["cnn", "train", "--epoches", "3"]]
 )
 def test_reading_a_command_imports_nothing_heavy(words):
     script = (
@@ -215,7 +215,7 @@ def test_the_version_is_told():
         ("cnn trian", "'cnn trian'"),
         ("cnn", "cnn train"),
         ("frobnicate", "'frobnicate'"),
-        ("cnn train --epochs 3", "Did you mean --num-epochs?"),
+        ("cnn train --num-epoches 3", "Did you mean --num-epochs?"),
         ("cnn train --micro-batch-size lots", "--micro-batch-size takes a whole number"),
         ("cnn train --micro-batch-size 0", "micro_batch_size must be at least 1, got 0"),
         ("cnn train --precision 8.8", "16.16, 16.32, 32.32"),

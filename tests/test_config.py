@@ -467,6 +467,51 @@ def test_a_command_without_named_configurations_has_no_option_for_them():
     assert "There is no option --config" in refusal("--config", "small")
 
 
+# Options that stand for others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miller(Mill):
+    """Grind in other words."""
+
+    coarse: bool | None = field(default=None, metadata={"stands_for": ("model_name",)})
+    """model_name stone."""
+    corn: Literal["rye", "oats"] | None = field(default=None, metadata={"bare": "oats"})
+    """What is ground."""
+
+    @staticmethod
+    def translated(values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("coarse"):
+            return values | {"model_name": "stone", "title": "grits"}
+        return values
+
+
+def miller(*words: str, **options: Any) -> Miller:
+    return parse(Miller, words, program="miller", **options)[0]
+
+
+def test_an_option_is_translated_after_its_words_are_read():
+    assert miller("--coarse").title == "grits"
+    assert build(Miller, {"coarse": "yes"}).title == "grits"
+    assert miller().title == "flour"
+
+
+def test_a_flag_wins_over_a_named_option_that_stands_for_the_same(tmp_path):
+    path = entry(tmp_path, "{coarse: true}")
+    assert miller("--config", "it", named_configs=path).title == "grits"
+    other = miller("--config", "it", "--model-name", "roller", named_configs=path)
+    assert (other.title, other.model_name) == ("flour", "roller")
+    path = entry(tmp_path, "{model_name: roller}")
+    found = miller("--config", "it", "--coarse", named_configs=path)
+    assert (found.title, found.model_name) == ("grits", "stone")
+
+
+def test_an_option_may_mean_something_when_nothing_follows_it():
+    assert miller("--corn", "--coarse").corn == "oats"
+    assert miller("--corn", "rye").corn == "rye"
+    assert miller().corn is None
+
+
 # Help and records
 
 
@@ -480,6 +525,7 @@ def test_docstrings_under_fields_are_the_help(capsys, runs):
     assert "Step size, at most 100 % of it. (default: 0.1)" in text
     assert "--model-name {stone,roller} Which mill. (default: stone)" in text
     assert "--validation [BOOL]" in text
+    assert "--weight-decay NUMBER Pull towards zero." in text  # one spelling is enough
     assert "runs.yml" in text
 
 

@@ -145,33 +145,7 @@ class Checkpoints:
         for place, leaf in enumerate(copy):
             copy[place] = np.asarray(leaf)  # one by one: the device's copies go as well
         state = jax.tree.unflatten(structure, copy)
-        final = self._path / _name(update)
-        partial = final.with_name(final.name + _PARTIAL)
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _orbax_save(partial / "state", state)
-            manifest = {
-                "format": _FORMAT,
-                "update": update,
-                **facts,
-                "arrays": _arrays(state),
-                "versions": versions(),
-                "files": _inventory(partial),
-            }
-            manifest = finite_json(manifest)
-            manifest["checksum"] = _manifest_checksum(manifest)
-            write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))
-            partial.rename(final)
-        except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-            raise CheckpointError(
-                f"The checkpoint after update {update} could not be written to "
-                f"{self._path}: {reason}. Earlier ones are intact; with space and "
-                "permission restored, --resume continues from them."
-            ) from error
+        write_checkpoint(self._path / _name(update), state, update, facts)
         self._prune()
 
     def _prune(self) -> None:
@@ -179,6 +153,44 @@ class Checkpoints:
         for path in self.saved()[: -self._keep]:
             if path != best:
                 shutil.rmtree(path)
+
+
+def write_checkpoint(path: Path, state: Any, update: int, facts: dict[str, Any]) -> None:
+    """Write a checkpoint of NumPy arrays; it is there only when all of it is.
+
+    Args:
+        path: The folder it becomes; one that is there already is replaced.
+        state: A named tuple.
+        update: The number of updates made.
+        facts: What else its manifest says, as JSON has it.
+    """
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _orbax_save(partial / "state", state)
+        manifest = {
+            "format": _FORMAT,
+            "update": update,
+            **facts,
+            "arrays": _arrays(state),
+            "versions": versions(),
+            "files": _inventory(partial),
+        }
+        manifest = finite_json(manifest)
+        manifest["checksum"] = _manifest_checksum(manifest)
+        write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise CheckpointError(
+            f"The checkpoint after update {update} could not be written to "
+            f"{path.parent}: {reason}. Earlier ones are intact; with space and "
+            "permission restored, --resume continues from them."
+        ) from error
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

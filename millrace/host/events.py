@@ -6,7 +6,7 @@ run evenly, with a warning that says what became of the request.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ def schedule_events(
     events_per_epoch: Mapping[str, float],
     updates_per_execution: int | None = None,
     first_epochs: Mapping[str, float] | None = None,
+    uneven: Collection[str] = (),
 ) -> Schedule:
     """Work out when events happen.
 
@@ -52,6 +53,8 @@ def schedule_events(
         updates_per_execution: A length to use instead of the longest that fits.
         first_epochs: For some kinds, the epoch after which the first event comes; the
             others follow it at their rate.
+        uneven: Kinds whose period need not divide the run: it is rounded down to whole
+            updates, and what is left at the end is an event of its own.
     """
     if updates_per_epoch < 1:
         raise ConfigurationError(
@@ -69,6 +72,9 @@ def schedule_events(
                 f"{num_epochs}."
             )
         epochs = max(1, int(num_epochs - after))
+        if event in uneven and rate > 0:
+            periods[event] = max(1, int(updates_per_epoch / rate))
+            continue
         period, warning = _period(event, rate, updates_per_epoch, epochs)
         periods[event] = period
         if warning:
@@ -76,7 +82,7 @@ def schedule_events(
     total = updates_per_epoch * num_epochs
     execution = math.gcd(*periods.values()) if periods else 0
     if execution:
-        # With a first event of its own, a period need not divide the whole run.
+        # With a first event of its own, or uneven, a period need not divide the run.
         execution = math.gcd(execution, total)
     else:
         execution = total

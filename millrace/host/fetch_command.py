@@ -22,7 +22,9 @@ def fetch_dataset(config: FetchConfig) -> None:
         print(f"{config.name} was there already, and is right.")
     path = "" if folder.parent == data_folder() else f" --dataset-path {folder}"
     print(f"{config.name} is in {folder}")
-    print(f"Use it with: millrace cnn train --dataset {config.name}{path}")
+    # Pictures without classes are for the application that has none.
+    application = "cnn" if dataset.num_classes else "vcd"
+    print(f"Use it with: millrace {application} train --dataset {config.name}{path}")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ class FetchConfig:
     """
 
     name: str = field(metadata={"positional": True})
-    """Data set: mnist, fashion-mnist, cifar10 or cifar100."""
+    """Data set: mnist, fashion-mnist, binarized-mnist, cifar10 or cifar100."""
     data_dir: Path | None = None
     """The data folder (default: the environment's MILLRACE_DATA, or ~/.cache/millrace)."""
     url: str | None = None

@@ -1,12 +1,16 @@
 """``report.html``: a run on one page that needs no network."""
 
+import base64
 import html
 import json
+from pathlib import Path
 from typing import Any
 
 from millrace.host.run_directory import RunDirectory
 
 _WIDTH, _HEIGHT, _MARGIN = 560, 180, 62
+_PICTURES_SHOWN = 6
+"""Of each kind, from the first to the last."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -24,13 +28,14 @@ svg text {{ font: 11px system-ui, sans-serif; fill: currentColor; }}
 .curves {{ display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }}
 figure {{ margin: 0; }} figcaption {{ font-weight: 600; }}
-.failed {{ color: #d1242f; }}
+.failed {{ color: #d1242f; }} img {{ max-width: 100%; image-rendering: pixelated; }}
 </style></head><body>
 <h1>{title}</h1>
 <p class="{status}">{status}{error}</p>
 <p><code>{command}</code></p>
 <h2>Results</h2><table>{results}</table>
 <h2>Curves</h2><div class="curves">{curves}</div>
+{pictures}
 <h2>Environment</h2><table>{environment}</table>
 </body></html>
 """
@@ -44,6 +49,7 @@ def write_report(directory: RunDirectory, summary: dict[str, Any]) -> None:
         "samples": summary["samples"],
         "samples per second": summary["samples_per_second"],
         "compile seconds": summary["compile_seconds"],
+        **_time_to_train(summary),
         **{name.replace("_", " "): v for name, v in summary["metrics"].items()},
     }
     device = summary["device"] or {}
@@ -54,12 +60,45 @@ def write_report(directory: RunDirectory, summary: dict[str, Any]) -> None:
         command=html.escape(summary["command"]),
         results=_rows(figures),
         curves="".join(_curve(name, points) for name, points in _series(events).items()),
+        pictures=_pictures(directory.path / "pictures"),
         environment=_rows(
             {f"device {name}": value for name, value in device.items()}
             | summary["versions"]
         ),
     )
     (directory.path / "report.html").write_text(page)
+
+
+def _time_to_train(summary: dict[str, Any]) -> dict[str, str]:
+    seconds = summary.get("time_to_train_seconds")
+    return {} if seconds is None else {"time to train": f"{seconds / 60:.2f} minutes"}
+
+
+def _pictures(folder: Path) -> str:
+    """Show the files ``<kind>-<update>.png`` of a folder, kind by kind."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*-*.png")):
+        kinds.setdefault(path.stem.rsplit("-", 1)[0], []).append(path)
+    shown = []
+    for kind, paths in kinds.items():
+        last = len(paths) - 1
+        count = min(_PICTURES_SHOWN, len(paths))
+        some = [paths[round(n * last / max(1, count - 1))] for n in range(count)]
+        figures = "".join(map(_figure, some))
+        shown.append(f'<h2>{html.escape(kind)}</h2><div class="curves">{figures}</div>')
+    return "".join(shown)
+
+
+def _figure(path: Path) -> str:
+    # In the page itself: it needs no other file.
+    data = base64.b64encode(path.read_bytes()).decode()
+    number = path.stem.rsplit("-", 1)[1]
+    words = f"after {int(number):,} updates" if number.isdecimal() else path.stem
+    caption = html.escape(words)
+    return (
+        f"<figure><figcaption>{caption}</figcaption>"
+        f'<img alt="{caption}" src="data:image/png;base64,{data}"></figure>'
+    )
 
 
 def _rows(values: dict[str, Any]) -> str:

@@ -272,3 +272,28 @@ def test_the_advice_names_a_number_of_epochs_that_would_serve():
 def test_a_run_of_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule_events(**arguments, events_per_epoch={"log": 1})
+
+
+# Events that need not fall evenly
+
+
+@pytest.mark.parametrize(
+    ("updates", "epochs", "period"),
+    # The CNN benchmarks of the TensorFlow 1 reference, 16 lines per epoch
+    [(78, 1, 4), (1668, 2, 104), (6405, 2, 400), (1601, 1, 100), (3, 1, 1)],
+)
+def test_uneven_logs_come_after_whole_updates_and_at_the_end(updates, epochs, period):
+    schedule = schedule_events(
+        updates_per_epoch=updates,
+        num_epochs=epochs,
+        events_per_epoch={"log": 16, "checkpoint": 0, "validate": 1},
+        uneven=("log",),
+    )
+    assert schedule.periods["log"] == period
+    assert schedule.periods["validate"] == updates
+    assert not schedule.warnings
+    execution = schedule.updates_per_execution
+    assert period % execution == updates % execution == 0
+    due = logs(schedule)
+    assert due[:2] == [period, 2 * period]
+    assert due[-1] == updates * epochs

@@ -183,3 +183,19 @@ def test_the_axis_of_a_single_point_does_not_run_past_it(tmp_path):
     page, _ = report(directory)
     assert "epoch 1" in page.text
     assert not re.search(r"epoch 1 2\b", page.text)  # no second epoch was run
+
+
+def test_pictures_in_the_run_directory_are_shown_kind_by_kind(directory):
+    folder = directory.path / "pictures"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"prior-{10 * number:09d}.png").write_bytes(b"picture %d" % number)
+    (folder / "chain-last.png").write_bytes(b"another")
+    (folder / "notes.txt").write_text("not a picture")
+    page, text = report(directory)
+    assert page.tags.count("img") == 7  # six of eight, from the first to the last
+    assert "after 0 updates" in page.text and "after 70 updates" in page.text
+    assert page.text.index("chain") < page.text.index("prior")
+    sources = [value for tag, name, value in page.attributes if name == "src"]
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?:|@import|url\(", text)

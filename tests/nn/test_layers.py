@@ -75,6 +75,25 @@ def test_dropout_keeps_the_mean_and_does_nothing_in_evaluation():
         layers.dropout("d", 1.0)
 
 
+def test_dropout_of_whole_samples_keeps_or_drops_all_of_a_sample():
+    layer = layers.dropout("d", 0.25, whole_samples=True)
+    x = jnp.ones((2000, 3, 2, 4))
+    y, _ = layer.apply({}, {}, x, layers.Call(True, jax.random.key(0)))
+    per_sample = y.reshape(2000, -1)
+    np.testing.assert_array_equal(per_sample.min(1), per_sample.max(1))
+    assert float((y > 0).mean()) == pytest.approx(0.75, abs=0.04)
+    assert float(y.max()) == pytest.approx(4 / 3)
+    other, _ = layer.apply({}, {}, x, layers.Call(True, jax.random.key(1)))
+    assert not np.array_equal(y, other)
+
+
+def test_a_kernel_may_keep_the_spread_of_what_comes_out():
+    layer = layers.conv("c", 64, fan="out")
+    params, _ = layer.init(jax.random.key(0), jnp.zeros((1, 8, 8, 16)))
+    wanted = (2 / (9 * 64)) ** 0.5
+    assert float(params["kernel"].std()) == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("stable", [False, True])
 def test_batch_norm_agrees_with_numpy(stable):
     x = np.random.default_rng(0).normal(3, 2, (16, 5, 5, 4)).astype(np.float32)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.data_options import DEFAULT_IMAGE_SIZE
 from millrace.apps.cnn.preparation import Preparation, as_float, preparation
 from millrace.data import augment, cifar, mnist, synthetic
 from millrace.data.cache import fetched_folder
@@ -77,7 +76,7 @@ def load(config: CnnConfig) -> ImageData:
     name = config.resolved_dataset
     if config.synthetic:
         return _synthetic(name, config)
-    steps = preparation(name)
+    steps = preparation(name, normalise=config.normalise_input)
     if name in _PICTURES:
         return _pictures(name, config, steps)
     (training, validation), folder = _find(name, config, _ARRAYS[name])
@@ -102,18 +101,21 @@ def load(config: CnnConfig) -> ImageData:
 
 def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple[T, Path]:
     """Load from the folder given or, where it has no such data set, from the cache."""
+    given = config.dataset_path
     try:
-        return load_from(config.dataset_path), config.dataset_path
+        return load_from(given), given
     except DatasetNotFound as error:
-        cached = fetched_folder(name)
-        with contextlib.suppress(DatasetNotFound):
-            return load_from(cached), cached
+        # The references keep imagenet-data among other data sets.
+        inside = [given / "imagenet-data"] if name == "imagenet" else []
+        for folder in (*inside, fetched_folder(name)):
+            with contextlib.suppress(DatasetNotFound):
+                return load_from(folder), folder
         raise error
 
 
 def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
     """Return pictures, each decoded, cropped and scaled in the thread that reads it."""
-    size = config.image_size or DEFAULT_IMAGE_SIZE
+    size = config.resolved_image_size
     on_device = config.accelerator_side_preprocess
     travels = _on_wire(steps, config)
 
@@ -138,10 +140,10 @@ def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
 def _synthetic(name: str, config: CnnConfig) -> ImageData:
     """Return random samples in the form that travels, as many as the real set has."""
     known = CATALOGUE["imagenet" if name in _PICTURES else name]
-    steps = synthetic_preparation(name)
+    steps = synthetic_preparation(config)
     shape = known.image_shape
-    if config.image_size is not None:
-        shape = (config.image_size, config.image_size, 3)
+    if name in _PICTURES:
+        shape = (config.resolved_image_size, config.resolved_image_size, 3)
     training, validation = (
         synthetic.SyntheticImages(
             count,
@@ -167,9 +169,11 @@ def describe(images: ImageData, config: CnnConfig) -> str:
     )
 
 
-def synthetic_preparation(dataset: str) -> Preparation:
+def synthetic_preparation(config: CnnConfig) -> Preparation:
     """Return what is done to random bytes; those of real digits end at 16."""
-    return preparation("mnist" if dataset == "digits" else dataset)
+    dataset = config.resolved_dataset
+    like = "mnist" if dataset == "digits" else dataset
+    return preparation(like, normalise=config.normalise_input)
 
 
 def _on_wire(steps: Preparation, config: CnnConfig) -> Callable[[np.ndarray], np.ndarray]:

@@ -28,16 +28,21 @@ class DataOptions:
     cifar100, imagenet (TFRecord files or class folders; gc-imagenet is the same), or
     imagefolder (your own pictures in train/CLASS/ and val/CLASS/). Default: cifar10, or
     digits for digits_cnn."""
-    dataset_path: Path = Path(".")
-    """Folder that holds the data set. Where it has none, what millrace data fetch has
-    downloaded is used."""
+    dataset_path: Path = field(default=Path("."), metadata={"aliases": ("--data-dir",)})
+    """Folder that holds the data set, or of imagenet also one that holds a folder
+    imagenet-data. Where it has none, what millrace data fetch has downloaded is used."""
     image_size: int | None = None
     """Side of the square that pictures of imagenet and imagefolder are cropped to, in
-    pixels (default: 224)."""
-    synthetic_data: Literal["host", "device", "ipu"] | None = None
+    pixels (default: 224, of efficientnet what its size was made for)."""
+    normalise_input: bool = True
+    """Scale pictures of imagenet and imagefolder to mean 0 and standard deviation 1 in
+    each channel; if not, only the mean is subtracted."""
+    synthetic_data: Literal["host", "device", "ipu"] | None = field(
+        default=None, metadata={"bare": "device"}
+    )
     """Train on random pictures of the data set's shape, to measure speed; no files are
-    needed. host: made once and sent like real ones; device (or ipu): made once on the
-    device, and nothing is sent."""
+    needed. host: made once and sent like real ones; device (or ipu, or
+    nothing said): made once on the device, and nothing is sent."""
     max_corrupt: int | None = field(default=None, metadata={"may_change": True})
     """Pictures of a split that may be unreadable before the run fails; others take their
     place (default: one in a thousand, at least 10)."""
@@ -57,6 +62,11 @@ class DataOptions:
             raise ValueError(
                 "eight_bit_transfer leaves images as they are read for the device to "
                 "prepare, so accelerator_side_preprocess must be on as well."
+            )
+        if not self.normalise_input and dataset not in _PICTURES:
+            raise ValueError(
+                f"normalise_input is for {' and '.join(_PICTURES)}; images of {dataset} "
+                "are scaled in a way of their own."
             )
         if self.image_size is None:
             return

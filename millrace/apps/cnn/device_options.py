@@ -22,9 +22,9 @@ class DeviceOptions:
     available_memory_proportion: list[float] = field(
         default_factory=list, metadata=_MAY_CHANGE
     )
-    """Percent of the device's memory that the run may take, GPU only (default: JAX's
-    choice, 75). Two numbers for each pipeline stage are accepted too; their mean
-    counts."""
+    """Percent of the device's memory that the run may take, or up to 1 a share of it (0.15
+    is 15), GPU only (default: JAX's choice, 75). Two numbers for each pipeline stage are
+    accepted too; their mean counts."""
     prefetch_depth: int = field(default=2, metadata=_MAY_CHANGE)
     """Chunks of batches staged on the device ahead of the one in use."""
 
@@ -57,7 +57,8 @@ class DeviceOptions:
 def reserve_memory(options: DeviceOptions) -> None:
     """Tell JAX how much of a GPU's memory to take; before a device is first used."""
     if shares := options.available_memory_proportion:
-        share = sum(shares) / len(shares) / 100
+        parts = [share if share <= 1 else share / 100 for share in shares]
+        share = sum(parts) / len(parts)
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.4f}"
 
 

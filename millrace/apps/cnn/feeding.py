@@ -52,7 +52,7 @@ def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) ->
     label = jax.random.randint(label_key, shape, 0, images.num_classes)
     wire = images.training[np.arange(1)]["image"].dtype
     if not config.accelerator_side_preprocess:
-        scale = synthetic_preparation(config.resolved_dataset).scale_on_device
+        scale = synthetic_preparation(config).scale_on_device
         image = scale(image.reshape(-1, *images.image_shape)).reshape(image.shape)
     return {"image": image.astype(wire), "label": label}
 

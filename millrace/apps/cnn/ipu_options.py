@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def _without_effect(reason: str) -> Any:
-    return field(default=None, metadata={"without_effect": reason, "may_change": True})
+def _without_effect(reason: str, *aliases: str) -> Any:
+    return field(
+        default=None,
+        metadata={"without_effect": reason, "may_change": True, "aliases": aliases},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +23,16 @@ class IpuOptions:
     on_demand: bool | None = _without_effect("devices are attached when first used")
     """Attach to devices only when they are needed."""
     half_partials: bool | None = _without_effect(
-        "XLA adds up products and convolutions in 32 bits, and offers nothing else"
+        "XLA adds up products and convolutions in 32 bits, and offers nothing else",
+        "--enable-half-partials",
     )
     """Accumulate products and convolutions in 16 bits."""
     internal_exchange_optimization_target: (
         Literal["cycles", "memory", "balanced"] | None
-    ) = _without_effect("it steers the exchange between an IPU's tiles")
+    ) = _without_effect(
+        "it steers the exchange between an IPU's tiles",
+        "--internal-exchange-optimisation-target",
+    )
     """What the exchange between tiles is optimised for."""
     max_reduce_many_buffer_size: int | None = _without_effect(
         "XLA decides by itself which reductions to join"
@@ -35,7 +42,9 @@ class IpuOptions:
         "XLA joins small exchanges between replicas by itself"
     )
     """Join small exchanges between replicas."""
-    conv_dithering: bool | None = _without_effect("it spreads work over an IPU's tiles")
+    conv_dithering: bool | None = _without_effect(
+        "it spreads work over an IPU's tiles", "--enable-conv-dithering"
+    )
     """Start convolutions on different tiles."""
     min_remote_tensor_size: int | None = _without_effect(
         "optimizer_state_offloading leaves arrays under 4 KiB on the device"
@@ -55,6 +64,14 @@ class IpuOptions:
         "with accelerator_side_preprocess, XLA fuses the preparation of images by itself"
     )
     """Prepare images in one operation on the device."""
+    standard_imagenet: bool | None = _without_effect(
+        "pictures are always drawn in a new random order from all of the files"
+    )
+    """Read ImageNet's files in one stream instead of several."""
+    no_dataset_cache: bool | None = _without_effect(
+        "pictures are read from the files in every epoch as it is"
+    )
+    """Do not keep decoded pictures in memory."""
 
 
 def lines_about(options: IpuOptions) -> list[str]:

@@ -14,6 +14,8 @@ from millrace.data.catalogue import CATALOGUE
 
 _IMAGENET = CATALOGUE["imagenet"]
 _STATISTICS = {"mean": _IMAGENET.mean, "std": _IMAGENET.std}
+_MEAN_OF_BYTES = (123.68, 116.78, 103.94)
+"""As the references have it where they do not normalise."""
 
 
 class Preparation(NamedTuple):
@@ -25,8 +27,14 @@ class Preparation(NamedTuple):
     augment_on_device: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-def preparation(dataset: str) -> Preparation:
-    """Return what is done to images of a data set."""
+def preparation(dataset: str, *, normalise: bool = True) -> Preparation:
+    """Return what is done to images of a data set.
+
+    Args:
+        dataset: Its name.
+        normalise: Whether pictures of any size are scaled, or only their mean is
+            subtracted.
+    """
     if dataset.startswith("cifar"):
         return Preparation(
             augment.standardise,
@@ -35,6 +43,13 @@ def preparation(dataset: str) -> Preparation:
             device_images.random_crop_and_flip,
         )
     if dataset in ("imagenet", "imagefolder"):  # the host has cropped, and maybe flipped
+        if not normalise:
+            mean = _MEAN_OF_BYTES
+            return Preparation(
+                lambda image: as_float(image) - np.array(mean, np.float32),
+                lambda image: image.astype(jnp.float32) - jnp.array(mean, jnp.float32),
+                augment_on_device=device_images.random_flip,
+            )
         return Preparation(
             functools.partial(augment.normalise, **_STATISTICS),
             functools.partial(device_images.normalise, **_STATISTICS),

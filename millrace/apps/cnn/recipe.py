@@ -1,13 +1,16 @@
 """The recipe: what is learnt, by which optimiser, and how it is measured."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.mixing import Mixing, draw, mix_images, mix_labels
 from millrace.host.events import Schedule
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, apply_layers
@@ -18,6 +21,13 @@ from millrace.program.learning_rate import learning_rate_schedule
 from millrace.program.optimiser import build_optimiser
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.training import TrainingProgram, training_program
+
+
+def model_of(config: CnnConfig, images: ImageData) -> list[Layer]:
+    """Return the network, with as many outputs as the data set has classes."""
+    return models.build(
+        config.resolved_model, images.num_classes, norm_factory(config), **config.network
+    )
 
 
 def program_of(
@@ -39,29 +49,51 @@ def program_of(
         learning_rate=learning_rate,
         weight_decay=config.weight_decay,
         l2_regularization=config.l2_regularization,
+        decay_kernels_only=config.decay_kernels_only,
         global_batch_size=batching.global_batch_size,
     )
+    splits = models.split_points(model, config.pipeline_splits)
     return training_program(
         loss_of(model, images, config),
         optimiser,
-        config,
+        dataclasses.replace(config, pipeline_splits=splits),
         watch={"learning_rate": learning_rate},
     )
 
 
 def loss_of(model: list[Layer], images: ImageData, config: CnnConfig) -> LayeredLoss:
-    """Return the loss of a micro-batch, and its accuracy."""
+    """Return the loss of a micro-batch, and its accuracy.
+
+    Where samples are blended, accuracy is by the label with the largest share: the
+    sample's own.
+    """
+    mixing = Mixing(config.mixup_alpha, config.cutmix_lambda)
+    side = images.image_shape[:2]
 
     def inputs(batch: Any, key: jax.Array) -> jax.Array:
-        return images.prepare(batch["image"], key)
+        image = images.prepare(batch["image"], key)
+        if not config.mixes:
+            return image
+        return mix_images(image, draw(mixing, key, len(image), *side))
 
-    def outputs(logits: jax.Array, batch: Any) -> Any:
-        loss = cross_entropy(logits, batch["label"], config.label_smoothing).mean()
-        return loss, {"accuracy": correct(logits, batch["label"]).mean()}
+    def targets(batch: Any, key: jax.Array) -> Any:
+        label = batch["label"]
+        if not config.mixes:
+            return [(label, None)]
+        return mix_labels(label, draw(mixing, key, len(label), *side), *side)
+
+    def outputs(logits: jax.Array, parts: Any) -> Any:
+        loss = jnp.float32(0)
+        for label, share in parts:
+            each = cross_entropy(
+                logits, label, config.label_smoothing, over=config.label_smoothing_over
+            )
+            loss += (each if share is None else share * each).mean()
+        return loss, {"accuracy": correct(logits, parts[0][0]).mean()}
 
     shape = (config.micro_batch_size, *images.image_shape)
     example = {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return LayeredLoss(model, inputs, outputs, example)
+    return LayeredLoss(model, inputs, outputs, example, targets)
 
 
 def metrics_of(model: list[Layer], images: ImageData) -> MetricFn:

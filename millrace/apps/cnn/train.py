@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn import data, device_options, ipu_options, models
+from millrace.apps.cnn import data, device_options, ipu_options
+from millrace.apps.cnn.averaging import average_checkpoints
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
-from millrace.apps.cnn.recipe import metrics_of, norm_factory, program_of
+from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
+from millrace.apps.cnn.recipe import metrics_of, model_of, program_of
 from millrace.apps.cnn.validation import (
     ACCURACY,
     Validator,
@@ -33,7 +35,7 @@ from millrace.host.pipeline_profile import draw_profile, profile_pipeline
 from millrace.host.run import Run
 from millrace.host.runner import Runner
 from millrace.host.staging import compile_calls
-from millrace.nn.layers import Layer, init_layers, init_shapes, num_parameters
+from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
@@ -43,11 +45,11 @@ def train(config: CnnConfig, run: Run) -> None:
     """Train and validate as `config` says; results go to the run directory."""
     if _cleaned_up(config, run):
         return
+    pretrained = read_pretrained(config.pretrained) if config.pretrained else {}
     device_options.reserve_memory(config)
     with compiling(device_options.compiler_options(config)) as programs:
         images = data.load(config)
-        norm = norm_factory(config)
-        model = models.build(config.resolved_model, images.num_classes, norm)
+        model = model_of(config, images)
         validator = None
         if config.validation:
             validator = Validator(metrics_of(model, images), config, images.validation)
@@ -57,9 +59,10 @@ def train(config: CnnConfig, run: Run) -> None:
                 return _validate_only(config, run, images, model, validator)
         schedule = plan_events(config, len(images.training))
         program = program_of(config, images, model, schedule)
-        example = np.zeros((1, *images.image_shape), np.float32)
-        params, carried = init_layers(model, jax.random.key(config.seed), example)
+        params, carried, notes = _first_weights(config, images, model, pretrained)
         _describe(config, run, program.devices, images, params, schedule)
+        for note in notes:
+            run.console.line(note)
         state = program.init(params, carried, seed=config.seed)
         batches = _batches_per_epoch(config, schedule, len(images.training))
         infeed = open_infeed(images, config, batches)
@@ -74,6 +77,17 @@ def train(config: CnnConfig, run: Run) -> None:
             _train(config, run, program, state, infeed, schedule, validator)
 
 
+def _first_weights(
+    config: CnnConfig, images: ImageData, model: list[Layer], pretrained: Tree
+) -> tuple[Tree, Tree, list[str]]:
+    """Return weights and carried values to start from, and what to say of them."""
+    example = np.zeros((1, *images.image_shape), np.float32)
+    params, carried = init_layers(model, jax.random.key(config.seed), example)
+    if config.pretrained is None:
+        return params, carried, []
+    return fit_pretrained(config.pretrained, pretrained, params, carried)
+
+
 def _train(
     config: CnnConfig,
     run: Run,
@@ -86,8 +100,9 @@ def _train(
     folder = _checkpoint_folder(config, run)
     whole = program.whole(state)
     like = Weights(*_shapes((whole.params, whole.carried)))
-    # To be validated afterwards, every checkpoint must still be there.
-    keep = sys.maxsize if config.validates == "every" else config.keep_checkpoints
+    # To be validated or averaged afterwards, every checkpoint must still be there.
+    all_needed = config.validates == "every" or config.averages_weights
+    keep = sys.maxsize if all_needed else config.keep_checkpoints
     opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
     with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
         runner = Runner(
@@ -110,6 +125,8 @@ def _train(
             events = validate_checkpoints(paths, validator, like, run, runner.elapsed)
         run.summary["time_to_train_seconds"] = seconds = runner.elapsed()
         run.closing_facts["time to train"] = time_span(seconds)
+    if config.averages_weights:
+        average_checkpoints(config, run, folder, like, validator, runner.elapsed)
     report_target(config.target_accuracy, events, run)
     if config.clean_dir:
         delete_checkpoints(folder)
@@ -121,7 +138,7 @@ def _profile_pipeline(
     run.console.status("watching the pipeline")
     profile = profile_pipeline(program, state, infeed)
     path = run.directory.path / "pipeline.html"
-    draw_profile(profile, path, f"{config.resolved_model}, {config.pipeline_schedule}")
+    draw_profile(profile, path, f"{config.model_title}, {config.pipeline_schedule}")
     run.summary["pipeline"] = facts = profile.facts
     run.closing_facts["pipeline"] = (
         f"an update took {1e3 * facts['measured_seconds']:.1f} ms in the stages, idle "
@@ -185,7 +202,7 @@ def _describe(
         devices,
         config,
         schedule,
-        model=f"{config.resolved_model}, {num_parameters(params):,} parameters",
+        model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
     )
     announce(images, config, run)
@@ -219,6 +236,8 @@ def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:
         events_per_epoch=config.events_per_epoch,
         updates_per_execution=config.updates_per_execution,
         first_epochs={"checkpoint": config.first_ckpt_epoch},
+        # As the application that the families come from does it.
+        uneven=("log",) if config.is_family else (),
     )
 
 

@@ -76,11 +76,18 @@ def _devices_per_replica(config: CnnConfig) -> int:
     return len(used)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a path is a checkpoint, made in training or an average of those."""
+    return path.is_dir() and (
+        path.name.startswith("update-") or (path / "manifest.json").is_file()
+    )
+
+
 def find_checkpoints(config: CnnConfig) -> list[Path]:
     """Return the checkpoints that a run without training is to validate."""
     given = config.checkpoint_input_dir or config.checkpoint_dir
     assert given is not None, "WorkflowOptions sees to it"
-    if given.name.startswith("update-") and given.is_dir():
+    if is_checkpoint(given):
         return [given]
     paths = checkpoints_in(given) or checkpoints_in(given / "checkpoints")
     if not paths:
@@ -123,7 +130,7 @@ def validate_checkpoints(
             metrics = {f"validation_{n}": v for n, v in validator(weights).items()}
             place = {"update": manifest["update"], "epoch": manifest.get("epoch", 0.0)}
             event = {**place, "time": round(elapsed(), 3), **metrics}
-            _report(event, run)
+            report_event(event, run)
         # When these weights were made, not when they were validated.
         found.append({**event, "time": manifest["time"]})
     run.summary["validations"] = found
@@ -133,7 +140,8 @@ def validate_checkpoints(
     return found
 
 
-def _report(event: dict[str, Any], run: Run) -> None:
+def report_event(event: dict[str, Any], run: Run) -> None:
+    """Send an event to all that receive them, and show it."""
     for writer in run.writers:
         writer.write(event)
     shown = "  ".join(f"{name} {value:.4g}" for name, value in event.items())
@@ -165,7 +173,8 @@ def time_span(seconds: float) -> str:
 
 def delete_checkpoints(folder: Path) -> None:
     """Delete the checkpoints in a folder, and the folder if nothing else is in it."""
-    for path in checkpoints_in(folder):
-        shutil.rmtree(path)
+    for path in folder.glob("*"):
+        if is_checkpoint(path):
+            shutil.rmtree(path)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

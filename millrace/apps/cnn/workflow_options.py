@@ -23,7 +23,7 @@ class WorkflowOptions:
     profile_pipeline: bool = False
     """Before training, watch one update go through the pipeline, and draw what each device
     did beside what was to be expected: pipeline.html in the run directory."""
-    num_epochs: int = 1
+    num_epochs: int = field(default=1, metadata={"aliases": ("--epochs",)})
     """Passes over the training data."""
     weight_updates_per_epoch: int = -1
     """Weight updates that count as an epoch (-1: as many as the data gives)."""
@@ -47,7 +47,9 @@ class WorkflowOptions:
     """The same as checkpoint_dir, where there is no training."""
     clean_dir: bool = False
     """Delete the checkpoints when all is done."""
-    validation: bool | None = None
+    validation: bool | None = field(
+        default=None, metadata={"negations": ("--no-validation",)}
+    )
     """Whether to validate at all (default: yes, but not with synthetic data)."""
     validate: When | None = None
     """When to validate: during training, validations_per_epoch times (the default);

@@ -74,8 +74,10 @@ def test_every_named_configuration_makes_a_schedule_and_fits_its_model(name):
     schedule = plan_events(config, SIZES[config.resolved_dataset])
     assert schedule.total_updates % schedule.updates_per_execution == 0
     assert not schedule.warnings
-    model = models.build(config.resolved_model, 10, norm_factory(config))
-    assert set(config.pipeline_splits) <= {layer.name for layer in model}
+    norm = norm_factory(config)
+    model = models.build(config.resolved_model, 10, norm, **config.network)
+    splits = models.split_points(model, config.pipeline_splits)
+    assert set(splits) <= {layer.name for layer in model}
     for line in ipu_options.lines_about(config):
         pytest.fail(line)  # what changes nothing is left out
 

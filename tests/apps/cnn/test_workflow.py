@@ -26,6 +26,15 @@ RECIPE = {
     "keep_checkpoints": 1,
 }
 UPDATES = [12, 24, 36]
+NAMES = [f"update-{update:09d}" for update in UPDATES]
+
+AFTERWARDS = {
+    "validate": "every",
+    "target_accuracy": 0.5,
+    "weight_avg_exp": [0.5],
+    "weight_avg_n": [2],
+}
+AVERAGES = ["weight_avg_exp_0.5", "weight_avg_N_2"]
 
 
 def run(directory, **options):
@@ -53,17 +62,17 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run whose checkpoints were validated when it was over."""
+    """A run whose checkpoints were validated, and averaged, when it was over."""
     directory = tmp_path_factory.mktemp("trained") / "run"
-    status, summary = run(directory, validate="every", target_accuracy=0.5, **RECIPE)
+    status, summary = run(directory, **AFTERWARDS, **RECIPE)
     assert (status, summary["status"]) == (0, "completed")
     return directory, summary
 
 
 def test_every_checkpoint_is_kept_and_validated_after_training(trained):
     directory, summary = trained
-    kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
-    assert kept == [f"update-{update:09d}" for update in UPDATES]
+    kept = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert kept == {*NAMES, *AVERAGES}
     assert [event["update"] for event in summary["validations"]] == UPDATES
     assert [event["epoch"] for event in summary["validations"]] == [1, 2, 3]
     assert list(validations(directory)) == UPDATES
@@ -108,14 +117,47 @@ def test_a_resumed_run_does_not_validate_twice(trained, tmp_path, capsys):
     directory = tmp_path / "run"
     shutil.copytree(trained[0], directory)
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (directory / "metrics.jsonl").write_text("".join(lines[:-1]))  # stopped before the last
-    status, summary = run(
-        directory, resume=True, validate="every", target_accuracy=0.5, **RECIPE
-    )
+    before = [json.loads(line) for line in lines]
+    lines = [
+        line
+        for line, event in zip(lines, before, strict=True)
+        if event["update"] < UPDATES[-1] or "validation_loss" not in event
+    ]  # stopped before the last
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    status, summary = run(directory, resume=True, **AFTERWARDS, **RECIPE)
     assert status == 0
-    assert capsys.readouterr().err.count("validation_accuracy") == 1
+    said = capsys.readouterr().err
+    assert said.count("validation_accuracy") == 1
+    assert said.count("_accuracy") == 1  # nor are the averages
     assert list(validations(directory).items()) == list(validations(trained[0]).items())
     assert [e["update"] for e in summary["validations"]] == UPDATES
+
+
+def test_averages_are_saved_validated_and_told_of(trained):
+    directory, summary = trained
+    averages = summary["weight_averages"]
+    assert list(averages) == AVERAGES
+    assert averages[AVERAGES[0]]["made_of"] == NAMES
+    assert averages[AVERAGES[1]]["made_of"] == NAMES[1:]
+    for name in AVERAGES:
+        accuracy = averages[name]["validation_accuracy"]
+        assert accuracy > 0.5
+        (event,) = [e for e in events_of(directory) if f"{name}_accuracy" in e]
+        assert event[f"{name}_accuracy"] == accuracy
+        assert (event["update"], event["epoch"]) == (36, 3)
+        assert averages[name]["validation_loss"] != summary["metrics"]["validation_loss"]
+
+
+def test_an_average_can_be_validated_like_any_checkpoint(trained, tmp_path):
+    directory, summary = trained
+    given = directory / "checkpoints" / AVERAGES[1]
+    status, alone = run(
+        tmp_path / "run", training=False, checkpoint_dir=given, micro_batch_size=32
+    )
+    assert status == 0
+    wanted = summary["weight_averages"][AVERAGES[1]]
+    for name in ("validation_loss", "validation_accuracy"):
+        np.testing.assert_allclose(alone["metrics"][name], wanted[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +224,9 @@ def test_a_checkpoint_of_another_model_is_a_plain_line_and_status_1(
         ({"checkpoints": False, "validate": "every"}, "checkpoints is off"),
         ({"checkpoints": False, "resume": True, "run_dir": "x"}, "checkpoints is off"),
         ({"target_accuracy": 75.9}, "at most 1, got 75.9"),
+        ({"weight_avg_exp": [1.0]}, "weight_avg_exp must be more than 0 and below 1"),
+        ({"weight_avg_n": [0]}, "weight_avg_n is a number of epochs"),
+        ({"weight_avg_n": [1], "checkpoints": False}, "checkpoints is off"),
         ({"validation_num_replicas": 0}, "validation_num_replicas must be at least 1"),
         ({"first_ckpt_epoch": -1}, "first_ckpt_epoch must be 0 or more"),
         ({"prefetch_depth": 0}, "prefetch_depth must be at least 1"),
@@ -279,7 +324,8 @@ def test_custom_batch_norm_is_batch_norm():
 def test_the_share_of_memory_is_set_for_jax(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     options = {"pipeline_splits": ["conv2"], "gradient_accumulation_count": 4}
-    for shares, fraction in [([], 0.75), ([40], 0.4), ([10, 20, 30, 40], 0.25)]:
+    asked = [([], 0.75), ([40], 0.4), ([0.15], 0.15), ([10, 20, 30, 40], 0.25)]
+    for shares, fraction in asked:
         config = build(CnnConfig, options | {"available_memory_proportion": shares})
         device_options.reserve_memory(config)
         assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == fraction

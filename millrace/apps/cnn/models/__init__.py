@@ -2,14 +2,16 @@
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from millrace.apps.cnn.models import resnet, small
+from millrace.apps.cnn.families import FAMILIES
+from millrace.apps.cnn.models import efficientnet, resnet, resnext, small
 from millrace.config import ConfigurationError
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory, batch_norm
 
-_MODELS: dict[str, Callable[[int, NormFactory], list[Layer]]] = {
+_MODELS: dict[str, Callable[..., list[Layer]]] = {
     "digits_cnn": small.digits_cnn,
     "toy_model": small.toy_model,
     **{
@@ -20,22 +22,49 @@ _MODELS: dict[str, Callable[[int, NormFactory], list[Layer]]] = {
     "resnet34": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=False),
     "resnet50": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=True),
 }
+_FAMILIES: dict[str, Callable[..., list[Layer]]] = {
+    "resnet": resnext.resnet,
+    "resnext": resnext.resnext,
+    "efficientnet": efficientnet.efficientnet,
+}
 
 
-def build(name: str, num_classes: int, norm: NormFactory = batch_norm) -> list[Layer]:
+def build(
+    name: str, num_classes: int, norm: NormFactory = batch_norm, **options: Any
+) -> list[Layer]:
     """Return the layers of a model.
 
     Args:
-        name: Such as ``cifar_resnet20``.
+        name: Such as ``cifar_resnet20``, or of a family, such as ``resnext``.
         num_classes: Outputs of the last layer.
         norm: Makes a normalisation layer from its name; ``zero_scale=True`` asks for
             one that starts at zero.
+        options: Of a family, its shape and more; ``ModelOptions.network`` has them.
     """
+    if name in FAMILIES:
+        shape = options.pop("shape")
+        return _FAMILIES[name](shape, num_classes, norm, **options)
     if name not in _MODELS:
-        nearest = difflib.get_close_matches(name, _MODELS, n=1)
+        nearest = difflib.get_close_matches(name, (*FAMILIES, *_MODELS), n=1)
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise ConfigurationError(
             f"--model-name: there is no model {name!r}.{hint} There is: "
-            f"{', '.join(_MODELS)}."
+            f"{', '.join(_MODELS)}; and with --model-size: {', '.join(FAMILIES)}."
         )
     return _MODELS[name](num_classes, norm)
+
+
+def split_points(model: Sequence[Layer], splits: Sequence[int | str]) -> list[int | str]:
+    """Return the layers at which stages start; a block may be named for its first.
+
+    ``b1/2`` is ``b1/2/conv1``, and ``block2a/SE`` is itself. What is neither a layer nor
+    a block is left as it is.
+    """
+
+    def first_layer(split: int | str) -> int | str:
+        names = [layer.name for layer in model]
+        if split in names:
+            return split
+        return next((n for n in names if n.startswith(f"{split}/")), split)
+
+    return [first_layer(split) for split in splits]

@@ -43,12 +43,12 @@ def _cifar_block(
         on("main", norm(f"{name}_layer2_bn")),
     ]
     if downsample:
-        shortcut = layers.stateless(f"{name}_shortcut", _halved)
+        shortcut = layers.stateless(f"{name}_shortcut", halved)
         block.append(on("skip", shortcut))
     return [*block, closing(f"{name}_add"), layers.relu(f"{name}_post_addition_relu")]
 
 
-def _halved(x: jax.Array) -> jax.Array:
+def halved(x: jax.Array) -> jax.Array:
     """Every second pixel, and as many channels of zeros again; no parameters."""
     thinned = x[:, ::2, ::2]
     return jnp.concatenate([thinned, jnp.zeros_like(thinned)], -1)

@@ -1,0 +1,194 @@
+"""EfficientNet: inverted residual blocks, depthwise or in small groups.
+
+Names of blocks are those of Graphcore's TensorFlow 1 application, so that its pipeline
+splits work; padding is symmetric, as in timm and torchvision. With a `group_dim` of 16 and
+an `expand_ratio` of 4 it is the variant G16 of Masters et al. (2021), in which every
+convolution has more to do for each number it reads.
+"""
+
+import math
+import string
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from millrace.apps.cnn.families import Scaled
+from millrace.nn import layers
+from millrace.nn.branches import closing, on, opening
+from millrace.nn.layers import Call, Layer, Tree
+from millrace.nn.norms import NormFactory
+
+_DROP_CONNECT = 0.2
+"""How often the last block is left out; the others in proportion to their depth."""
+_SQUEEZE = 0.25
+
+
+class _Stage(NamedTuple):
+    kernel: int
+    strides: int
+    repeats: int
+    features: int
+
+
+_STEM, _TOP = 32, 1280
+_STAGES = (
+    _Stage(3, 1, 1, 16),
+    _Stage(3, 2, 2, 24),
+    _Stage(5, 2, 2, 40),
+    _Stage(3, 2, 3, 80),
+    _Stage(5, 1, 3, 112),
+    _Stage(5, 2, 4, 192),
+    _Stage(3, 1, 1, 320),
+)
+
+
+class _Block(NamedTuple):
+    """One inverted residual block."""
+
+    name: str
+    kernel: int
+    strides: int
+    channels: int
+    features: int
+    expand_ratio: int
+    group_dim: int
+    drop_rate: float
+
+    @property
+    def is_residual(self) -> bool:
+        return self.strides == 1 and self.channels == self.features
+
+
+def efficientnet(
+    shape: Scaled,
+    num_classes: int,
+    norm: NormFactory,
+    *,
+    group_dim: int | None = None,
+    expand_ratio: int | None = None,
+) -> list[Layer]:
+    """B0 made wider and deeper as `shape` says."""
+    stem, top = (_round_channels(n, shape.width) for n in (_STEM, _TOP))
+    model = _convolved("block0", stem, 3, norm, strides=2)
+    for block in _blocks(shape, stem, group_dim or 1, expand_ratio or 6):
+        model += _inverted_residual(block, norm)
+    return [
+        *model,
+        *_convolved("Top", top, 1, norm),
+        layers.global_average_pool("avg_pool"),
+        layers.dropout("dropout", shape.dropout),
+        _classifier("fc1", num_classes),
+    ]
+
+
+def _blocks(
+    shape: Scaled, channels: int, group_dim: int, expand_ratio: int
+) -> list[_Block]:
+    repeats = [math.ceil(shape.depth * stage.repeats) for stage in _STAGES]
+    blocks = []
+    for number, (stage, count) in enumerate(zip(_STAGES, repeats, strict=True), 1):
+        features = _round_channels(stage.features, shape.width)
+        for letter in string.ascii_lowercase[:count]:
+            block = _Block(
+                f"block{number}{letter}",
+                stage.kernel,
+                stage.strides if letter == "a" else 1,
+                channels,
+                features,
+                1 if number == 1 else expand_ratio,
+                group_dim,
+                _DROP_CONNECT * len(blocks) / sum(repeats),
+            )
+            blocks.append(block)
+            channels = features
+    return blocks
+
+
+def _round_channels(channels: int, width: float) -> int:
+    """To a multiple of 8, and never below 90 % of what is asked for."""
+    wanted = channels * width
+    rounded = max(8, int(wanted + 4) // 8 * 8)
+    return rounded if rounded >= 0.9 * wanted else rounded + 8
+
+
+def _inverted_residual(block: _Block, norm: NormFactory) -> list[Layer]:
+    """Widen, convolve in groups, weigh the channels, narrow again; add what came in."""
+    wide = block.channels * block.expand_ratio
+    groups = max(wide // block.group_dim, 1)
+    body: list[Layer] = []
+    if block.expand_ratio > 1:
+        body += _convolved(f"{block.name}/a", wide, 1, norm)
+    body += _convolved(
+        f"{block.name}/b", wide, block.kernel, norm, strides=block.strides, groups=groups
+    )
+    body.append(squeeze_excite(f"{block.name}/SE", max(1, int(block.channels * _SQUEEZE))))
+    body += _convolved(f"{block.name}/c", block.features, 1, norm)[:2]  # no swish
+    if not block.is_residual:
+        return body
+    dropped = layers.dropout(
+        f"{block.name}/drop_connect", block.drop_rate, whole_samples=True
+    )
+    first, *rest = [*body, dropped]
+    branch = [on("main", layer) for layer in rest]
+    return [opening(first), *branch, closing(f"{block.name}/add")]
+
+
+def _convolved(
+    name: str,
+    features: int,
+    kernel: int,
+    norm: NormFactory,
+    *,
+    strides: int = 1,
+    groups: int = 1,
+) -> list[Layer]:
+    """A convolution, its norm, and swish."""
+    around = (kernel // 2, kernel // 2)
+    conv = layers.conv(
+        f"{name}/conv",
+        features,
+        kernel,
+        strides=strides,
+        padding=(around, around),
+        groups=groups,
+        fan="in" if groups > 1 else "out",
+    )
+    swish = layers.stateless(f"{name}/swish", jax.nn.silu)
+    return [conv, norm(f"{name}/norm"), swish]
+
+
+def squeeze_excite(name: str, reduced: int) -> Layer:
+    """Weigh each channel by what two small layers make of all channels' means."""
+    draw = jax.nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
+
+    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
+        channels = x.shape[-1]
+        shapes = {"reduce": (channels, reduced), "expand": (reduced, channels)}
+        keys = zip(shapes, jax.random.split(key), strict=True)
+        return {
+            part: {"kernel": draw(own, shapes[part]), "bias": jnp.zeros(shapes[part][1])}
+            for part, own in keys
+        }, {}
+
+    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del carried, call
+        reduce, expand = params["reduce"], params["expand"]
+        pooled = x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
+        squeezed = jax.nn.silu(pooled @ reduce["kernel"] + reduce["bias"])
+        excited = jax.nn.sigmoid(squeezed @ expand["kernel"] + expand["bias"])
+        return x * excited[:, None, None], {}
+
+    return Layer(name, init, apply)
+
+
+def _classifier(name: str, num_classes: int) -> Layer:
+    """A dense layer that starts as Glorot and Bengio have it."""
+    layer = layers.dense(name, num_classes)
+
+    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
+        shape = (x.shape[-1], num_classes)
+        kernel = jax.nn.initializers.glorot_uniform()(key, shape)
+        return {"kernel": kernel, "bias": jnp.zeros(num_classes)}, {}
+
+    return layer._replace(init=init)

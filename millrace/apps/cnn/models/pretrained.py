@@ -1,0 +1,174 @@
+"""Published weights for the families, from safetensors files.
+
+Names are torchvision's for ResNet and ResNeXt (timm has the same), and timm's for
+EfficientNet. Kernels there are (out, in, height, width), and matrices (out, in).
+"""
+
+import re
+import string
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from millrace.config import ConfigurationError
+from millrace.data.safetensors import SafetensorsError, read_safetensors
+from millrace.nn.layers import Tree
+
+_CLASSIFIER = "fc1"
+_NOT_NEEDED = "num_batches_tracked"
+_MAX_SHOWN = 3
+_TO_TORCH, _FROM_TORCH = (3, 2, 0, 1), (2, 3, 1, 0)
+
+_LAYERS = {
+    # ResNet and ResNeXt
+    r"b0/conv": "conv1",
+    r"b0/norm": "bn1",
+    r"b(\d)/(\d+)/conv(\d)": r"layer\1.\2.conv\3",
+    r"b(\d)/(\d+)/norm(\d)": r"layer\1.\2.bn\3",
+    r"b(\d)/(\d+)/shortcut/conv": r"layer\1.\2.downsample.0",
+    r"b(\d)/(\d+)/shortcut/norm": r"layer\1.\2.downsample.1",
+    # EfficientNet, besides its blocks
+    "block0/conv": "conv_stem",
+    "block0/norm": "bn1",
+    "Top/conv": "conv_head",
+    "Top/norm": "bn2",
+}
+_BLOCK_PARTS = {
+    # Of a block that starts by widening, and of one that does not.
+    True: {"a/conv": "conv_pw", "a/norm": "bn1", "b/conv": "conv_dw", "b/norm": "bn2",
+           "c/conv": "conv_pwl", "c/norm": "bn3"},
+    False: {"b/conv": "conv_dw", "b/norm": "bn1", "c/conv": "conv_pw", "c/norm": "bn2"},
+}  # fmt: skip
+_SQUEEZE_PARTS = {"reduce": "se.conv_reduce", "expand": "se.conv_expand"}
+_VARIABLES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "var": "running_var",
+}
+
+
+class _Source(NamedTuple):
+    """Where a variable of ours is found: its name there and its shape there."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def read_pretrained(path: Path) -> Tree:
+    """Return the arrays of a safetensors file; what is not one is a mistake of the user."""
+    try:
+        return read_safetensors(path)
+    except SafetensorsError as error:
+        raise ConfigurationError(f"--pretrained: {error}") from error
+
+
+def fit_pretrained(
+    path: Path, found: Tree, params: Tree, carried: Tree
+) -> tuple[Tree, Tree, list[str]]:
+    """Return a model's weights and carried values, and what there is to say of them.
+
+    Args:
+        path: Where the arrays come from.
+        found: The arrays.
+        params: The model's own, whose names and shapes are wanted.
+        carried: Likewise.
+    """
+    if not carried:
+        raise ConfigurationError(
+            "--pretrained: published weights have batch norm, and this model has another "
+            "norm. Give --batch-norm."
+        )
+    sources = _sources(params, carried)
+    last = sources[0][_CLASSIFIER]
+    notes = []
+    if _has_other_classes(found, last):
+        notes.append(f"{path.name} is for other classes: the last layer starts anew.")
+        found = found | dict.fromkeys(source.name for source in last.values())
+    _check(path, found, jax.tree.leaves(sources, is_leaf=_is_source))
+    loaded = jax.tree.map(
+        lambda source, own: _ours(found[source.name], own),
+        sources,
+        (params, carried),
+        is_leaf=_is_source,
+    )
+    return *loaded, notes
+
+
+def _sources(params: Tree, carried: Tree) -> tuple[Tree, Tree]:
+    """Return where each variable is found, as trees like those of the variables."""
+    widening = {layer.split("/")[0] for layer in params if "/a/" in layer}
+    classifier = "fc" if "b0/conv" in params else "classifier"
+
+    def source(path: Any, own: Any) -> _Source:
+        layer, *parts, variable = (entry.key for entry in path)
+        prefix = classifier if layer == _CLASSIFIER else _prefix(layer, widening)
+        shape = own.shape[::-1] if own.ndim < 4 else [own.shape[dim] for dim in _TO_TORCH]
+        if parts:  # of squeeze and excite: matrices here, 1 x 1 convolutions there
+            prefix = f"{prefix}.{_SQUEEZE_PARTS[parts[0]]}"
+            shape = (*shape, 1, 1) if own.ndim > 1 else shape
+        return _Source(f"{prefix}.{_VARIABLES[variable]}", tuple(shape))
+
+    mapped = jax.tree_util.tree_map_with_path
+    return mapped(source, params), mapped(source, carried)
+
+
+def _prefix(layer: str, widening: Collection[str]) -> str:
+    """Return what a layer is called there."""
+    for pattern, name in _LAYERS.items():
+        if match := re.fullmatch(pattern, layer):
+            return match.expand(name)
+    block, _, part = layer.partition("/")
+    stage, repeat = int(block[5:-1]) - 1, string.ascii_lowercase.index(block[-1])
+    inside = _BLOCK_PARTS[block in widening].get(part)
+    return ".".join(["blocks", str(stage), str(repeat), *([inside] if inside else [])])
+
+
+def _is_source(node: Any) -> bool:
+    return isinstance(node, _Source)
+
+
+def _has_other_classes(found: Tree, classifier: Tree) -> bool:
+    """Tell whether only the number of outputs of the last layer is another."""
+    source = classifier["kernel"]
+    value = found.get(source.name)
+    if value is None or value.ndim != len(source.shape):
+        return False
+    return value.shape[0] != source.shape[0] and value.shape[1:] == source.shape[1:]
+
+
+def _check(path: Path, found: Tree, sources: Sequence[_Source]) -> None:
+    """Raise unless every variable is there, in its shape, and nothing else is."""
+    wrong = []
+    for source in sources:
+        if source.name not in found:
+            wrong.append(f"{source.name} is not in it")
+        elif (value := found[source.name]) is not None and value.shape != source.shape:
+            wrong.append(
+                f"{source.name} is {list(value.shape)}, this model has {list(source.shape)}"
+            )
+    names = {source.name for source in sources}
+    wrong += [
+        f"{name} is not in this model"
+        for name in found
+        if name not in names and not name.endswith(_NOT_NEEDED)
+    ]
+    if wrong:
+        more = len(wrong) - _MAX_SHOWN
+        raise ConfigurationError(
+            f"--pretrained: {path} does not fit this model: "
+            f"{'; '.join(wrong[:_MAX_SHOWN])}{f'; and {more} more' if more > 0 else ''}."
+        )
+
+
+def _ours(value: np.ndarray | None, own: Any) -> Any:
+    """Bring a variable into our order; None leaves our own."""
+    if value is None:
+        return own
+    if own.ndim == 4:
+        return np.asarray(value.transpose(_FROM_TORCH), own.dtype)
+    return np.asarray(value.reshape(own.shape[::-1]).T, own.dtype)

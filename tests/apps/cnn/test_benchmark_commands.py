@@ -1,0 +1,267 @@
+"""The training commands of Graphcore's TensorFlow 1 benchmarks, word for word.
+
+``poprun`` gives the number of replicas where the command does not.
+"""
+
+import json
+import logging
+import math
+import shlex
+
+import pytest
+
+from millrace.apps.cnn import models
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.recipe import norm_factory
+from millrace.apps.cnn.train import plan_events
+from millrace.cli import main
+from millrace.config import ConfigurationError, parse
+
+IMAGES = 1_281_167
+
+RESNET = (
+    "--model resnet --model-size 50 --dataset imagenet --data-dir $DATASETS_DIR/ "
+    "--ckpts-per-epoch 0 --batch-size 16 {} --epochs 1 --no-validation --xla-recompute "
+    "--optimiser momentum --momentum 0.9 --normalise-input --stable-norm "
+    "--internal-exchange-optimisation-target balanced --enable-half-partials "
+    "--standard-imagenet --pipeline-num-parallel 32 --pipeline-schedule Grouped "
+    "--no-dataset-cache --shards=4 --pipeline-splits b1/2/relu b2/3/relu b3/3/relu "
+    "--pipeline --batch-norm --available-memory-proportion 0.15 "
+    "--disable-variable-offloading --precision 16.32 --eight-bit-io"
+)
+RESNEXT = (
+    "--model resnext --model-size 101 --dataset imagenet --data-dir $DATASETS_DIR "
+    "--shards 2 {} --pipeline-splits b3/3/relu --epoch 2 --ckpts-per-epoch 0 "
+    "--xla-recompute --normalise-input --internal-exchange-optimisation-target balanced "
+    "--enable-half-partials --stable-norm --base-learning-rate -11 "
+    "--pipeline-schedule Grouped --optimiser momentum --momentum 0.9 "
+    "--lr-schedule cosine --label-smoothing 0.1 --no-validation "
+    "--disable-variable-offloading {} --eight-bit-io"
+)
+EFFICIENTNET = (
+    "--model=efficientnet --model-size=4 --data-dir $DATASETS_DIR/ --precision=16.32 "
+    "--group-dim=16 --expand-ratio=4 --dataset=imagenet --groups=4 --optimiser=RMSprop "
+    "--lr-schedule=exponential --xla-recompute --enable-conv-dithering "
+    "--available-memory-proportion=0.15 --pipeline-schedule Grouped "
+    "--internal-exchange-optimisation-target balanced --weight-avg-exp 0.97 "
+    "--enable-half-partials --cutmix-lambda 0.85 --mixup-alpha=0.2 "
+    "--disable-variable-offloading --batch-size=5 --shards=4 "
+    "--pipeline-split block2c block4c block6a --pipeline "
+    "--gradient-accumulation-count=40 --no-validation --epochs {}"
+)
+POPRUN = {4: " --replicas 4", 8: " --replicas 8"}
+
+COMMANDS = {
+    "resnet50 m2000": RESNET.format("--replicas 1 --gradient-accumulation-count 1024"),
+    "resnet50 pod16": RESNET.format("--gradient-accumulation-count 256") + POPRUN[4],
+    "resnext101 m2000": RESNEXT.format(
+        "--replicas 2 --batch-size 6 --pipeline --gradient-accumulation-count 64", ""
+    ),
+    "resnext101 pod16": RESNEXT.format(
+        "--batch-size 6 --pipeline --gradient-accumulation-count 16", "--standard-imagenet"
+    )
+    + POPRUN[8],
+    # The README's two "standard" commands are these as well.
+    "efficientnet m2000": EFFICIENTNET.format(2),
+    "efficientnet pod16": EFFICIENTNET.format(1) + POPRUN[4],
+}
+
+
+def parsed(words):
+    return parse(CnnConfig, shlex.split(words), program="x")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "updates", "per_line"),
+    [
+        ("resnet50 m2000", 16_384, 78, 4),
+        ("resnet50 pod16", 16_384, 78, 4),
+        ("resnext101 m2000", 768, 1668, 104),
+        ("resnext101 pod16", 768, 1668, 104),
+        ("efficientnet m2000", 200, 6405, 400),
+        ("efficientnet pod16", 800, 1601, 100),
+    ],
+)
+def test_batches_updates_and_lines_are_those_of_the_reference(
+    name, batch, updates, per_line
+):
+    config = parsed(COMMANDS[name])
+    schedule = plan_events(config, IMAGES)
+    assert config.batching.global_batch_size == batch
+    assert schedule.updates_per_epoch == updates
+    assert schedule.periods["log"] == per_line
+    assert not schedule.warnings
+    assert config.validation is False
+    assert (config.pipeline_schedule, config.recomputation) == ("grouped", True)
+    assert config.optimizer_state_offloading is False
+    model = models.build(
+        config.resolved_model, 1000, norm_factory(config), **config.network
+    )
+    names = [layer.name for layer in model]
+    splits = models.split_points(model, config.pipeline_splits)
+    assert len(splits) + 1 == config.num_stages == config.shards
+    assert [names.index(str(split)) for split in splits]
+
+
+def test_the_resnet_command_means_what_it_says():
+    config = parsed(COMMANDS["resnet50 m2000"])
+    assert config.model_title == "resnet 50"
+    assert config.norm_layer["name"] == "batch_norm"
+    assert config.optimizer == "sgd" and config.optimizer_params == {"momentum": 0.9}
+    assert config.eight_bit_transfer and config.accelerator_side_preprocess
+    assert config.precision == "16.32"
+    # 2^-11 per sample, divided by ten four times, warming up for five epochs
+    assert config.lr_schedule == "stepped"
+    assert config.lr_schedule_params["values"][0] == 2**-11 * 16_384
+    assert config.lr_schedule_params["boundaries"] == [0.3, 0.6, 0.8, 0.9]
+    assert config.lr_warmup_params == {"warmup_mode": "mask", "warmup_epochs": 5}
+    assert config.l2_regularization == 1e-4 and config.decay_kernels_only
+
+
+def test_the_resnext_command_means_what_it_says():
+    config = parsed(COMMANDS["resnext101 m2000"])
+    assert config.norm_layer == {
+        "name": "group_norm", "num_groups": 32, "epsilon": 1e-6}  # fmt: skip
+    assert (config.num_epochs, config.num_replicas) == (2, 2)
+    assert config.lr_schedule_params == {
+        "initial_learning_rate": 2**-11, "epochs_to_total_decay": 2}  # fmt: skip
+    assert (config.label_smoothing, config.label_smoothing_over) == (0.1, "others")
+
+
+def test_the_efficientnet_command_means_what_it_says():
+    config = parsed(COMMANDS["efficientnet m2000"])
+    assert (config.group_dim, config.expand_ratio) == (16, 4)
+    assert config.resolved_image_size == 380
+    assert config.norm_layer["num_groups"] == 4 and config.norm_layer["epsilon"] == 1e-3
+    assert config.optimizer == "rmsprop"
+    assert config.optimizer_params == {
+        "momentum": 0.9,
+        "base_decay_exponent": -14,
+        "epsilon": 0.001,
+        "initial_accumulator": 1.0,
+    }
+    assert config.lr_schedule_params == {
+        "initial_learning_rate": 2**-14,
+        "epochs_to_total_decay": 2,
+        "num_decays": 146,
+        "decay_rate": 0.97,
+    }
+    assert (config.mixup_alpha, config.cutmix_lambda) == (0.2, 0.85)
+    assert config.weight_avg_exp == [0.97]
+    assert config.label_smoothing == 0.1  # the family's own, on ImageNet
+    assert config.l2_regularization == 1e-5
+
+
+def test_the_validation_commands_words_are_understood():
+    words = (
+        "--model resnet --model-size 50 --dataset imagenet --batch-size 1 {} --batch-norm"
+    )
+    assert parsed(words.format("--synthetic-data")).synthetic == "device"
+    assert parsed(words.format("--generated-data --eight-bit-io")).synthetic == "host"
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--model resnet --dataset cifar10", {"model_title": "resnet 20"}),
+        ("--model RESNEXT --dataset cifar10", {"model_title": "resnext 11"}),
+        ("--model resnet", {"num_epochs": 160, "l2_regularization": 1e-6,
+                            "norm_layer": {"name": "batch_norm", "epsilon": 1e-5}}),
+        ("--model resnet --groups 8", {"norm_layer": {
+            "name": "group_norm", "num_groups": 8, "epsilon": 1e-6}}),
+        ("--model resnet --dataset imagenet", {"model_title": "resnet 18", "norm_layer": {
+            "name": "group_norm", "num_groups": 32, "epsilon": 1e-6}}),
+        # Published weights have batch norm.
+        ("--model resnet --dataset imagenet --pretrained x", {"norm_layer": {
+            "name": "batch_norm", "epsilon": 1e-5}}),
+        ("--model resnet --weight-decay 0.1", {"l2_regularization": 0}),
+        ("--model resnet --label-smoothing 0.2", {"label_smoothing": 0.2}),
+        ("--model resnet --logs-per-epoch 2", {"logs_per_epoch": 2}),
+        ("--model efficientnet --dataset imagenet --label-smoothing 0",
+         {"label_smoothing": 0, "num_epochs": 350}),
+        ("--model resnet --optimiser lars --base-learning-rate -9 --momentum 0.8",
+         {"optimizer_params": {"momentum": 0.8, "weight_decay": 1e-6, "eeta": 0.001,
+                               "epsilon": 0}, "l2_regularization": 0}),
+        ("--model resnet --lr-schedule polynomial --epochs 45", {
+            "lr_schedule_params": {"initial_learning_rate": 2**-6,
+                "epochs_to_total_decay": 40, "end_learning_rate_ratio": 1e-5, "power": 2},
+            "lr_warmup_params": {"warmup_mode": "shift", "warmup_epochs": 5}}),
+        ("--model resnet --lr-warmup-params None", {"lr_warmup_params": None}),
+        # Other models have no recipe, but the words mean the same.
+        ("--model resnet50 --optimiser momentum", {"optimizer_params": {"momentum": 0.9}}),
+        ("--momentum 0.5", {"optimizer_params": {"momentum": 0.5}}),
+        ("--base-learning-rate -10", {
+            "lr_schedule_params": {"initial_learning_rate": 2**-10}}),
+        ("--base-learning-rate -10 --lr-schedule cosine --epochs 3", {
+            "lr_schedule_params": {"initial_learning_rate": 2**-10,
+                                   "epochs_to_total_decay": 3}}),
+        ("--pipeline --shards 3", {"pipeline_splits": [3]}),
+        ("--batch-norm False", {"norm_layer": {
+            "name": "group_norm", "num_groups": 32, "epsilon": 1.001e-5}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_words_stand_for_options_and_families_have_recipes(words, options):
+    config = parsed(words + " --gradient-accumulation-count 6")
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--pipeline", "pipeline needs pipeline_splits, or shards.*got neither"),
+        ("--pipeline --shards 1", "got shards 1"),
+        ("--shards 2", "divides the model only in a pipeline"),
+        ("--pipeline --shards 4 --pipeline-splits a b", "needs 3 pipeline_splits; got 2"),
+        ("--pipeline False --pipeline-splits a", "pipeline is False"),
+        ("--batch-norm --groups 4", "groups is about group norm"),
+        ("--groups 0", "groups must be at least 1"),
+        ("--generated-data --synthetic-data", "got synthetic_data device as well"),
+        ("--eight-bit-io --eight-bit-transfer False", "eight_bit_transfer True; got"),
+        ("--model resnet --dataset imagenet --optimiser lars", "give base_learning_rate"),
+        ("--normalise-input False", "normalise_input is for imagenet"),
+    ],
+    ids=str,
+)
+def test_words_that_contradict_each_other_are_refused(words, said):
+    with pytest.raises(ConfigurationError, match=said):
+        parsed(words)
+
+
+SHRUNKEN = " --generated-data --image-size 32 --batch-size 2 --weight-updates-per-epoch 1"
+"""The same splits in the smallest network that has them all."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "smaller", "devices"),
+    [
+        ("resnet50 m2000", "--model-size 34 --gradient-accumulation-count 8", 4),
+        ("resnet50 pod16", "--model-size 34 --gradient-accumulation-count 8 "
+         "--replicas 2", 8),
+        ("resnext101 m2000", "--model-size 50 --gradient-accumulation-count 4", 4),
+        ("resnext101 pod16", "--model-size 50 --gradient-accumulation-count 4 "
+         "--replicas 4", 8),
+        ("efficientnet m2000", "--model-size 1 --gradient-accumulation-count 8", 4),
+        ("efficientnet pod16", "--model-size 1 --gradient-accumulation-count 8 "
+         "--replicas 2", 8),
+    ],
+)  # fmt: skip
+def test_every_command_trains_when_it_is_made_small(
+    name, smaller, devices, tmp_path, monkeypatch, capsys
+):
+    logger = logging.getLogger("millrace")
+    kept = logger.handlers, logger.level, logger.propagate
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(COMMANDS[name] + SHRUNKEN + " " + smaller)
+    with pytest.raises(SystemExit) as left:
+        main(["cnn", "train", *words, "--run-dir", "run"])
+    logger.handlers, logger.level, logger.propagate = kept
+    said = capsys.readouterr().err
+    assert left.value.code == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["device"]["count"] == devices
+    assert summary["updates"] == parsed(COMMANDS[name]).num_epochs
+    assert math.isfinite(summary["metrics"]["train_loss"])
+    averaged = "efficientnet" in name
+    assert ("weight_avg_exp_0.97" in summary.get("weight_averages", {})) == averaged

@@ -1,0 +1,248 @@
+"""Published weights: read safely, and of the same meaning as where they come from."""
+
+import json
+import struct
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.cnn import models
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.models.pretrained import (
+    _is_source,
+    _sources,
+    fit_pretrained,
+    read_pretrained,
+)
+from millrace.apps.cnn.recipe import norm_factory
+from millrace.apps.cnn.train import train
+from millrace.apps.cnn.validation import Weights
+from millrace.config import ConfigurationError, build
+from millrace.host.checkpoint import restore_part
+from millrace.host.run import run_command
+from millrace.nn.layers import apply_layers, init_layers, init_shapes
+
+
+def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    header, blobs, place = {}, [], 0
+    for name, array in arrays.items():
+        blob = np.ascontiguousarray(array, np.float32).tobytes()
+        entry = {"dtype": "F32", "shape": list(array.shape)}
+        header[name] = entry | {"data_offsets": [place, place + len(blob)]}
+        blobs.append(blob)
+        place += len(blob)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+    return path
+
+
+def norm(features):
+    """Of a norm, what there is in such a file; the last is of no use to us."""
+    random = np.random.default_rng(features)
+    names = ("weight", "bias", "running_mean", "running_var")
+    values = {name: random.uniform(0.5, 1.5, features) for name in names}
+    return values | {"num_batches_tracked": np.float32(7)}
+
+
+def resnet8_file(path, *, num_classes=10, channels=1, **changes):
+    """As torchvision would name the weights of a network for small pictures."""
+    random = np.random.default_rng(0)
+    arrays = {"conv1.weight": random.standard_normal((16, channels, 3, 3)) / 3}
+    arrays |= {f"bn1.{name}": value for name, value in norm(16).items()}
+    before = 16
+    for stack, width in enumerate((16, 32, 64), 1):
+        for number, inputs in ((1, before), (2, width)):
+            prefix = f"layer{stack}.0."
+            kernel = random.standard_normal((width, inputs, 3, 3)) / 12
+            arrays[f"{prefix}conv{number}.weight"] = kernel
+            for name, value in norm(width).items():
+                arrays[f"{prefix}bn{number}.{name}"] = value
+        before = width
+    arrays["fc.weight"] = random.standard_normal((num_classes, 64)) / 8
+    arrays["fc.bias"] = random.standard_normal(num_classes)
+    arrays |= changes
+    present = {name: value for name, value in arrays.items() if value is not None}
+    return write_safetensors(path / "resnet8.safetensors", present), arrays
+
+
+RESNET8 = {"model_name": "resnet", "model_size": "8", "dataset": "digits"}
+
+
+def load(path, num_classes=10, **options):
+    config = build(CnnConfig, RESNET8 | options)
+    model = models.build("resnet", num_classes, norm_factory(config), **config.network)
+    example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
+    return fit_pretrained(path, read_pretrained(path), *init_shapes(model, example))
+
+
+def test_weights_are_turned_into_our_order(tmp_path):
+    path, arrays = resnet8_file(tmp_path)
+    params, carried, notes = load(path)
+    assert not notes
+    kernel = arrays["layer2.0.conv1.weight"].astype(np.float32)
+    np.testing.assert_array_equal(
+        params["b2/0/conv1"]["kernel"], np.einsum("oihw->hwio", kernel)
+    )
+    np.testing.assert_array_equal(
+        params["fc1"]["kernel"], arrays["fc.weight"].T.astype(np.float32)
+    )
+    scale, mean = arrays["layer3.0.bn2.weight"], arrays["layer3.0.bn2.running_mean"]
+    np.testing.assert_allclose(params["b3/0/norm2"]["scale"], scale)
+    np.testing.assert_allclose(carried["b3/0/norm2"]["mean"], mean)
+
+
+def test_timms_names_of_an_efficientnet_are_found():
+    config = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
+    model = models.build("efficientnet", 10, norm_factory(config), **config.network)
+    shapes = init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
+    params, carried = _sources(*shapes)
+    found = {
+        layer: [source.name for source in jax.tree.leaves(tree, is_leaf=_is_source)]
+        for layer, tree in params.items()
+    }
+    assert found["block0/conv"] == ["conv_stem.weight"]
+    assert found["block1a/b/norm"] == ["blocks.0.0.bn1.bias", "blocks.0.0.bn1.weight"]
+    assert found["block1a/c/conv"] == ["blocks.0.0.conv_pw.weight"]
+    assert found["block3b/a/conv"] == ["blocks.2.1.conv_pw.weight"]
+    assert found["block3b/b/conv"] == ["blocks.2.1.conv_dw.weight"]
+    assert found["block3b/c/norm"] == ["blocks.2.1.bn3.bias", "blocks.2.1.bn3.weight"]
+    assert "blocks.6.0.se.conv_reduce.weight" in found["block7a/SE"]
+    assert params["block7a/SE"]["reduce"]["kernel"].shape[2:] == (1, 1)
+    assert found["Top/norm"] == ["bn2.bias", "bn2.weight"]
+    assert found["fc1"] == ["classifier.bias", "classifier.weight"]
+    assert carried["Top/norm"]["var"].name == "bn2.running_var"
+
+
+def test_other_classes_leave_the_last_layer_as_it_is(tmp_path):
+    path, _ = resnet8_file(tmp_path)
+    params, _, notes = load(path, num_classes=7)
+    assert notes == [
+        "resnet8.safetensors is for other classes: the last layer starts anew."
+    ]
+    assert params["fc1"]["kernel"].shape == (64, 7)
+    assert isinstance(params["fc1"]["kernel"], jax.ShapeDtypeStruct)  # untouched
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"conv1.weight": None}, {}, "conv1.weight is not in it"),
+        ({"features.0.weight": np.zeros(3)}, {}, "features.0.weight is not in this model"),
+        ({"fc.bias": np.zeros(9)}, {}, r"fc.bias is \[9\], this model has \[10\]"),
+        ({}, {"model_size": "14"}, "layer1.1.conv1.weight is not in it.*and 27 more"),
+        ({}, {"groups": 4}, "Give --batch-norm"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_said_in_a_line(changes, options, said, tmp_path):
+    path, _ = resnet8_file(tmp_path, **changes)
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        load(path, **options)
+    assert "\n" not in str(caught.value)
+
+
+def run(tmp_path, pretrained):
+    options = RESNET8 | {
+        "pretrained": pretrained,
+        "micro_batch_size": 8,
+        "num_epochs": 1,
+        "weight_updates_per_epoch": 1,
+        "l2_regularization": 0,
+        "lr_schedule": "const",
+        "lr_schedule_params": {"initial_learning_rate": 0},
+        "validation": False,
+        "run_dir": tmp_path / "run",
+        "quiet": True,
+    }
+    config = build(CnnConfig, options)
+    return run_command(train, config, command="cnn-train", command_line="test")
+
+
+@pytest.mark.slow
+def test_training_starts_from_the_file(tmp_path):
+    path, _ = resnet8_file(tmp_path)
+    assert run(tmp_path, path) == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    wanted = Weights(*load(path)[:2])
+    found = restore_part(checkpoint, wanted).state
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+
+
+def test_a_file_that_is_no_safetensors_file_is_a_mistake_in_the_command(tmp_path, capsys):
+    (tmp_path / "weights").write_bytes(b"no weights at all")
+    assert run(tmp_path, tmp_path / "weights") == 2
+    assert "is not a safetensors file" in (said := capsys.readouterr().err)
+    assert len(said.splitlines()) == 1
+
+
+def model_and_weights(num_classes=1000, **options):
+    values = {"dataset": "imagenet", "batch_norm": True} | options
+    config = build(CnnConfig, values)
+    norm = norm_factory(config)
+    model = models.build(config.resolved_model, num_classes, norm, **config.network)
+    example = np.zeros((1, 64, 64, 3), np.float32)
+    return model, *init_layers(model, jax.random.key(0), example)
+
+
+def torchs(make, seed=0):
+    """A model of theirs in evaluation mode, all of whose numbers mean something."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(seed)
+    model = make().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("running_mean"):
+                value.uniform_(-0.1, 0.1, generator=generator)
+            elif name.endswith("running_var") or (value.ndim == 1 and "weight" in name):
+                value.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("bias"):
+                value.uniform_(-0.1, 0.1, generator=generator)
+    return torch, model
+
+
+def resnet50():
+    return pytest.importorskip("torchvision").models.resnet50()
+
+
+def resnet18():
+    return pytest.importorskip("torchvision").models.resnet18()
+
+
+def resnext101():
+    resnet = pytest.importorskip("torchvision").models.resnet
+    return resnet.ResNet(resnet.Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
+
+
+def efficientnet_b0():
+    return pytest.importorskip("timm").create_model("efficientnet_b0")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (resnet50, {"model_name": "resnet", "model_size": "50"}),
+        (resnet18, {"model_name": "resnet", "model_size": "18"}),
+        (resnext101, {"model_name": "resnext", "model_size": "101"}),
+        (efficientnet_b0, {"model_name": "efficientnet", "model_size": "B0"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_logits_are_those_of_the_model_that_the_weights_come_from(make, options, tmp_path):
+    torch, theirs = torchs(make)
+    arrays = {name: value.numpy() for name, value in theirs.state_dict().items()}
+    path = write_safetensors(tmp_path / "theirs.safetensors", arrays)
+    model, params, carried = model_and_weights(**options)
+    found = read_pretrained(path)
+    params, carried, notes = fit_pretrained(path, found, params, carried)
+    assert not notes
+    images = np.random.default_rng(1).standard_normal((2, 224, 224, 3), np.float32)
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2))).numpy()
+    found, _ = apply_layers(model, params, carried, images, training=False)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
