@@ -341,9 +341,10 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
 def pebbles(server, monkeypatch):
     """A data set in the catalogue that a test can afford to download."""
     known = dataset(server, one=CONTENT)
-    monkeypatch.setattr(catalogue, "CATALOGUE", {"pebbles": known})
+    # The modules that use it first: what they import must be the real one.
     monkeypatch.setattr("millrace.host.fetch_options.CATALOGUE", {"pebbles": known})
     monkeypatch.setattr("millrace.host.fetch_command.CATALOGUE", {"pebbles": known})
+    monkeypatch.setattr(catalogue, "CATALOGUE", {"pebbles": known})
     return known
 
 
