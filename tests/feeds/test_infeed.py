@@ -204,13 +204,26 @@ def test_closing_does_not_hang_on_a_dataset_without_end():
 
 
 def test_reading_overlaps_with_the_loop():
-    """A host that takes 10 ms and a device that takes 10 ms make 10 ms a step, not 20."""
+    """A host that takes 10 ms and a device that takes 10 ms make 10 ms a step, not 20.
 
+    Someone else may take the machine's time: once in a few attempts is enough.
+    """
+    assert any(overlaps() for _ in range(5))
+
+
+def overlaps() -> bool:
     def slow():
         while True:
             time.sleep(0.01)
             yield np.ones((40, 40), np.float32)
 
+    fed = seconds_of_40_steps(slow())
+    device = seconds_of_40_steps([np.ones((40, 40), np.float32)] * 43)
+    # Serial would be device + 40 x 10 ms; leave half of the smaller one as margin.
+    return fed < device + 0.4 - 0.5 * min(device, 0.4)
+
+
+def seconds_of_40_steps(dataset) -> float:
     def busy(carry, x):
         def grind(_, y):
             return y @ x * 1e-3 + y
@@ -218,19 +231,11 @@ def test_reading_overlaps_with_the_loop():
         return jax.lax.fori_loop(0, 600, grind, carry), None
 
     start = np.ones((40, 40), np.float32)
-    with mr.Infeed(slow()) as infeed:
+    with mr.Infeed(dataset) as infeed:
         mr.repeat(3, busy, start, infeed=infeed)
         began = time.perf_counter()
         mr.repeat(40, busy, start, infeed=infeed)
-        fed = time.perf_counter() - began
-    resident = [np.ones((40, 40), np.float32)] * 43
-    with mr.Infeed(resident) as infeed:
-        mr.repeat(3, busy, start, infeed=infeed)
-        began = time.perf_counter()
-        mr.repeat(40, busy, start, infeed=infeed)
-        device = time.perf_counter() - began
-    # Serial would be device + 40 x 10 ms; leave half of the smaller one as margin.
-    assert fed < device + 0.4 - 0.5 * min(device, 0.4)
+        return time.perf_counter() - began
 
 
 def test_chunks_follow_the_pattern_of_capacities_and_are_full():
