@@ -49,6 +49,7 @@ def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys
     assert found["train_rmse"] == pytest.approx(trial["rmse"], rel=1e-4)
 
 
+@pytest.mark.slow  # programs are spread in test_spread.py; this compiles two large ones
 def test_models_spread_over_devices_are_the_same(swept, tmp_path, capsys):
     words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
     words += "--steps-per-log 1 --base-learning-rates 11,13,15 "

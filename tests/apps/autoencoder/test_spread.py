@@ -1,0 +1,74 @@
+"""Programs on several devices, run as one."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import millrace as mr
+from millrace.apps.autoencoder.spread import SpreadProgram, parts_of
+
+RATES = (0.1, 0.2)
+
+
+def loss_fn(params, carried, batch, key):
+    del key
+    loss = ((batch["x"] @ params - batch["y"]) ** 2).mean()
+    return loss, (carried, {"lowest_rmse": loss**0.5})
+
+
+def program_on(device, rate):
+    plan = mr.Plan(micro_batch_size=4, fp_exceptions=True)
+    return mr.training_program(loss_fn, optax.sgd(rate), plan, devices=[device])
+
+
+@pytest.fixture(scope="module")
+def both():
+    """Updates made by two programs as one, and by each alone."""
+    random = np.random.default_rng(0)
+    chunk = {
+        "x": random.standard_normal((5, 4, 3)).astype(np.float32),
+        "y": random.standard_normal((5, 4)).astype(np.float32),
+    }
+    weights = np.ones(3, np.float32)
+    devices = jax.devices()[:2]
+    alone = []
+    for device, rate in zip(devices, RATES, strict=True):
+        program = program_on(device, rate)
+        placed = jax.device_put(chunk, program.chunk_sharding)
+        alone.append(program.run(program.init(weights), placed))
+    programs = [program_on(*pair) for pair in zip(devices, RATES, strict=True)]
+    spread = SpreadProgram(programs)
+    state = spread.join([program.init(weights) for program in programs])
+    placed = jax.device_put(chunk, spread.chunk_sharding)
+    spread.compile(state, placed)
+    assert spread.compile_seconds > 0
+    return spread, spread.run(state, placed), alone
+
+
+def test_each_part_becomes_what_it_would_alone(both):
+    spread, (state, _), alone = both
+    assert int(state.update) == 5
+    assert spread.devices == jax.devices()[:2]
+    for part, (other, _) in zip(parts_of(state), alone, strict=True):
+        np.testing.assert_array_equal(part.params, other.params)
+    assert not np.array_equal(*(part.params for part in parts_of(state)))
+
+
+def test_what_all_report_becomes_one_when_it_is_read(both):
+    _, (_, info), alone = both
+    infos = [jax.device_get(other) for _, other in alone]
+    np.testing.assert_allclose(
+        np.asarray(info["loss"]), infos[0]["loss"] + infos[1]["loss"], rtol=1e-6
+    )
+    lowest = np.minimum(infos[0]["lowest_rmse"], infos[1]["lowest_rmse"])
+    np.testing.assert_array_equal(np.asarray(info["lowest_rmse"]), lowest)
+    assert (np.asarray(info["gradients_finite"]) == 1).all()
+
+
+def test_a_state_is_placed_again_where_it_was(both):
+    spread, (state, _), _ = both
+    placed = spread.place(jax.device_get(state))
+    for part, old in zip(parts_of(placed), parts_of(state), strict=True):
+        assert part.params.devices() == old.params.devices()
+        np.testing.assert_array_equal(part.params, old.params)
