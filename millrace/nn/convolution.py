@@ -11,6 +11,7 @@ from jax import lax
 
 from millrace.nn.dense_convolution import LAYOUT, Pads, Pair, dense_conv2d
 from millrace.nn.grouped_convolution import grouped_conv2d
+from millrace.nn.strided_convolution import folded_conv2d, is_worth_folding
 
 
 def conv2d(
@@ -35,6 +36,8 @@ def conv2d(
         )
     pads = padding_pairs(x.shape[1:3], kernel.shape[:2], strides, padding)
     if jax.default_backend() != "cpu":
+        if groups == 1 and is_worth_folding(x.shape[-1], strides):
+            return folded_conv2d(x, kernel, strides, pads)
         return lax.conv_general_dilated(
             x,
             kernel,

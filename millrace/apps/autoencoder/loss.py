@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from millrace.apps.autoencoder.model import (
     Known,
     Model,
+    kept_codes,
     reconstruct,
     reconstruct_known,
 )
@@ -43,7 +44,8 @@ def loss_of(model: Model, refeeding: Refeeding) -> LossFn:
 def _once(model: Model) -> LossFn:
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = known_ratings(batch), batch["user"].shape[0]
-        output = reconstruct_known(model, params, known, num_users, _first(key))
+        (kept,) = kept_codes(model, key, 1, num_users)
+        output = reconstruct_known(model, params, known, num_users, kept)
         is_real = known.row < num_users
         squares = jnp.where(is_real, jnp.square(_wide(output) - _wide(known.value)), 0)
         loss = squares.sum() / jnp.maximum(is_real.sum(), 1)
@@ -55,9 +57,10 @@ def _once(model: Model) -> LossFn:
 def _joint(model: Model) -> LossFn:
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         rows = dense_rows(batch, model.num_items)
-        output = reconstruct(model, params, rows, _first(key))
+        first, second = kept_codes(model, key, 2, len(rows))
+        output = reconstruct(model, params, rows, first)
         error = masked_error(rows, output)
-        again = reconstruct(model, params, output, jax.random.fold_in(key, 1))
+        again = reconstruct(model, params, output, second)
         refed = jnp.square(_wide(again) - _wide(output)).mean()
         return error + refed, (carried, {"rmse": jnp.sqrt(error)})
 
@@ -75,12 +78,13 @@ def _detached(model: Model) -> LossFn:
         is_refed = batch["refed"][0]
         rows = dense_rows(batch, model.num_items)
         rows = jnp.where(is_refed, carried["output"].astype(rows.dtype), rows)
-        output = reconstruct(model, params, rows, _first(key))
+        (kept,) = kept_codes(model, key, 1, len(rows))
+        output = reconstruct(model, params, rows, kept)
         loss = masked_error(rows, output)
         # Of the ratings only: that of the reconstruction says nothing to a reader.
         rmse = jnp.where(is_refed, carried["rmse"], jnp.sqrt(loss))
-        kept = jax.lax.stop_gradient({"output": output, "rmse": rmse})
-        return loss, (kept, {"rmse": rmse})
+        carried = jax.lax.stop_gradient({"output": output, "rmse": rmse})
+        return loss, (carried, {"rmse": rmse})
 
     return loss_fn
 
@@ -104,7 +108,3 @@ def masked_error(rows: jax.Array, output: jax.Array) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _first(key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, 0)

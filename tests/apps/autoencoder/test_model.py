@@ -8,8 +8,8 @@ import pytest
 from millrace.apps.autoencoder.model import (
     Known,
     Model,
-    dropout,
     init_params,
+    kept_codes,
     reconstruct,
     reconstruct_known,
 )
@@ -70,16 +70,20 @@ def test_known_ratings_are_reconstructed_as_in_the_whole(network):
     values = np.append(rows[row, item], np.float32(0))
     filled = Known(np.append(row, len(rows)), np.append(item, 0), values)
     filled, params = jax.device_put((filled, params))
-    key = jax.random.key(1)
+    (kept,) = kept_codes(model, jax.random.key(1), 1, len(rows))
     known = jax.jit(reconstruct_known, static_argnums=(0, 3))
-    found = known(model, params, filled, len(rows), key)
-    expected = np.asarray(jax.jit(reconstruct, static_argnums=0)(model, params, rows, key))
+    found = known(model, params, filled, len(rows), kept)
+    expected = np.asarray(jax.jit(reconstruct, static_argnums=0)(model, params, rows, kept))
     np.testing.assert_allclose(found[:-1], expected[row, item], rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean():
-    ones = np.ones((200, 256), np.float16)
-    found = np.asarray(dropout(ones, 0.65, jax.random.key(0)))
-    assert found.dtype == np.float16
-    assert (found == 0).mean() == pytest.approx(0.65, abs=0.01)
-    assert found.astype(np.float32).mean() == pytest.approx(1, abs=0.03)
+def test_dropout_keeps_its_share_and_the_mean_of_the_code():
+    model = Model(19, 128, 0.65)
+    keys = [jax.random.fold_in(jax.random.key(0), number) for number in range(2)]
+    masks = [np.asarray(m) for key in keys for m in kept_codes(model, key, 2, 500)]
+    for mask in masks:
+        assert mask.mean() == pytest.approx(0.35, abs=0.005)
+    for number, mask in enumerate(masks):  # no pass knows of another
+        for other in masks[:number]:
+            assert (mask & other).mean() == pytest.approx(0.35**2, abs=0.005)
+    assert kept_codes(model._replace(dropout_rate=0.0), keys[0], 2, 5) == [None, None]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.model import dropout
+from millrace.apps.autoencoder.model import kept_codes
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
@@ -66,13 +66,13 @@ def run_program(options, chunk):
     return config, model, before, jax.device_get(state), jax.device_get(info)
 
 
-def kept_code(model, state, update, number):
-    """The factors that dropout puts on the code, drawn as the program draws them."""
+def factors_on_codes(model, state, update, num_passes):
+    """The factors that dropout puts on the codes, drawn as the program draws them."""
     key = jax.random.wrap_key_data(state.key)
-    for part in (update, FORWARD, MICRO_BATCH, number):
+    for part in (update, FORWARD, MICRO_BATCH):
         key = jax.random.fold_in(key, part)
-    ones = np.ones((USERS, model.widths[-1]), np.float32)
-    return np.asarray(dropout(ones, model.dropout_rate, key), np.float64)
+    kept = kept_codes(model, key, num_passes, USERS)
+    return [1.0 if k is None else np.asarray(k) / (1 - model.dropout_rate) for k in kept]
 
 
 def as_float64(tree):
@@ -105,7 +105,9 @@ def test_updates_are_those_of_the_oracle(options):
     weights = as_float64(before.params)
     velocity = oracle.zeros_like(weights)
     for update, rows in enumerate(dense):
-        kept = [kept_code(model, before, update, n) for n in (0, 1)]
+        kept = factors_on_codes(
+            model, before, update, 2 if config.refeeding == "joint" else 1
+        )
         loss, rmse, gradients, _ = oracle.loss_and_gradients(
             weights, rows, kept, config.refeeding, active=model.selu
         )
@@ -131,7 +133,7 @@ def test_detached_refeeding_makes_two_updates_of_a_batch():
     for number, rows in enumerate(dense):
         for is_refed in (0, 1):
             update = 2 * number + is_refed
-            kept = [kept_code(model, before, update, 0)]
+            kept = factors_on_codes(model, before, update, 1)
             loss, rmse, gradients, output = oracle.loss_and_gradients(
                 weights, rows, kept, "none"
             )
