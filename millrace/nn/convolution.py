@@ -34,6 +34,11 @@ def conv2d(
             f"{x.shape[-1]} channels in {groups} groups need a kernel of "
             f"{x.shape[-1] // groups} channels, got one of {kernel.shape[2]}."
         )
+    if x.dtype != kernel.dtype:  # XLA says so too, but the ways for a CPU would not
+        raise TypeError(
+            f"A convolution needs images and kernel of one type, got {x.dtype} and "
+            f"{kernel.dtype}."
+        )
     pads = padding_pairs(x.shape[1:3], kernel.shape[:2], strides, padding)
     if jax.default_backend() != "cpu":
         if groups == 1 and is_worth_folding(x.shape[-1], strides):

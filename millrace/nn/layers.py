@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from millrace.config import ConfigurationError
 from millrace.nn import pooling
 from millrace.nn.convolution import check_groups, conv2d
 
@@ -64,10 +65,20 @@ def _initialiser(
             new_params, new_carried = _init_layer(layer, key, spec)
             params |= new_params
             carried |= new_carried
-            spec = layer_output(layer, new_params, new_carried, spec)
+            before, spec = spec, layer_output(layer, new_params, new_carried, spec)
+            if any(leaf.size == 0 for leaf in jax.tree.leaves(spec)):
+                raise ConfigurationError(
+                    f"The input is too small for this model: {layer.name} leaves nothing "
+                    f"of {_shapes(before)} (the whole model's input is "
+                    f"{_shapes(example)}). Give larger images, or take another model."
+                )
         return params, carried
 
     return init
+
+
+def _shapes(spec: Any) -> str:
+    return ", ".join(str(leaf.shape[1:]) for leaf in jax.tree.leaves(spec))
 
 
 def _init_layer(layer: Layer, key: jax.Array, spec: Any) -> tuple[Tree, Tree]:

@@ -12,6 +12,7 @@ from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, Tree, apply_layers, layer_names, layer_output
 from millrace.plan import Plan
+from millrace.program.step import narrow
 from millrace.schedule.stages import Stages, place_stages
 
 _log = logging.getLogger("millrace")
@@ -50,7 +51,9 @@ class StagedModel(NamedTuple):
 def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> StagedModel:
     """Cut the model as the plan says, or where the stages cost about the same."""
     splits = check_splits(loss, plan)
-    costs = None if loss.example is None else layer_costs(loss, params, carried)
+    costs = None
+    if loss.example is not None:
+        costs = layer_costs(loss, *_computed_with(plan, params, loss.example), carried)
     if splits is None and costs is None:
         raise ConfigurationError(
             f"pipeline_splits gives a number of stages ({plan.num_stages}); to choose "
@@ -62,6 +65,11 @@ def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> S
     elif costs is not None:
         _recommend(loss.layers, costs, splits)
     return place(cut(loss.layers, splits), plan)
+
+
+def _computed_with(plan: Plan, *trees: Any) -> Any:
+    """Shapes and types of values as layers get to see them."""
+    return jax.eval_shape(lambda trees: narrow(trees, plan.types.compute), trees)
 
 
 def _part(layers: Sequence[Layer], tree: Tree) -> Tree:
@@ -122,9 +130,11 @@ def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
     return splits
 
 
-def layer_costs(loss: LayeredLoss, params: Tree, carried: Tree) -> list[float]:
+def layer_costs(
+    loss: LayeredLoss, params: Tree, example: Any, carried: Tree
+) -> list[float]:
     """Estimate each layer's time, forward and backward, from the work it asks for."""
-    x = jax.eval_shape(loss.inputs, loss.example, jax.random.key(0))
+    x = jax.eval_shape(loss.inputs, example, jax.random.key(0))
     costs = []
     for layer in loss.layers:
         costs.append(_cost(layer, params, carried, x))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.apps.cnn import models
+from millrace.config import ConfigurationError
 from millrace.nn import layers
 from millrace.nn.losses import correct, cross_entropy
 from millrace.nn.norms import batch_norm, group_norm
@@ -170,3 +171,9 @@ def test_a_compiled_maximum_has_a_gradient_that_goes_to_the_largest_value():
     gradient = jax.jit(jax.grad(lambda x: pool.apply({}, {}, x, call)[0].sum()))(x)
     np.testing.assert_array_equal(gradient[0, :, :, 0][1::2, 1::2], np.ones((2, 2)))
     assert gradient.sum() == 4
+
+
+def test_an_input_too_small_for_the_model_names_the_layer_where_it_ends():
+    model = models.build("toy_model", 10)
+    with pytest.raises(ConfigurationError, match=r"max_pooling\w* leaves nothing of"):
+        layers.init_layers(model, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))

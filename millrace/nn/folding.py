@@ -1,0 +1,130 @@
+"""A trained network made ready for inference: fewer layers, the same outputs.
+
+Batch norm, once its statistics are fixed, multiplies and shifts every channel; that is
+taken into the convolution before it. Layers are known by what they do, since they are
+plain pairs of functions: a batch norm has moving statistics, a convolution a kernel of
+four dims, and where in a residual block they stand is seen from what they pass by.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.nn.branches import on
+from millrace.nn.layers import Call, Layer, Tree, layer_output, stateless
+
+_INFERENCE = Call(training=False)
+
+
+def fold(
+    layers: Sequence[Layer], params: Tree, carried: Tree, example: Any
+) -> tuple[list[Layer], Tree, Tree]:
+    """Return layers, weights and carried values of the same function, for inference.
+
+    Args:
+        layers: A model.
+        params: Its weights.
+        carried: Its carried values, batch norm's moving statistics among them.
+        example: An input, or its shape and type.
+    """
+    params, carried, spec = dict(params), dict(carried), example
+    folded: list[Layer] = []
+    before = None
+    for layer in layers:
+        following = layer_output(layer, params, carried, spec)
+        branch = _branch(layer, params, carried, spec)
+        if before == (branch, "conv") and _is_batch_norm(layer.name, params, carried):
+            folded[-1] = _absorb(folded[-1], layer, branch, params, carried)
+            before = None
+        else:
+            # A layer of a block that writes no branch, such as dropout, does nothing.
+            silent = branch is None and isinstance(spec, dict)
+            relu = spec == following and not silent and _is_relu(layer, branch, params)
+            folded.append(_as_maximum(layer, branch) if relu else layer)
+            before = branch, "conv" if _is_convolution(layer.name, params) else "other"
+        spec = following
+    return folded, params, carried
+
+
+def _branch(layer: Layer, params: Tree, carried: Tree, spec: Any) -> str | None:
+    """Name the branch that a layer's result lies on; None where there is only one."""
+    if layer.branches:
+        return None
+    written: list[str] = []
+
+    def trace(params: Tree, carried: Tree, x: Any) -> Any:
+        y, _ = layer.apply(params, carried, x, _INFERENCE)
+        if isinstance(y, dict):
+            passed = list(x.values()) if isinstance(x, dict) else [x]
+            written.extend(
+                name for name, value in y.items() if not any(value is p for p in passed)
+            )
+        return y
+
+    jax.eval_shape(trace, params.get(layer.name, {}), carried.get(layer.name, {}), spec)
+    return written[0] if written else None
+
+
+def _is_convolution(name: str, params: Tree) -> bool:
+    kernel = params.get(name, {}).get("kernel")
+    return kernel is not None and kernel.ndim == 4
+
+
+def _is_batch_norm(name: str, params: Tree, carried: Tree) -> bool:
+    return set(params.get(name, {})) == {"scale", "bias"} and set(
+        carried.get(name, {})
+    ) == {"mean", "var"}
+
+
+def _absorb(
+    conv: Layer, norm: Layer, branch: str | None, params: Tree, carried: Tree
+) -> Layer:
+    """Take a batch norm into the convolution before it; its own entries are removed."""
+    affine, statistics = params.pop(norm.name), carried.pop(norm.name)
+    channels = affine["scale"].shape[-1]
+
+    def output(x: jax.Array, affine: Tree, statistics: Tree) -> np.ndarray:
+        placed = x if branch is None else {branch: x}
+        y, _ = norm.apply(affine, statistics, placed, _INFERENCE)
+        return np.asarray(y if branch is None else y[branch], np.float32)
+
+    shift = output(jnp.zeros(channels), affine, statistics)
+    # Without its shift, one stays exactly the factor.
+    unshifted = {"bias": jnp.zeros(channels)}, {"mean": jnp.zeros(channels)}
+    factor = output(jnp.ones(channels), affine | unshifted[0], statistics | unshifted[1])
+    weights = params[conv.name]
+    has_bias = "bias" in weights
+    params[conv.name] = {
+        "kernel": np.asarray(weights["kernel"], np.float32) * factor,
+        "bias": shift + (np.asarray(weights["bias"]) * factor if has_bias else 0),
+    }
+    return conv if has_bias else _with_bias(conv, branch)
+
+
+def _with_bias(conv: Layer, branch: str | None) -> Layer:
+    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        y, carried = conv.apply(params, carried, x, call)
+        if branch is None:
+            return y + params["bias"], carried
+        return {**y, branch: y[branch] + params["bias"]}, carried
+
+    return conv._replace(apply=apply)
+
+
+def _is_relu(layer: Layer, branch: str | None, params: Tree) -> bool:
+    if layer.branches or layer.name in params:
+        return False
+    x = jnp.array([-1.0, 0.0, 2.0]).reshape(1, 1, 1, 3)
+    y, _ = layer.apply({}, {}, x if branch is None else {branch: x}, _INFERENCE)
+    return np.ravel(y if branch is None else y[branch]).tolist() == [0, 0, 2]
+
+
+def _as_maximum(layer: Layer, branch: str | None) -> Layer:
+    """The form of a ReLU that XLA joins with a convolution and its bias on GPU."""
+    if jax.default_backend() == "cpu":
+        return layer  # see ``layers.relu``
+    relu = stateless(layer.name, lambda x: jnp.maximum(x, 0))
+    return relu if branch is None else on(branch, relu)
