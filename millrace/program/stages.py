@@ -52,12 +52,18 @@ def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> S
     """Cut the model as the plan says, or where the stages cost about the same."""
     splits = check_splits(loss, plan)
     costs = None
-    if loss.example is not None:
-        costs = layer_costs(loss, *_computed_with(plan, params, loss.example), carried)
+    if loss.example is not None and (cpu := _cpu()):
+        seen = jax.eval_shape(
+            lambda *trees: narrow(trees, plan.types.compute), params, loss.example
+        )
+        shapes = jax.eval_shape(lambda c: c, carried)
+        with jax.default_device(cpu):
+            costs = layer_costs(loss, seen[0], seen[1], shapes)
     if splits is None and costs is None:
         raise ConfigurationError(
             f"pipeline_splits gives a number of stages ({plan.num_stages}); to choose "
-            "them, LayeredLoss needs an example. Or give the names of layers."
+            "them, LayeredLoss needs an example, and JAX a CPU (JAX_PLATFORMS, if set, "
+            "must name it too). Or give the names of layers."
         )
     if splits is None:
         splits = choose_splits(loss.layers, costs, plan.num_stages)
@@ -67,9 +73,12 @@ def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> S
     return place(cut(loss.layers, splits), plan)
 
 
-def _computed_with(plan: Plan, *trees: Any) -> Any:
-    """Shapes and types of values as layers get to see them."""
-    return jax.eval_shape(lambda trees: narrow(trees, plan.types.compute), trees)
+def _cpu() -> Any:
+    """Return a CPU to estimate costs for: XLA does not, before compiling, for others."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _part(layers: Sequence[Layer], tree: Tree) -> Tree:
@@ -133,7 +142,10 @@ def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
 def layer_costs(
     loss: LayeredLoss, params: Tree, example: Any, carried: Tree
 ) -> list[float]:
-    """Estimate each layer's time, forward and backward, from the work it asks for."""
+    """Estimate each layer's time, forward and backward, from the work it asks for.
+
+    All trees have shapes and types only, so that nothing says where to compute.
+    """
     x = jax.eval_shape(loss.inputs, example, jax.random.key(0))
     costs = []
     for layer in loss.layers:
