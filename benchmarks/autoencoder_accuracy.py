@@ -27,8 +27,8 @@ from millrace.apps.autoencoder.train import train
 from millrace.apps.autoencoder.validate import validate
 from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import build, load_named
-from millrace.data.ratings import align
-from millrace.data.ratings_file import load_ratings, paired
+from millrace.data.ratings.file import load_ratings, paired
+from millrace.data.ratings.matrix import align
 from millrace.host.process import tune_memory_allocation
 from millrace.host.run import run_command
 

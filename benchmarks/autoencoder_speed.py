@@ -33,9 +33,9 @@ from millrace.apps.autoencoder.recipe import model_of
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
 from millrace.apps.autoencoder.trials import first_state, trials_program
-from millrace.data.ratings import Ratings
-from millrace.data.ratings_generated import random_ratings
-from millrace.data.ratings_source import active_users
+from millrace.data.ratings.generated import random_ratings
+from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings.source import active_users
 from millrace.feeds.infeed import Infeed
 from millrace.host.process import tune_memory_allocation
 from millrace.host.staging import MAX_IN_FLIGHT, next_chunk

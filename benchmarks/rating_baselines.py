@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings import Ratings
+from millrace.data.ratings.matrix import Ratings
 
 _BIAS_ROUNDS, _FACTOR_ROUNDS = 15, 12
 _BIAS_STRENGTHS = (2.0, 5.0, 10.0, 25.0)

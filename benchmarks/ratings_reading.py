@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from reporting import Result, parser, publish, spread
 
-from millrace.data.ratings_file import load_ratings
-from millrace.data.ratings_text import Coded
-from millrace.data.ratings_writing import write_text
+from millrace.data.ratings.file import load_ratings
+from millrace.data.ratings.text import Coded
+from millrace.data.ratings.writing import write_text
 
 _USERS, _ITEMS = 162_541, 59_047
 _MOST_SECONDS, _MOST_BYTES = 60, 3e9

@@ -24,7 +24,25 @@ def dense_conv2d(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads) -> 
     """Convolve float32 images (batch, height, width, channels)."""
     if _is_pointwise(kernel.shape, pads):
         return _product(_thin(x, strides), kernel[0, 0], 0)
-    return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=LAYOUT)
+    return _convolve(x, kernel, strides, pads)
+
+
+def _convolve(
+    x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads, dilation: Pair = (1, 1)
+) -> jax.Array:
+    """Convolve; images smaller than the kernel are padded first.
+
+    XLA:CPU has no fast way for those: a 3x3 of 512 channels over 8 images of 2x2 took 91
+    ms, padded beforehand 5.
+    """
+    if any(x.shape[1 + d] < kernel.shape[d] for d in (0, 1)):
+        around = [(*pads[d], dilation[d] - 1) for d in (0, 1)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *around, (0, 0, 0)])
+        # Or XLA takes the padding back into the convolution.
+        x, pads, dilation = lax.optimization_barrier(x), ((0, 0), (0, 0)), (1, 1)
+    return lax.conv_general_dilated(
+        x, kernel, strides, pads, lhs_dilation=dilation, dimension_numbers=LAYOUT
+    )
 
 
 def _forward(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads) -> Any:
@@ -59,13 +77,12 @@ def _input_gradient(
     """A convolution of the spread-out dy with the flipped, transposed kernel."""
     if _is_pointwise(kernel.shape, pads):
         return _spread(_product(dy, kernel[0, 0], 1), shape, strides)
-    return lax.conv_general_dilated(
+    return _convolve(
         dy,
         kernel[::-1, ::-1].transpose(0, 1, 3, 2),
         (1, 1),
         pads_of_input_gradient(shape, kernel.shape, dy.shape, strides, pads),
-        lhs_dilation=strides,
-        dimension_numbers=LAYOUT,
+        strides,
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.data.ratings import Unseen, align, find, from_events
+from millrace.data.ratings.matrix import Unseen, align, find, from_events
 
 
 def events(*triples, user_ids=(), item_ids=()):

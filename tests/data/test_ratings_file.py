@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from millrace.config import ConfigurationError
-from millrace.data import ratings_file
-from millrace.data.ratings_file import load_ratings, paired
+from millrace.data.ratings import file as ratings_file
+from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.source import DatasetError
 
 CONTENT = "1\t10\t4\n2\t10\t3.5\n1\t20\t5\n"

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from millrace.data.ratings import from_events
-from millrace.data.ratings_generated import generated_ratings, random_ratings
-from millrace.data.ratings_source import (
+from millrace.data.ratings.generated import generated_ratings, random_ratings
+from millrace.data.ratings.matrix import from_events
+from millrace.data.ratings.source import (
     RatingsSource,
     evaluation_source,
     training_source,

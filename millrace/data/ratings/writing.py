@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.data.ratings_text import Coded
+from millrace.data.ratings.text import Coded
 
 _LINES_AT_A_TIME = 1 << 18
 

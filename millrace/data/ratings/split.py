@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings import Unseen
-from millrace.data.ratings_text import Events
+from millrace.data.ratings.matrix import Unseen
+from millrace.data.ratings.text import Events
 
 _DAY_SECONDS = 24 * 3600
 _EPOCH = date(1970, 1, 1)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from millrace.data.ratings import Ratings
+from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import Stream
 
 _ROUNDING = 128

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from millrace.data.cache import data_folder
-from millrace.data.ratings import Ratings
+from millrace.data.ratings.matrix import Ratings
 
 _VERSION = 1
 """Of what is kept, and of how text is read: another one is another folder."""

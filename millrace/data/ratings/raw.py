@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings_sections import is_sectioned, read_sections
-from millrace.data.ratings_text import Events, read_events
+from millrace.data.ratings.sections import is_sectioned, read_sections
+from millrace.data.ratings.text import Events, read_events
 from millrace.data.source import DatasetError
 
 _NETFLIX = ("training_set/mv_*.txt", "mv_*.txt", "combined_data_*.txt")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings import Ratings, from_events
+from millrace.data.ratings.matrix import Ratings, from_events
 
 _LOWEST, _HIGHEST = 1.5, 4.5
 """Between these lies the truth, so that noise leaves every rating above zero."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings_lines import MOST_DIGITS, Layout, Lines
+from millrace.data.ratings.lines import MOST_DIGITS, Layout, Lines
 
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _DOT, _ZERO, _HYPHEN = b'\n\r ".0-'
 _MOST_DECIMAL_DIGITS = 15

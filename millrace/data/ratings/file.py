@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings import Ratings, Unseen, align, from_events
-from millrace.data.ratings_cache import cached, file_hash
-from millrace.data.ratings_text import read_events
+from millrace.data.ratings.cache import cached, file_hash
+from millrace.data.ratings.matrix import Ratings, Unseen, align, from_events
+from millrace.data.ratings.text import read_events
 from millrace.data.source import DatasetError
 
 STARS = (0.5, 5.0)

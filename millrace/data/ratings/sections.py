@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings_lines import BadLine, Layout, shown
-from millrace.data.ratings_pieces import in_parallel, open_text, read_chunks
-from millrace.data.ratings_text import CodedLines, Events, bad_line, code_lines, join, parse
+from millrace.data.ratings.lines import BadLine, Layout, shown
+from millrace.data.ratings.pieces import in_parallel, open_text, read_chunks
+from millrace.data.ratings.text import CodedLines, Events, bad_line, code_lines, join, parse
 from millrace.data.source import DatasetError
 
 _HEADER = re.compile(rb"\s*([0-9]{1,18}):\s*")
