@@ -30,7 +30,8 @@ def fold(
         carried: Its carried values, batch norm's moving statistics among them.
         example: An input, or its shape and type.
     """
-    params, carried, spec = dict(params), dict(carried), example
+    params, carried = dict(params), dict(carried)
+    spec = jax.eval_shape(lambda x: x, example)
     folded: list[Layer] = []
     before = None
     for layer in layers:

@@ -1,0 +1,215 @@
+"""A network compiled for inference: for throughput, and for latency.
+
+For throughput one call goes over many batches that lie on the devices, and their logits
+are read while the next call runs. For latency a call takes one batch. In both, weights
+are folded and narrowed beforehand, and lie in memory the way the compiled program wants
+them, so that a call does nothing but run the network.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
+
+from millrace.nn.folding import fold
+from millrace.nn.layers import Layer, Tree, apply_layers
+from millrace.program.compiling import compile_for
+from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
+from millrace.program.step import narrow
+
+_BY_SAMPLE = PartitionSpec(REPLICA_AXIS)
+_BY_BATCH = PartitionSpec(None, REPLICA_AXIS)
+
+
+class Network(NamedTuple):
+    """Layers with their weights, ready to be run."""
+
+    layers: list[Layer]
+    params: Tree
+    carried: Tree
+
+    def apply(self, weights: Any, x: jax.Array) -> jax.Array:
+        """Return the logits of prepared images under these `weights`."""
+        params, carried = weights
+        logits, _ = apply_layers(self.layers, params, carried, x, training=False)
+        return logits
+
+
+def network_of(
+    model: list[Layer],
+    params: Tree,
+    carried: Tree,
+    image_shape: tuple[int, ...],
+    *,
+    folded: bool,
+    compute: str,
+) -> Network:
+    """Return a model with the weights that it computes with, batch norm folded or not."""
+    if folded:
+        example = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+        model, params, carried = fold(model, params, carried, example)
+    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(compute)), params)
+    return Network(model, params, carried)
+
+
+class Placed(NamedTuple):
+    """Weights and carried values, where an evaluation looks for them."""
+
+    params: Tree
+    carried: Tree
+
+
+class Inference:
+    """A network compiled for batches of one size.
+
+    Args:
+        network: What to run.
+        prepare: What the device does to images first: ``(images, None)``.
+        batch: Shape and type of a batch over all replicas, as it arrives.
+        num_replicas: Devices that each take a part of a batch.
+        compute: The type of computation.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        prepare: Any,
+        batch: jax.ShapeDtypeStruct,
+        *,
+        num_replicas: int = 1,
+        compute: str = "float32",
+    ) -> None:
+        self.batch = batch
+        self.compile_seconds = 0.0
+        self.programs: dict[str, jax.stages.Compiled] = {}
+        self.network = network
+        self._prepare, self._compute = prepare, compute
+        # Of this process alone: several that were started together do not mix batches.
+        self._mesh = replica_mesh(num_replicas, jax.local_devices())
+        self._weights: dict[str, Any] = {}
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices that work."""
+        return list(self._mesh.devices.flat)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Where a batch must lie: its samples split over the replicas."""
+        return NamedSharding(self._mesh, _BY_SAMPLE)
+
+    @property
+    def chunk_sharding(self) -> NamedSharding:
+        """Where several batches must lie."""
+        return NamedSharding(self._mesh, _BY_BATCH)
+
+    def compile_one(self) -> None:
+        """Compile what takes one batch."""
+        spec = self._spec((), self.batch_sharding)
+        self._compile("one", self._logits, spec, _BY_SAMPLE)
+
+    def compile_many(self, num_distinct: int, num_batches: int) -> None:
+        """Compile what takes `num_batches`, going round over `num_distinct` of them."""
+
+        def many(weights: Any, chunk: jax.Array) -> jax.Array:
+            def one(number: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+                place = number % num_distinct
+                images = lax.dynamic_index_in_dim(chunk, place, keepdims=False)
+                return number + 1, self._logits(weights, images)
+
+            return lax.scan(one, jnp.int32(0), None, length=num_batches)[1]
+
+        self._compile("many", many, self._spec((num_distinct,), self.chunk_sharding))
+
+    def one(self, images: jax.Array) -> jax.Array:
+        """Start on a batch that lies on the devices; return its logits to be."""
+        return self.programs["one"](self._weights["one"], images)
+
+    def many(self, chunk: jax.Array) -> jax.Array:
+        """Start on many batches; return their logits to be, (batches, samples, ...)."""
+        return self.programs["many"](self._weights["many"], chunk)
+
+    def place_weights(self) -> None:
+        """Put the weights on the devices, as each program wants them."""
+        weights = self.network.params, self.network.carried
+        for name, program in self.programs.items():
+            self._weights[name] = jax.device_put(weights, program.input_formats[0][0])
+
+    def placed(self, params: Tree, carried: Tree) -> "Placed":
+        """Put weights on every device as they are."""
+        everywhere = replicated(self._mesh)
+        return Placed(*jax.device_put((params, carried), everywhere))
+
+    def release(self) -> None:
+        """Take the weights off the devices."""
+        self._weights.clear()
+
+    def _logits(self, weights: Any, images: jax.Array) -> jax.Array:
+        images = narrow(self._prepare(images, None), self._compute)
+        return self.network.apply(weights, images)
+
+    def _spec(self, leading: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
+        shape = (*leading, *self.batch.shape)
+        return jax.ShapeDtypeStruct(shape, self.batch.dtype, sharding=sharding)
+
+    def _compile(
+        self, name: str, function: Any, batch: Any, split: PartitionSpec = _BY_BATCH
+    ) -> None:
+        started = time.perf_counter()
+        mapped = jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=(PartitionSpec(), split),
+            out_specs=split,
+            check_vma=False,
+        )
+        # XLA chooses how weights lie: on GPU, convolutions want them otherwise than we.
+        weights = Format(Layout.AUTO, replicated(self._mesh))
+        given = self.network.params, self.network.carried
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+        self.programs[name] = compile_for(
+            self._mesh, mapped, shapes, batch, in_shardings=(weights, batch.sharding)
+        )
+        self.compile_seconds += time.perf_counter() - started
+
+
+def latencies(inference: Inference, images: Any, calls: int) -> Iterator[float]:
+    """Time calls for one batch each, in seconds, from the call until the logits are there.
+
+    Images that lie on the devices stay there, and so do their logits; others are sent,
+    and their logits fetched.
+    """
+    on_device = isinstance(images, jax.Array)
+    for number in range(calls + 1):
+        started = time.perf_counter()
+        if on_device:
+            inference.one(images).block_until_ready()
+        else:
+            sent = jax.device_put(images, inference.batch_sharding)
+            jax.device_get(inference.one(sent))
+        if number:  # the first fills caches
+            yield time.perf_counter() - started
+
+
+def drain(inference: Inference, chunks: Iterator[Any]) -> np.ndarray | None:
+    """Run many batches after many, reading the logits of some while others are made.
+
+    Returns:
+        The last logits, on the host.
+    """
+    before, fetched = None, None
+    for chunk in chunks:
+        logits = inference.many(chunk)
+        fetched = _fetch(before)
+        before = logits
+    return fetched if before is None else _fetch(before)
+
+
+def _fetch(logits: jax.Array | None) -> np.ndarray | None:
+    return None if logits is None else np.asarray(logits)

@@ -1,0 +1,235 @@
+"""``millrace cnn validate``: how fast a network answers, and how often it is right.
+
+Throughput is measured with many batches in a call, as training makes many updates in
+one; latency with a call for each batch, timed on the host until it is done.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.cnn import data, ipu_options
+from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.feeding import corrupt_samples_reported
+from millrace.apps.cnn.inference import Inference, Network, latencies, network_of
+from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
+from millrace.apps.cnn.recipe import model_of
+from millrace.apps.cnn.validate_data import Feed, feed_of
+from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.apps.cnn.validation import Weights, is_checkpoint, report_event
+from millrace.config import ConfigurationError
+from millrace.host.checkpoint import checkpoints_in, read_manifest, restore_part
+from millrace.host.memory_fit import memory_limit, too_large
+from millrace.host.run import Run
+from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
+from millrace.program.compiling import compiling, peak_bytes
+
+_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
+
+
+def validate(config: ValidateConfig, run: Run) -> None:
+    """Measure each batch size; results go to the run directory."""
+    images = data.load(config.training)
+    model = model_of(config.training, images)
+    params, carried, about = weights_of(config, images, model)
+    network = narrowed(config, images, model, params, carried)
+    _describe(config, run, images, params, about)
+    started = time.perf_counter()
+    run.summary["results"] = found = []
+    with corrupt_samples_reported(images, run):
+        for size in config.batch_size:
+            found.append(_measure(config, run, images, network, size, started))
+    _conclude(run, found)
+
+
+def weights_of(
+    config: ValidateConfig, images: ImageData, model: list[Layer]
+) -> tuple[Tree, Tree, str]:
+    """Return weights and carried values, and say where they are from."""
+    example = np.zeros((1, *images.image_shape), np.float32)
+    if (given := config.checkpoint_dir) is not None:
+        path = _newest(given)
+        shapes = _as_stored(path, Weights(*init_shapes(model, example)))
+        weights, manifest = restore_part(path, shapes)
+        return *weights, f"{path}, {manifest['update']} updates"
+    params, carried = init_layers(model, jax.random.key(config.seed), example)
+    if (file := config.pretrained) is None:
+        return params, carried, "random: neither checkpoint_dir nor pretrained is given"
+    params, carried, notes = fit_pretrained(file, read_pretrained(file), params, carried)
+    return params, carried, " ".join([str(file), *notes])
+
+
+def _newest(given: Path) -> Path:
+    if is_checkpoint(given):
+        return given
+    found = checkpoints_in(given) or checkpoints_in(given / "checkpoints")
+    if not found:
+        raise ConfigurationError(
+            f"There are no checkpoints in {given}. Give one (update-000000001, say), a "
+            "folder of them, or the directory of a run that wrote some."
+        )
+    return found[-1]
+
+
+def _as_stored(path: Path, shapes: Weights) -> Weights:
+    """Give the weights the type that a checkpoint has them in."""
+    arrays: dict[str, str] = read_manifest(path)["arrays"]
+    stored = [kind for name, kind in arrays.items() if name.startswith(".params")]
+    kind = jnp.dtype(stored[0].split("[")[0]) if stored else jnp.dtype("float32")
+    typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kind), shapes.params)
+    return shapes._replace(params=typed)
+
+
+def narrowed(
+    config: ValidateConfig,
+    images: ImageData,
+    model: list[Layer],
+    params: Tree,
+    carried: Tree,
+) -> Network:
+    """Return the network as it will be run."""
+    return network_of(
+        model,
+        params,
+        carried,
+        images.image_shape,
+        folded=config.fold_batch_norm,
+        compute=config.training.types.compute,
+    )
+
+
+def inference_of(
+    config: ValidateConfig, images: ImageData, network: Network, feed: Feed
+) -> Inference:
+    """Return the network for the batches of a feed, not yet compiled."""
+    return Inference(
+        network,
+        images.prepare,
+        feed.batch,
+        num_replicas=config.num_replicas,
+        compute=config.training.types.compute,
+    )
+
+
+def _measure(
+    config: ValidateConfig,
+    run: Run,
+    images: ImageData,
+    network: Network,
+    size: int,
+    started: float,
+) -> dict[str, Any]:
+    """Measure one batch size."""
+    run.console.status(f"compiling for batches of {size}")
+    feed, inference, memory = _compiled(config, images, network, size)
+    _check_memory(config, images, network, size, memory)
+    inference.place_weights()
+    speeds: list[float] = []
+    metrics: dict[str, float] = {}
+    with feed:
+        feed.start(inference)
+        for _ in range(config.repeat):
+            run.console.status(f"batches of {size}")
+            seconds, metrics = feed.run(inference)
+            speeds.append(feed.num_samples / seconds)
+            event = {"update": 0, "epoch": 0.0, "time": time.perf_counter() - started}
+            event |= {"batch_size": size, "samples_per_second": speeds[-1], **metrics}
+            report_event(event, run)
+        latency = _latency(config, inference, feed)
+    inference.release()
+    return {
+        "batch_size": size,
+        "num_replicas": config.num_replicas,
+        "samples_per_second": speeds,
+        "latency_ms": latency,
+        **metrics,
+        "compile_seconds": inference.compile_seconds,
+        "memory_bytes": memory,
+    }
+
+
+def _compiled(
+    config: ValidateConfig, images: ImageData, network: Network, size: int
+) -> tuple[Feed, Inference, int]:
+    """Return the batches, what takes them, and the bytes that takes on each device."""
+    feed = feed_of(config, images, size)
+    with compiling({}) as programs:
+        inference = inference_of(config, images, network, feed)
+        feed.compile(inference)
+        if config.latency_calls:
+            inference.compile_one()
+    return feed, inference, peak_bytes(programs)
+
+
+def _check_memory(
+    config: ValidateConfig, images: ImageData, network: Network, size: int, memory: int
+) -> None:
+    """Refuse a batch that cannot fit, before it is run."""
+
+    def needs(smaller: int) -> int:
+        feed, _, needed = _compiled(config, images, network, smaller)
+        feed.close()
+        return needed
+
+    said = too_large(size, memory, memory_limit(jax.local_devices()[0]), needs)
+    if said is not None:
+        raise ConfigurationError(f"{said[0].upper()}{said[1:]}.")
+
+
+def _latency(config: ValidateConfig, inference: Inference, feed: Feed) -> dict[str, float]:
+    calls = min(config.latency_calls, feed.num_batches)
+    return latency_figures(list(latencies(inference, feed.one_batch(), calls)))
+
+
+def latency_figures(seconds: list[float]) -> dict[str, float]:
+    """Return the mean and the usual percentiles in milliseconds, nothing of nothing."""
+    if not seconds:
+        return {}
+    milliseconds = 1e3 * np.array(seconds)
+    figures = {"mean": float(milliseconds.mean())}
+    for name, percent in _PERCENTILES.items():
+        figures[name] = float(np.percentile(milliseconds, percent))
+    return figures
+
+
+def _describe(
+    config: ValidateConfig, run: Run, images: ImageData, params: Tree, about: str
+) -> None:
+    sizes = ", ".join(map(str, config.batch_size))
+    run.describe(
+        jax.local_devices()[: config.num_replicas],
+        config.training,
+        None,
+        model=f"{config.training.model_title}, {num_parameters(params):,} parameters",
+        weights=about,
+        dataset=data.describe(images, config.training),
+        **{"batch": f"{sizes} on each of {config.num_replicas} replicas"},
+    )
+    if images.warning is not None:
+        run.console.warning(images.warning)
+    for line in [*ipu_options.lines_about(config), *config.lines_about()]:
+        run.console.line(line)
+
+
+def _conclude(run: Run, found: list[dict[str, Any]]) -> None:
+    """Say the figures of each batch size, and put the last one's into the summary."""
+    for result in found:
+        speed = float(np.median(result["samples_per_second"]))
+        said = f"{speed:,.1f} samples/s"
+        if latency := result["latency_ms"]:
+            said += "; latency in ms: " + ", ".join(
+                f"{name} {value:.3f}" for name, value in latency.items()
+            )
+        run.closing_facts[f"batch {result['batch_size']}"] = said
+    last = found[-1]
+    named = {name: last[name] for name in ("accuracy", "loss") if name in last}
+    run.summary |= {
+        "status": "completed",
+        "samples_per_second": float(np.median(last["samples_per_second"])),
+        "compile_seconds": sum(result["compile_seconds"] for result in found),
+        "metrics": {f"validation_{name}": value for name, value in named.items()},
+    }

@@ -1,0 +1,1 @@
+"""The scales: named benchmarks, against the device's limits and against PyTorch."""

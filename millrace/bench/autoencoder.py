@@ -1,0 +1,64 @@
+"""``autoencoder train`` and ``autoencoder sweep`` as work to be measured."""
+
+from typing import Any
+
+from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.feeding import open_infeed
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.recipe import model_of
+from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.sweep_options import SweepConfig
+from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.apps.autoencoder.trials import first_state, trials_program
+from millrace.bench.workload import Training, Workload
+from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings.source import active_users
+
+
+def autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -> Workload:
+    """Return training as a run does it: ratings gathered where a run gathers them."""
+    device = devices[config.device_numbers[0]]
+    ratings = data.load(config, config.seed).training
+    steps = steps_of(config, len(active_users(ratings)))
+    model = model_of(config, ratings.num_items)
+    program = program_of(config, model, steps, device)
+    infeed = open_infeed(ratings, config, steps, device)
+    weights = first_weights(config, model)
+    peer = _peer(config, model, ratings)
+    return Training(program, weights, infeed, steps.updates_per_step, peer)
+
+
+def _peer(
+    config: AutoencoderConfig, model: Model, ratings: Ratings
+) -> dict[str, Any] | None:
+    """Say what PyTorch should train; None if it would not be the same work."""
+    unusual = not (model.tied and model.selu) or model.input_dropout_rate
+    alone = config.plan.num_replicas == 1 and config.refeeding != "detached"
+    if unusual or config.gradient_clipping or not alone:
+        return None
+    return {
+        "kind": "autoencoder",
+        "batch": config.resolved_batch_size,
+        "widths": list(model.widths),
+        "dropout": model.dropout_rate,
+        "rated": max(1, ratings.num_ratings // len(active_users(ratings))),
+        "refeeding": config.refeeding,
+        "momentum": 0.9 if config.optimizer == "Momentum" else 0.0,
+        "weight_decay": config.weight_decay,
+        "compute": config.plan.types.compute,
+    }
+
+
+def autoencoder_sweep(config: SweepConfig, devices: list[Any]) -> Workload:
+    """Return the training of one model for each learning rate, all on the first device."""
+    ratings = data.load(config, config.seed).training
+    steps = steps_of(config, len(active_users(ratings)))
+    model = model_of(config, ratings.num_items)
+    count = len(config.exponents)
+    program = trials_program(config, model, steps, config.exponents, devices[0])
+    infeed = open_infeed(ratings, config, steps, devices[0])
+    weights = first_state(first_weights(config, model), count)
+    work = Training(program, weights, infeed, steps.updates_per_step)
+    work.samples_per_unit *= count
+    return work

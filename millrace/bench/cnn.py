@@ -1,0 +1,198 @@
+"""The CNN's commands as work to be measured."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.cnn import data
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.feeding import open_infeed
+from millrace.apps.cnn.inference import Network, latencies
+from millrace.apps.cnn.recipe import model_of, program_of
+from millrace.apps.cnn.train import plan_events
+from millrace.apps.cnn.validate import (
+    inference_of,
+    latency_figures,
+    narrowed,
+    weights_of,
+)
+from millrace.apps.cnn.validate_data import feed_of
+from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.bench.operations import operations
+from millrace.bench.workload import (
+    Cost,
+    Training,
+    Workload,
+    bytes_accessed,
+    compiling_with,
+)
+from millrace.nn.layers import init_layers
+from millrace.program.compiling import Options, peak_bytes
+
+_TORCH_MODELS = {
+    ("resnet", "18"): "resnet18",
+    ("resnet", "50"): "resnet50",
+    ("resnet", "101"): "resnet101",
+    ("resnext", "50"): "resnext50_32x4d",
+    ("resnext", "101"): "resnext101_32x4d",
+    **{("efficientnet", f"B{n}"): f"efficientnet_b{n}" for n in range(8)},
+}
+
+
+def cnn_training(config: CnnConfig) -> Workload:
+    """Return ``cnn train`` as work."""
+    images = data.load(config)
+    model = model_of(config, images)
+    schedule = plan_events(config, len(images.training))
+    program = program_of(config, images, model, schedule)
+    example = np.zeros((1, *images.image_shape), np.float32)
+    weights = init_layers(model, jax.random.key(config.seed), example)
+    infeed = open_infeed(images, config, schedule.updates_per_epoch)
+    execution = schedule.updates_per_execution
+    return Training(program, weights, infeed, execution, _training_peer(config, images))
+
+
+def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | None:
+    """Say what PyTorch should train; None if it would not be the same work."""
+    name = torch_model(config)
+    momentum = config.optimizer == "sgd" and not config.mixes
+    plain = config.batching.global_batch_size == config.micro_batch_size
+    if name is None or not momentum or not plain or config.num_stages > 1:
+        return None
+    return {
+        "kind": "training",
+        "model": name,
+        "batch": config.micro_batch_size,
+        "size": images.image_shape[0],
+        "classes": images.num_classes,
+        "compute": config.types.compute,
+        "momentum": config.optimizer_params.get("momentum", 0.0),
+        "weight_decay": config.l2_regularization,
+        "label_smoothing": config.label_smoothing,
+    }
+
+
+def torch_model(config: CnnConfig) -> str | None:
+    """Return what PyTorch calls this network, if it has it."""
+    size = config.size_for(config.resolved_dataset)
+    if size is None or config.norm_layer["name"] == "group_norm":
+        return None
+    usual = {"resnext": (4, None), "efficientnet": (1, 6)}.get(config.resolved_model)
+    given = config.group_dim, config.expand_ratio
+    if usual and any(g not in (None, u) for g, u in zip(given, usual, strict=True)):
+        return None
+    if config.resolved_image_size < 33 and config.resolved_model != "efficientnet":
+        return None
+    large = config.resolved_dataset in ("imagenet", "imagefolder")
+    return _TORCH_MODELS.get((config.resolved_model, size.name)) if large else None
+
+
+class _Shared:
+    """Networks that several entries use, each made once, by whoever comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[str, concurrent.futures.Future[Any]] = {}
+
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, which is called only once for a key."""
+        with self._lock:
+            mine = key not in self._futures
+            future = self._futures.setdefault(key, concurrent.futures.Future())
+        if mine:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+
+_shared = _Shared()
+
+
+def _network(config: ValidateConfig) -> tuple[ImageData, Network]:
+    """Return pictures and network of a configuration; the batch does not matter."""
+    like = dataclasses.replace(config, batch_size=[1], num_batches=None)
+
+    def make() -> tuple[ImageData, Network]:
+        images = data.load(config.training)
+        model = model_of(config.training, images)
+        weights = weights_of(config, images, model)[:2]
+        return images, narrowed(config, images, model, *weights)
+
+    return _shared.get(repr(like), make)
+
+
+class Validation(Workload):
+    """``cnn validate`` for one batch size."""
+
+    unit = "batch"
+
+    def __init__(self, config: ValidateConfig) -> None:
+        (self.batch,) = config.batch_size
+        images, network = _network(config)
+        self._feed = feed_of(config, images, self.batch)
+        self._inference = inference_of(config, images, network, self._feed)
+        self.samples_per_unit = self._feed.batch.shape[0]
+        self.units_per_call = self._feed.batches_per_call
+        self.num_devices = config.num_replicas
+        self.compute = config.training.types.compute
+        self.peer = _inference_peer(config, images)
+        self._programs: list[Any] = []
+
+    def compile(self, options: Options | None = None) -> None:
+        with compiling_with(options) as self._programs:
+            self._feed.compile(self._inference)
+            self._inference.compile_one()
+        self.compile_seconds = self._inference.compile_seconds
+        self.memory_bytes = peak_bytes(self._programs)
+
+    def start(self) -> None:
+        self._inference.place_weights()
+        self._feed.start(self._inference)
+
+    def run(self, calls: int) -> None:
+        self._feed.run(self._inference, calls)
+
+    def stop(self) -> None:
+        self._feed.close()
+        self._inference.release()
+
+    def cost(self) -> Cost:
+        network, batch = self._inference.network, self._feed.batch
+        shape = (batch.shape[0] // self.num_devices, *batch.shape[1:])
+        images = jax.ShapeDtypeStruct(shape, jnp.float32)
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            (network.params, network.carried),
+        )
+        counted = operations(network.apply, weights, images)
+        return Cost(counted, bytes_accessed(self._inference.programs["one"]))
+
+    def latency(self, seconds: float) -> dict[str, float]:
+        batch = self._feed.one_batch()
+        timed = functools.partial(latencies, self._inference, batch)
+        (first,) = timed(1)
+        return latency_figures(list(timed(max(20, int(seconds / first)))))
+
+
+def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | None:
+    name = torch_model(config.training)
+    if name is None or config.synthetic != "device" or config.num_replicas > 1:
+        return None
+    return {
+        "kind": "inference",
+        "model": name,
+        "batch": config.batch_size[0],
+        "size": images.image_shape[0],
+        "classes": images.num_classes,
+        "compute": config.training.types.compute,
+    }

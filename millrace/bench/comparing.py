@@ -1,0 +1,69 @@
+"""What has become slower or faster since an earlier measurement, beyond its noise."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace.bench.reporting import table
+from millrace.config import ConfigurationError
+
+_SMALLEST = 0.01
+"""A change that is never more than noise: repeats within a call agree better than calls."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Read what an earlier call has written."""
+    try:
+        results = json.loads(path.read_text())
+        if isinstance(results, dict) and isinstance(results.get("entries"), list):
+            return results
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    raise ConfigurationError(f"{path} is not a results.json of millrace bench.")
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return a table of the entries that both have measured, as Markdown."""
+    before = {e["name"]: e for e in old["entries"] if e["status"] == "measured"}
+    rows = [
+        _row(before[entry["name"]], entry)
+        for entry in new["entries"]
+        if entry["status"] == "measured" and entry["name"] in before
+    ]
+    if not rows:
+        return "Nothing was measured both times."
+    lines = [f"Against {old['facts']['date']}, {old['facts']['commit']}:", "", *table(rows)]
+    devices = [results["facts"]["device"] for results in (old, new)]
+    if devices[0] != devices[1]:
+        lines += ["", f"That was another device: {devices[0]}; this is {devices[1]}."]
+    return "\n".join(lines)
+
+
+def _row(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    speeds = [entry["samples_per_second"]["median"] for entry in (old, new)]
+    change, noise = speeds[1] / speeds[0] - 1, noise_of(old, new)
+    return {
+        "entry": new["name"],
+        "before": f"{speeds[0]:,.1f}",
+        "now": f"{speeds[1]:,.1f}",
+        "change": f"{100 * change:+.1f} %",
+        "noise": f"{100 * noise:.1f} %",
+        "so it is": verdict(change, noise),
+    }
+
+
+def noise_of(*entries: Mapping[str, Any]) -> float:
+    """Return how far the values of these entries are apart, added up, as a part."""
+    spreads = [
+        (speeds["highest"] - speeds["lowest"]) / speeds["median"]
+        for speeds in (entry["samples_per_second"] for entry in entries)
+    ]
+    return max(_SMALLEST, sum(spreads))
+
+
+def verdict(change: float, noise: float) -> str:
+    """Say what a change means beside its noise."""
+    if abs(change) <= noise:
+        return "the same"
+    return "FASTER" if change > 0 else "SLOWER"

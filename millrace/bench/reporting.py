@@ -1,0 +1,144 @@
+"""Results as JSON, CSV and Markdown."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.host.run_directory import finite_json, write_atomically
+
+_COLUMNS: tuple[str, ...] = (
+    "name",
+    "status",
+    "samples_per_second",
+    "lowest",
+    "highest",
+    "unit",
+    "ms_per_unit",
+    "latency_mean_ms",
+    "latency_p50_ms",
+    "latency_p99_ms",
+    "latency_p99.9_ms",
+    "compile_seconds",
+    "peak_bytes",
+    "flops_per_second",
+    "of_matmul_limit",
+    "bytes_per_second",
+    "of_copy_limit",
+    "torch_eager",
+    "torch_compiled",
+    "ratio",
+    "torch_latency_p50_ms",
+    "latency_ratio",
+    "reason",
+    "command",
+)
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """Write all three forms; called again whenever there is more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(finite_json(results), indent=1) + "\n"
+    write_atomically(folder / "results.json", text)
+    write_atomically(folder / "results.csv", as_csv(results["entries"]))
+    write_atomically(folder / "results.md", as_markdown(results))
+
+
+def as_csv(entries: Sequence[Mapping[str, Any]]) -> str:
+    """One line for each entry, in SI units."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
+    writer.writeheader()
+    for entry in entries:
+        writer.writerow(_flat(entry))
+    return text.getvalue()
+
+
+def _flat(entry: Mapping[str, Any]) -> dict[str, Any]:
+    speeds = entry.get("samples_per_second") or {}
+    latency = entry.get("latency_ms") or {}
+    peers = entry.get("peers") or {}
+    named = {f"latency_{name}_ms": value for name, value in latency.items()}
+    named |= {f"torch_{name}": peer.get("median") for name, peer in peers.items()}
+    flat = {name: entry.get(name) for name in _COLUMNS} | named
+    flat |= {"samples_per_second": speeds.get("median")}
+    flat |= {name: speeds.get(name) for name in ("lowest", "highest")}
+    return {name: flat.get(name) for name in _COLUMNS}
+
+
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """A table to read, and what could not be measured."""
+    facts = results["facts"]
+    lines = ["# Benchmarks", "", *(f"- {k}: {v}" for k, v in facts.items())]
+    limits = results.get("limits") or {}
+    lines += [f"- limit, {name}: {value:.4g} per s" for name, value in limits.items()]
+    measured = [e for e in results["entries"] if e["status"] == "measured"]
+    if measured:
+        lines += ["", *table([row_of(entry) for entry in measured])]
+    for status in ("skipped", "failed"):
+        some = [e for e in results["entries"] if e["status"] == status]
+        lines += [
+            "",
+            *(f"- {e['name']} {status}: {e['reason'].rstrip('.')}." for e in some),
+        ]
+    lines += ["", "Commands:", ""]
+    lines += map(command_line, measured)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def command_line(entry: Mapping[str, Any]) -> str:
+    """An item of a list: what was measured, and what is special about it."""
+    about = f" ({entry['about']})" if entry.get("about") else ""
+    return f"- {entry['name']}: `millrace {entry['command']}`{about}"
+
+
+def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Write an entry's figures out."""
+    speeds, latency = entry["samples_per_second"], entry["latency_ms"]
+    peers = entry.get("peers") or {}
+    spread = (speeds["highest"] - speeds["lowest"]) / speeds["median"]
+    return {
+        "entry": entry["name"],
+        "samples/s": f"{speeds['median']:,.4g}" if speeds["median"] < 1e3
+        else f"{speeds['median']:,.0f}",
+        "spread": f"{100 * spread:.1f} %",
+        "ms": f"{entry['ms_per_unit']:.3f}",
+        "latency p50, p99, p99.9": ", ".join(
+            f"{latency[name]:.3f}" for name in ("p50", "p99", "p99.9")
+        ) if latency else "",
+        "compiled in s": f"{entry['compile_seconds']:.1f}",
+        "peak GiB": f"{entry['peak_bytes'] / 2**30:.2f}",
+        "TFLOP/s": _part(entry["flops_per_second"], 1e12, entry["of_matmul_limit"]),
+        "GB/s": _part(entry["bytes_per_second"], 1e9, entry["of_copy_limit"]),
+        "torch eager": _speed(peers.get("eager")),
+        "torch compiled": _speed(peers.get("compiled")),
+        "ratio": f"{entry['ratio']:.2f}" if entry.get("ratio") else "",
+        "latency ratio": f"{entry['latency_ratio']:.2f}"
+        if entry.get("latency_ratio") else "",
+    }  # fmt: skip
+
+
+def _part(value: float | None, scale: float, part: float | None) -> str:
+    if value is None:
+        return ""
+    said = f"{value / scale:,.1f}" if value / scale >= 10 else f"{value / scale:.3g}"
+    return said if part is None else f"{said} ({100 * part:.0f} %)"
+
+
+def _speed(peer: Mapping[str, Any] | None) -> str:
+    if not peer:
+        return ""
+    return f"{peer['median']:,.0f}" if "median" in peer else "failed"
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A Markdown table; columns that are empty throughout are left out."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    lines = [{n: n for n in names}, {n: "-" * widths[n] for n in names}, *rows]
+    return [
+        f"| {' | '.join(line[name].ljust(widths[name]) for name in names)} |"
+        for line in lines
+    ]

@@ -1,0 +1,215 @@
+"""One call of ``millrace bench``: everything is compiled, then measured one by one."""
+
+import concurrent.futures
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from millrace.bench.building import NotHere, build_workload
+from millrace.bench.comparing import compare, read_results
+from millrace.bench.config import BenchConfig
+from millrace.bench.facts import session_facts
+from millrace.bench.limits import measure_limits, parts_of_limits
+from millrace.bench.measuring import measure
+from millrace.bench.reporting import as_markdown, write_results
+from millrace.bench.spec import Entry
+from millrace.bench.torch_peer import TorchPeer
+from millrace.bench.workload import Workload
+from millrace.host import memory_fit
+
+_MAX_THREADS = 8
+
+
+class Session:
+    """What is measured and what was found; written out whenever there is more.
+
+    Args:
+        config: The command.
+        entries: What to measure.
+        configs: The configuration behind each entry, by its name.
+    """
+
+    def __init__(
+        self, config: BenchConfig, entries: Sequence[Entry], configs: dict[str, Any]
+    ) -> None:
+        self._config, self._configs = config, configs
+        self._entries = {entry.name: entry for entry in entries}
+        self._devices = jax.local_devices()
+        self._on_cpu = self._devices[0].platform == "cpu"
+        self._options = dict(word.split("=", 1) for word in config.xla)
+        stamp = time.strftime("bench-%Y-%m-%d_%H-%M-%S")
+        self._folder = config.out or Path("runs") / stamp
+        self._started = time.perf_counter()
+        kept = ("name", "command", "about", "reference")
+        unreached = {"status": "failed", "reason": "not reached"}
+        self._found: dict[str, dict[str, Any]] = {
+            e.name: {name: getattr(e, name) for name in kept} | unreached for e in entries
+        }
+        self._results: dict[str, Any] = {
+            "facts": session_facts(self._devices[0], config.commit),
+            "limits": {},
+            "entries": list(self._found.values()),
+        }
+
+    @property
+    def failed(self) -> bool:
+        """Whether an entry has failed."""
+        return any(found["status"] == "failed" for found in self._found.values())
+
+    def run(self) -> None:
+        """Measure everything."""
+        self._measure_limits()
+        works = self._compile()
+        asked = {
+            name: work.peer
+            for name, work in works.items()
+            if self._config.peer == "torch" and work.peer and self._entries[name].peer
+        }
+        device = "cpu" if self._on_cpu else "cuda"
+        peer = TorchPeer(self._config.torch_python, device, asked)
+        try:
+            self._measure_all(works, peer, list(asked))
+        finally:
+            peer.close()
+        self._measure_limits()
+        self._conclude()
+
+    def _measure_all(
+        self, works: dict[str, Workload], peer: TorchPeer, asked: list[str]
+    ) -> None:
+        # A CPU has other things to do, now more, now less: there the two that are
+        # compared are measured one right after the other. Elsewhere ours come first, so
+        # that they are there even if PyTorch's take too long.
+        if self._on_cpu:
+            self._prepare(peer, asked)
+        for name, work in works.items():
+            self._measure(name, work)
+            if self._on_cpu and name in asked:
+                self._measure_peer(name, peer)
+        if not self._on_cpu:
+            self._prepare(peer, asked)
+            for name in asked:
+                self._measure_peer(name, peer)
+
+    def _measure_limits(self) -> None:
+        """Time the simplest programs; what they reached at best is the limit."""
+        self._say(f"the limits of {self._devices[0].device_kind}")
+        before, now = self._results["limits"], measure_limits(self._devices[0])
+        limits = {name: max(value, before.get(name, 0.0)) for name, value in now.items()}
+        self._results["limits"] = limits
+        for found in self._found.values():
+            if found["status"] == "measured":
+                found |= parts_of_limits(found, limits)
+        self._write()
+
+    def _compile(self) -> dict[str, Workload]:
+        """Build and compile all entries, several at a time; note those that cannot."""
+        cores = os.cpu_count() or 1
+        threads = self._config.compile_threads or min(_MAX_THREADS, max(1, cores // 2))
+        works: dict[str, Workload] = {}
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            futures = {n: pool.submit(self._compiled, n) for n in self._entries}
+            for name, future in futures.items():
+                if (work := self._noting(name, future.result)) is not None:
+                    works[name] = work
+        self._write()
+        return works
+
+    def _compiled(self, name: str) -> Workload:
+        entry, config = self._entries[name], self._configs[name]
+        work = build_workload(entry, config, self._devices)
+        work.compile(self._options)
+        work.work_out_cost()
+        self._say(f"{name}: compiled in {work.compile_seconds:.1f} s")
+
+        def needs(batch: int) -> int:
+            changed = dataclasses.replace(config, **_batch(config, batch))
+            smaller = build_workload(entry, changed, self._devices)
+            smaller.compile(self._options)
+            return smaller.memory_bytes
+
+        limit = memory_fit.memory_limit(self._devices[0])
+        said = memory_fit.too_large(work.batch, work.memory_bytes, limit, needs)
+        if said is not None:
+            raise NotHere(said)
+        return work
+
+    def _measure(self, name: str, work: Workload) -> None:
+        repeat, seconds = self._config.repeat, self._config.seconds
+        found = self._noting(name, lambda: measure(work, repeat, seconds))
+        if found is not None:
+            found |= parts_of_limits(found, self._results["limits"])
+            self._found[name].update(found, status="measured", reason=None)
+            self._say(f"{name}: {found['samples_per_second']['median']:,.1f} samples/s")
+        self._write()
+
+    def _prepare(self, peer: TorchPeer, asked: list[str]) -> None:
+        if asked:
+            peer.prepare(self._say)
+            said = ", ".join(f"{name} {value}" for name, value in peer.facts.items())
+            self._results["facts"]["PyTorch"] = said
+
+    def _measure_peer(self, name: str, peer: TorchPeer) -> None:
+        found = self._found[name]
+        if found["status"] == "measured":
+            repeat, seconds = self._config.repeat, self._config.torch_seconds
+            found |= compared(found, peer.measure(name, repeat, seconds))
+            speeds = {n: p.get("median", p.get("error")) for n, p in found["peers"].items()}
+            self._say(f"{name}: {found.get('ratio') or 0:.3f} of PyTorch {speeds}")
+            self._write()
+        peer.finish(name)
+
+    def _conclude(self) -> None:
+        print(as_markdown(self._results))
+        if self._config.compare is not None:
+            print(compare(read_results(self._config.compare), self._results))
+        self._say(f"results  {self._folder}")
+
+    def _noting(self, name: str, function: Callable[[], Any]) -> Any:
+        """Call; if it cannot be done here, or fails, note why and go on."""
+        found = self._found[name]
+        try:
+            return function()
+        except NotHere as error:
+            found |= {"status": "skipped", "reason": str(error)}
+        except Exception as error:
+            if self._config.debug:
+                raise
+            message = " ".join(str(error).split())[:500]
+            found |= {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
+        self._say(f"{name}: {found['status']}, {found['reason']}")
+        return None
+
+    def _write(self) -> None:
+        write_results(self._folder, self._results)
+
+    def _say(self, text: str) -> None:
+        elapsed = time.perf_counter() - self._started
+        print(f"{elapsed:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def compared(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
+    """Return the ratios to the fastest of the peers; above 1, ours is faster."""
+    found: dict[str, Any] = {"peers": peers}
+    best = max((peer.get("median", 0.0) for peer in peers.values()), default=0.0)
+    if best:
+        found["ratio"] = ours["samples_per_second"]["median"] / best
+    times = [peer["latency_ms"]["p50"] for peer in peers.values() if "latency_ms" in peer]
+    if times and ours["latency_ms"]:
+        found["torch_latency_p50_ms"] = min(times)
+        found["latency_ratio"] = min(times) / ours["latency_ms"]["p50"]
+    return found
+
+
+def _batch(config: Any, batch: int) -> dict[str, Any]:
+    """Say which option of a configuration is the batch, and what it should be."""
+    if isinstance(getattr(config, "batch_size", None), list):
+        return {"batch_size": [batch]}
+    name = "micro_batch_size" if hasattr(config, "micro_batch_size") else "batch_size"
+    return {name: batch}

@@ -1,0 +1,246 @@
+"""PyTorch's side: the same work, in a process of its own that has nothing of ours.
+
+That keeps the frameworks' memory and threads apart, and PyTorch may be installed in
+another Python. The process is asked, a line of JSON at a time, to prepare an entry, and
+later to measure it; entries of several processes are prepared at the same time, but only
+one is measured at any time.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_LEARNING_RATE = 0.01
+_WARM_UP, _FIRST_CALLS = 5, 3
+_MIN_CALLS = 20
+
+
+class Training:
+    """A model that is trained on one batch, which lies on the device."""
+
+    def __init__(self, settings: dict[str, Any], compiled: bool) -> None:
+        import torch
+
+        self._settings, self._device = settings, settings["device"]
+        model: Any = build(settings["model"], settings["classes"])
+        model = model.to(self._device, memory_format=torch.channels_last).train()
+        self._optimiser = torch.optim.SGD(
+            model.parameters(),
+            _LEARNING_RATE,
+            momentum=settings["momentum"],
+            weight_decay=settings["weight_decay"],
+            fused=self._device == "cuda",
+        )
+        self._model = torch.compile(model, dynamic=False) if compiled else model
+        self._images, self._labels = batch_of(settings)
+
+    def call(self) -> None:
+        """Make one update."""
+        import torch
+
+        half = self._settings["compute"] != "float32"
+        kind = getattr(torch, self._settings["compute"]) if half else torch.bfloat16
+        with torch.autocast(self._device, kind, enabled=half):
+            loss = torch.nn.functional.cross_entropy(
+                self._model(self._images),
+                self._labels,
+                label_smoothing=self._settings["label_smoothing"],
+            )
+        loss.backward()
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+
+    def ready(self) -> None:
+        """Do what must be done with the device for oneself."""
+
+
+class Inference:
+    """A model without gradients, batch norm folded; on a GPU captured in a CUDA graph."""
+
+    def __init__(self, settings: dict[str, Any], compiled: bool) -> None:
+        import torch
+        from torch.fx.experimental.optimization import fuse
+
+        self._device = settings["device"]
+        kind = getattr(torch, settings["compute"])
+        model: Any = fuse(build(settings["model"], settings["classes"]).eval())
+        model = model.to(self._device, kind, memory_format=torch.channels_last)
+        self._model = torch.compile(model, dynamic=False) if compiled else model
+        self._images, _ = batch_of(settings)
+        self._replay: Callable[[], Any] | None = None
+
+    def call(self) -> None:
+        """Answer one batch."""
+        import torch
+
+        if self._replay is not None:
+            self._replay()
+            return
+        with torch.no_grad():
+            self._model(self._images)
+
+    def ready(self) -> None:
+        """Capture the work, now that the fastest algorithms can be found."""
+        import torch
+
+        if self._device != "cuda" or self._replay is not None:
+            return
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(_WARM_UP):
+                self._model(self._images)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            self._output = self._model(self._images)
+        self._replay = graph.replay
+
+
+def batch_of(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Return pictures in the order of memory that convolutions want, and labels."""
+    import torch
+
+    device, batch, size = settings["device"], settings["batch"], settings["size"]
+    kind = getattr(torch, settings["compute"])
+    images = torch.randn(batch, 3, size, size, device=device).to(kind)
+    labels = torch.randint(settings["classes"], (batch,), device=device)
+    return images.to(memory_format=torch.channels_last), labels
+
+
+def build(name: str, classes: int) -> Any:
+    """Return one of torchvision's models, or what it can make."""
+    from torchvision import models
+
+    if name == "resnext101_32x4d":
+        block = models.resnet.Bottleneck
+        return models.ResNet(
+            block, [3, 4, 23, 3], num_classes=classes, groups=32, width_per_group=4
+        )
+    return getattr(models, name)(num_classes=classes)
+
+
+def prepare(settings: dict[str, Any], compiled: bool) -> Any:
+    """Make the work and compile it, without looking for the fastest algorithms yet."""
+    import torch
+    from torch_autoencoder import AutoencoderTraining  # beside this file
+
+    torch.backends.cudnn.benchmark = False  # others use the device now
+    torch.manual_seed(0)
+    kinds = {
+        "training": Training,
+        "inference": Inference,
+        "autoencoder": AutoencoderTraining,
+    }
+    work = kinds[settings["kind"]](settings, compiled)
+    for _ in range(2):
+        work.call()
+    synchronise(settings["device"])
+    _free(settings["device"])
+    return work
+
+
+def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) -> Any:
+    """Return samples per second, and of inference the latencies."""
+    import torch
+
+    device = settings["device"]
+    torch.backends.cudnn.benchmark = True
+    for _ in range(_WARM_UP):
+        work.call()
+    work.ready()
+    once = _time(work.call, _FIRST_CALLS, device) / _FIRST_CALLS
+    calls = max(1, int(seconds / repeat / once))
+    values = [_time(work.call, calls, device) / calls for _ in range(repeat + 1)][1:]
+    found: dict[str, Any] = {
+        "samples_per_second": [settings["batch"] / value for value in values]
+    }
+    if settings["kind"] == "inference":
+        number = max(_MIN_CALLS, int(seconds / statistics.median(values)))
+        timed = [_time(work.call, 1, device) for _ in range(number)]
+        found["latency_ms"] = _figures(timed)
+    if device == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    _free(device)
+    return found
+
+
+def _time(call: Callable[[], None], count: int, device: str) -> float:
+    synchronise(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronise(device)
+    return time.perf_counter() - started
+
+
+def _figures(seconds: list[float]) -> dict[str, float]:
+    import torch
+
+    values = 1e3 * torch.tensor(seconds, dtype=torch.float64)
+    quantiles = torch.tensor([0.5, 0.99, 0.999], dtype=torch.float64)
+    at = torch.quantile(values, quantiles).tolist()
+    return {"mean": values.mean().item()} | dict(
+        zip(("p50", "p99", "p99.9"), at, strict=True)
+    )
+
+
+def synchronise(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def facts(device: str) -> dict[str, str]:
+    """Say what PyTorch this is; an error if there is none, or none for the device."""
+    import torch
+    import torchvision
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    torch.set_float32_matmul_precision("high")
+    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
+    return {**versions, "device": name, "threads": str(torch.get_num_threads())}
+
+
+def serve() -> None:
+    """Answer requests until there are no more."""
+    works: dict[tuple[str, bool], Any] = {}
+    kept: dict[str, dict[str, Any]] = {}
+    for line in sys.stdin:
+        try:
+            request = json.loads(line)
+            answer = _answer(request, works, kept)
+        except Exception as error:  # the next request may succeed
+            answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        print("\n" + json.dumps(answer), flush=True)
+
+
+def _answer(request: dict[str, Any], works: Any, kept: Any) -> dict[str, Any]:
+    if request["do"] == "facts":
+        return facts(request["device"])
+    name, compiled = request["name"], request["compiled"]
+    if request["do"] == "prepare":
+        kept[name] = request["settings"]
+        started = time.perf_counter()
+        works[name, compiled] = prepare(kept[name], compiled)
+        return {"prepare_seconds": time.perf_counter() - started}
+    work = works.pop((name, compiled))  # its memory is needed afterwards
+    return measure(work, kept[name], request["repeat"], request["seconds"])
+
+
+if __name__ == "__main__":
+    serve()

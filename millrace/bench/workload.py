@@ -1,0 +1,168 @@
+"""What is measured: something that can be compiled, made ready, and called."""
+
+import abc
+import collections
+import contextlib
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from millrace.bench.operations import operations
+from millrace.feeds.infeed import Infeed
+from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
+from millrace.program.compiling import Options, compiling, peak_bytes
+from millrace.program.training import TrainingProgram
+
+_log = logging.getLogger("millrace")
+
+
+class Cost(NamedTuple):
+    """What a unit of work, an update or a batch, asks of the device; None if unknown."""
+
+    operations: float | None
+    num_bytes: float | None
+
+
+class Workload(abc.ABC):
+    """Work of one kind, in calls of the compiled program."""
+
+    unit: str
+    """What the work is counted in: update or batch."""
+    samples_per_unit: int
+    units_per_call: int
+    num_devices: int
+    compute: str
+    """The type of computation."""
+    batch: int
+    """What is to be lowered where memory is short."""
+    compile_seconds = 0.0
+    memory_bytes = 0
+    known_cost = Cost(None, None)
+    peer: dict[str, Any] | None = None
+    """What PyTorch has to know to do the same; None where it cannot."""
+
+    @abc.abstractmethod
+    def compile(self, options: Options | None = None) -> None:
+        """Compile, with further options of XLA's; then `memory_bytes` is known."""
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Put everything on the devices."""
+
+    @abc.abstractmethod
+    def run(self, calls: int) -> None:
+        """Make calls, and wait until all are done."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Let go of everything on the devices."""
+
+    @abc.abstractmethod
+    def cost(self) -> Cost:
+        """Work out what a unit costs, on each device."""
+
+    def work_out_cost(self) -> None:
+        """Keep what a unit costs; of a model that cannot be traced alone, nothing."""
+        try:
+            self.known_cost = self.cost()
+        except Exception as error:
+            _log.warning("What it costs is not known: %s", error)
+
+    def latency(self, seconds: float) -> dict[str, float]:
+        """Return latency in milliseconds, for about so long; {} if there is no such."""
+        del seconds
+        return {}
+
+
+class Training(Workload):
+    """A training program with its infeed, called as a run calls it."""
+
+    unit = "update"
+
+    def __init__(
+        self,
+        program: TrainingProgram,
+        weights: tuple[Any, Any],
+        infeed: Infeed,
+        execution: int,
+        peer: dict[str, Any] | None = None,
+    ) -> None:
+        batching = program.plan.batching
+        self.samples_per_unit = batching.global_batch_size
+        self.batch = batching.micro_batch_size
+        self.num_devices = len(program.devices)
+        self.compute = program.plan.types.compute
+        self.peer = peer
+        self._program, self._infeed, self._execution = program, infeed, execution
+        self._weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), weights
+        )
+        self._state: Any = program.init(*weights)
+        self._programs: list[Any] = []
+        self._capacities: tuple[int, ...] = ()
+
+    def compile(self, options: Options | None = None) -> None:
+        with compiling_with(options) as self._programs:
+            self._capacities = compile_calls(
+                self._program, self._state, self._infeed, self._execution
+            )[:1]
+        count = self._program.plan.batching.gradient_accumulation_count
+        self.units_per_call = self._capacities[0] // count
+        self.compile_seconds = self._program.compile_seconds
+        self.memory_bytes = peak_bytes(self._programs)
+
+    def start(self) -> None:
+        self.run(1)
+
+    def run(self, calls: int) -> None:
+        in_flight: collections.deque[Any] = collections.deque()
+        for _ in range(calls):
+            chunk = next_chunk(self._program, self._infeed, self._capacities)
+            self._state, info = self._program.run(self._state, chunk)
+            in_flight.append(info)
+            if len(in_flight) >= MAX_IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
+        jax.block_until_ready(list(in_flight))
+
+    def stop(self) -> None:
+        self._infeed.close()
+        self._state = None
+
+    def cost(self) -> Cost:
+        return training_cost(self._program, self._weights, self._infeed, self._programs)
+
+
+def compiling_with(
+    options: Options | None,
+) -> contextlib.AbstractContextManager[list[jax.stages.Compiled]]:
+    """Compile what is compiled inside with these options, and collect it."""
+    return compiling({jax.default_backend(): options or {}})
+
+
+def training_cost(
+    program: TrainingProgram, weights: Any, infeed: Infeed, programs: list[Any]
+) -> Cost:
+    """Count an update's operations from its loss, its bytes from the compiled program."""
+    plan = program.plan
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((plan.micro_batch_size, *x.shape[1:]), x.dtype),
+        infeed.peek(),
+    )
+
+    def gradient(params: Any, carried: Any, batch: Any) -> Any:
+        key = jax.random.key(0)
+        return jax.grad(lambda p: program.loss_fn(p, carried, batch, key)[0])(params)
+
+    count = plan.batching.gradient_accumulation_count
+    counted = count * operations(gradient, *weights, batch) / plan.num_stages
+    # Of loops inside an update, XLA counts one pass.
+    plain = count == 1 and len(programs) == 1
+    return Cost(counted, bytes_accessed(programs[0]) if plain else None)
+
+
+def bytes_accessed(program: jax.stages.Compiled) -> float | None:
+    """Return the bytes XLA says a program moves, the body of a loop counted once."""
+    analysis: Any = program.cost_analysis() or {}
+    return analysis.get("bytes accessed")

@@ -1,0 +1,159 @@
+"""``millrace cnn validate``: throughput, latency, accuracy."""
+
+import json
+import logging
+import shlex
+
+import jax
+import numpy as np
+import pytest
+
+from millrace.apps.cnn.validate import latency_figures
+from millrace.apps.cnn.validate_data import calls_of
+from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.cli import main
+from millrace.config import ConfigurationError, parse
+
+
+@pytest.fixture(autouse=True)
+def kept_logger():
+    logger = logging.getLogger("millrace")
+    kept = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = kept
+
+
+def run(words, folder, *, status=0, verb="validate"):
+    with pytest.raises(SystemExit) as left:
+        main(["cnn", verb, *shlex.split(words), "--run-dir", str(folder)])
+    assert left.value.code == status
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def parsed(words):
+    return parse(ValidateConfig, shlex.split(words), program="x")[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    logger = logging.getLogger("millrace")
+    kept = logger.handlers, logger.level, logger.propagate
+    words = "--config digits_demo --num-epochs 1 --precision 16.32"
+    summary = run(words, folder, verb="train")
+    logger.handlers, logger.level, logger.propagate = kept
+    return folder, summary
+
+
+def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
+    words = "--synthetic-data --batch-size 2 4 --repeat 3 --num-batches 8"
+    summary = run(f"{words} --latency-calls 5 --enable-half-partials", tmp_path / "a")
+    assert summary["status"] == "completed"
+    assert [result["batch_size"] for result in summary["results"]] == [2, 4]
+    for result in summary["results"]:
+        assert len(result["samples_per_second"]) == 3
+        latency = result["latency_ms"]
+        assert 0 < latency["p50"] <= latency["p99"] <= latency["p99.9"]
+        assert result["compile_seconds"] > 0 and result["memory_bytes"] > 0
+    events = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    assert len(events) == 6
+    said = capsys.readouterr().err
+    assert "random: neither checkpoint_dir nor pretrained" in said
+    assert "--half-partials changes nothing here" in said
+    assert "batch 4" in said and "p99.9" in said
+
+
+def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
+    folder, training = trained
+    expected = training["metrics"]["validation_accuracy"]
+    for extra in ("", "--fold-batch-norm False", "--num-replicas 2"):
+        found = run(
+            f"--checkpoint-dir {folder} --batch-size 64 --latency-calls 2 {extra}",
+            tmp_path / f"run{len(extra)}",
+        )
+        assert found["metrics"]["validation_accuracy"] == pytest.approx(expected, abs=5e-3)
+        assert found["results"][0]["accuracy"] == found["metrics"]["validation_accuracy"]
+
+
+def test_network_data_and_precision_are_the_run_s_unless_given(trained):
+    folder, _ = trained
+    config = parsed(f"--checkpoint-dir {folder}")
+    assert config.training.resolved_model == "digits_cnn"
+    assert config.precision == "16.32"
+    one = next((folder / "checkpoints").glob("update-*"))
+    assert parsed(f"--restore-path {one} --precision 32.32").precision == "32.32"
+
+
+def test_data_from_the_host_travel_as_bytes_over_several_replicas(tmp_path):
+    words = "--model cifar_resnet8 --dataset cifar10 --generated-data --eight-bit-io"
+    summary = run(
+        f"{words} --batch-size 2 --num-replicas 4 --num-batches 4 --latency-calls 2",
+        tmp_path / "a",
+    )
+    assert summary["device"]["count"] == 4
+    assert summary["results"][0]["num_replicas"] == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "calls"),
+    # As the reference has it for 50,000 pictures.
+    [(1, (50, 1000)), (4, (12, 1041)), (16, (3, 1041)), (64, (1, 781)), (90, (1, 555))],
+)
+def test_a_pass_is_divided_into_calls_as_in_the_reference(batch, calls):
+    assert calls_of(50_000 // batch, 1000) == calls
+
+
+def test_latency_is_reported_in_milliseconds():
+    figures = latency_figures([value / 1e3 for value in range(1, 1002)])
+    assert figures == pytest.approx({"mean": 501, "p50": 501, "p99": 991, "p99.9": 1000})
+    assert latency_figures([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch-size 0", "batch_size must be at least 1, got 0"),
+        ("--batch-size 1 --repeat 0", "repeat must be at least 1"),
+        ("--latency-calls -1", "latency_calls must be 0 or more"),
+        ("--num-batches 3", "num_batches is for synthetic data"),
+        ("--checkpoint-dir nowhere", "there is no nowhere"),
+        ("--momentum 0.9", "There is no option --momentum"),
+        ("--model resnet --batch-norm --groups 4", "groups is about group norm"),
+        ("--resume --run-dir x", "resume is for training"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(words, said):
+    with pytest.raises(ConfigurationError, match=said):
+        parsed(words)
+
+
+def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    run(f"--checkpoint-dir {tmp_path / 'empty'}", tmp_path / "a", status=2)
+    assert "There are no checkpoints in" in capsys.readouterr().err
+
+
+def test_logits_that_are_not_finite_are_not_passed_over(tmp_path, capsys, monkeypatch):
+    from millrace.apps.cnn import validate
+
+    def broken(*arguments):
+        params, carried, about = weights_of(*arguments)
+        return jax.tree.map(lambda x: np.full_like(x, np.nan), params), carried, about
+
+    weights_of = validate.weights_of
+    monkeypatch.setattr(validate, "weights_of", broken)
+    run("--synthetic-data --num-batches 2", tmp_path / "a", status=1)
+    assert "logits are not finite" in capsys.readouterr().err
+
+
+def test_a_batch_too_large_for_memory_says_what_would_fit(tmp_path, capsys, monkeypatch):
+    from millrace.apps.cnn import validate
+
+    monkeypatch.setattr(validate, "memory_limit", lambda _: 1 << 18)
+    words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
+    run(words, tmp_path / "a", status=2)
+    said = capsys.readouterr().err
+    assert "Batch 64 needs" in said and "of 0.25 MiB" in said
+    assert "the largest power of two that fits is" in said

@@ -1,0 +1,131 @@
+"""``millrace bench`` from the command to the files it leaves."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from millrace.cli import main
+from millrace.host import memory_fit
+
+SPEC = {
+    "infer": {
+        "command": "cnn validate --dataset digits --synthetic-data --num-batches 3",
+        "batch_sizes": [2],
+    },
+    "train": {
+        "command": "cnn train --dataset digits --batch-size 8 --updates-per-execution 1",
+        "about": "the real digits",
+    },
+    "wide": {"command": "cnn train --dataset digits --num-replicas 9"},
+    "absent": {"command": "cnn train --model resnet50 --dataset imagenet"},
+    "elsewhere": {"command": "cnn train --dataset digits", "needs": "gpu"},
+    "broken": {"command": "cnn train --dataset digits --pipeline-splits no_such_layer"},
+}
+
+
+def bench(*words):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *map(str, words)])
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Run everything once; return the status, the folder and its results."""
+    folder = tmp_path_factory.mktemp("bench")
+    path = folder / "spec.yml"
+    path.write_text(json.dumps(SPEC))
+    out = folder / "out"
+    options = ("--seconds", 0.1, "--repeat", 3, "--commit", "abc", "--compile-threads", 2)
+    status = bench("--spec", path, "--out", out, *options)
+    return status, out, json.loads((out / "results.json").read_text())
+
+
+def entry_of(results, name):
+    return next(entry for entry in results["entries"] if entry["name"] == name)
+
+
+def test_a_failing_entry_does_not_stop_the_others_but_is_the_status(measured):
+    status, _, results = measured
+    assert status == 1
+    states = {entry["name"]: entry["status"] for entry in results["entries"]}
+    assert states == {
+        "infer_b2": "measured",
+        "train": "measured",
+        "wide": "skipped",
+        "absent": "skipped",
+        "elsewhere": "skipped",
+        "broken": "failed",
+    }
+    assert "no_such_layer" in entry_of(results, "broken")["reason"]
+
+
+def test_what_is_skipped_has_its_reason(measured):
+    _, _, results = measured
+    assert entry_of(results, "wide")["reason"] == "it needs 9 devices, and there are 8"
+    assert entry_of(results, "elsewhere")["reason"] == "it is for a GPU"
+    assert "There is no imagenet in" in entry_of(results, "absent")["reason"]
+
+
+def test_the_figures_are_consistent(measured):
+    _, _, results = measured
+    for name, samples in (("infer_b2", 2), ("train", 8)):
+        entry = entry_of(results, name)
+        speeds = entry["samples_per_second"]
+        assert len(speeds["values"]) == 3  # the first value is not among them
+        assert speeds["lowest"] <= speeds["median"] <= speeds["highest"]
+        assert entry["samples_per_unit"] == samples
+        seconds = entry["ms_per_unit"] / 1e3
+        assert samples / seconds == pytest.approx(speeds["median"])
+        assert entry["flops_per_second"] > 0 and entry["bytes_per_second"] > 0
+        limit = results["limits"]["flops_float32"]
+        part = entry["flops_per_second"] / limit
+        assert entry["of_matmul_limit"] == pytest.approx(part)
+        assert entry["peak_bytes"] > 0 and entry["compile_seconds"] > 0
+    latency = entry_of(results, "infer_b2")["latency_ms"]
+    assert 0 < latency["p50"] <= latency["p99.9"]
+    assert entry_of(results, "train")["latency_ms"] == {}
+
+
+def test_csv_and_markdown_say_the_same(measured):
+    _, out, results = measured
+    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == [e["name"] for e in results["entries"]]
+    median = entry_of(results, "train")["samples_per_second"]["median"]
+    assert float(rows[1]["samples_per_second"]) == pytest.approx(median)
+    text = (out / "results.md").read_text()
+    assert "| train " in text and "commit: abc" in text
+    assert "`millrace cnn train --dataset digits --batch-size 8" in text
+    assert "(the real digits)" in text and "- wide skipped: it needs 9 devices" in text
+
+
+def test_a_batch_that_is_too_large_says_what_it_needs_and_what_would_fit(
+    tmp_path, monkeypatch
+):
+    command = "cnn train --dataset digits --batch-size 100 --updates-per-execution 1"
+    (tmp_path / "spec.yml").write_text(json.dumps({"large": {"command": command}}))
+    monkeypatch.setattr(memory_fit, "memory_limit", lambda _: 1 << 19)
+    assert bench("--spec", tmp_path / "spec.yml", "--out", tmp_path / "out") == 0
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    assert entry["status"] == "skipped"
+    assert re.fullmatch(
+        r"batch 100 needs \d.\d\d MiB of 0.50 MiB; the largest power of two that fits is "
+        r"(4|8|16|32|64)",
+        entry["reason"],
+    )
+
+
+def test_help_needs_no_jax():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom millrace.cli import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--peer" in done.stdout

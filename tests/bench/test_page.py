@@ -1,0 +1,84 @@
+"""The results page is what the kept files say."""
+
+import fnmatch
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+
+from millrace.bench.page import files_in, page
+from millrace.bench.spec import load_spec
+from millrace.cli import main
+from millrace.config import ConfigurationError
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "benchmarks" / "results"
+
+
+def results(date, median, device="a GPU"):
+    entry = {
+        "name": "resnet50_train_b256",
+        "command": "cnn train --model resnet",
+        "status": "measured",
+        "samples_per_second": {"median": median, "lowest": median, "highest": median},
+        "ms_per_unit": 1.0,
+        "latency_ms": {},
+        "compile_seconds": 1.0,
+        "peak_bytes": 2**30,
+        "flops_per_second": 2e14,
+        "of_matmul_limit": 0.25,
+        "bytes_per_second": None,
+        "of_copy_limit": None,
+        "peers": {"eager": {"median": 1.0}, "compiled": {"error": "no"}},
+        "ratio": 1.2,
+    }
+    skipped = {"name": "large", "command": "vcd train", "status": "skipped"}
+    facts = {"date": date, "device": device, "commit": "abc", "command": "millrace bench"}
+    entries = [entry, skipped | {"reason": "it needs 9 devices."}]
+    return {"facts": facts, "limits": {"bytes": 4e12}, "entries": entries}
+
+
+def test_the_page_in_the_docs_is_made_from_the_kept_files():
+    made = page(files_in([KEPT]))
+    assert (ROOT / "docs" / "results.md").read_text() == made, (
+        "millrace bench --page benchmarks/results --out docs/results.md makes it again"
+    )
+
+
+def test_every_row_has_its_command_its_hardware_and_what_others_say(tmp_path):
+    for name, date, median in (("a", "2026-01-01", 5.0), ("b", "2026-02-01", 7123.0)):
+        text = json.dumps(results(date, median))
+        (tmp_path / f"{name}.json").write_text(text)
+    made = page(files_in([tmp_path]))
+    assert made.index("## a GPU, 2026-02-01") < made.index("## a GPU, 2026-01-01")
+    assert "| 7,123 " in made and "200.0 (25 %)" in made and "failed" in made
+    assert "- resnet50_train_b256: `millrace cnn train --model resnet`" in made
+    assert "42,029 (16 Bow IPUs (Bow Pod16))" in made
+    assert "- large: skipped, it needs 9 devices\n" in made
+
+
+def test_the_command_writes_the_page_or_prints_it(tmp_path, capsys):
+    kept = tmp_path / "a.json"
+    kept.write_text(json.dumps(results("2026-01-01", 5.0)))
+    for words in ([], ["--out", str(tmp_path / "page.md")]):
+        with pytest.raises(SystemExit) as left:
+            main(["bench", "--page", str(kept), *words])
+        assert left.value.code == 0
+    assert (tmp_path / "page.md").read_text() == capsys.readouterr().out
+
+
+def test_a_folder_without_results_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="no results"):
+        files_in([tmp_path])
+
+
+def test_all_published_figures_stand_beside_an_entry_and_name_their_source():
+    files = resources.files("millrace.bench")
+    published = yaml.safe_load((files / "published.yml").read_text())
+    names = [entry.name for entry in load_spec(None)]
+    for part in published:
+        assert fnmatch.filter(names, part["entries"]), part["what"]
+        for hardware, figure, how, source in part["figures"]:
+            assert all((hardware, figure, how, source))

@@ -1,0 +1,127 @@
+"""Batch norm folded into convolutions: fewer layers, equal logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.apps.cnn import models
+from millrace.apps.cnn.families import find_size
+from millrace.nn import layers
+from millrace.nn.branches import closing, on, opening
+from millrace.nn.folding import fold
+from millrace.nn.layers import apply_layers, init_layers
+from millrace.nn.norms import batch_norm, group_norm
+
+
+def network(name, size=None):
+    options = {}
+    if size:
+        options = {"shape": find_size(name, size, small=True).shape}
+        options |= {"small": True} if name != "efficientnet" else {}
+    return models.build(name, 10, functools.partial(batch_norm, epsilon=1e-3), **options)
+
+
+def trained(model, example, seed=0):
+    """Weights and statistics as training would leave them: nothing is zero or one."""
+    params, carried = init_layers(model, jax.random.key(seed), example)
+    rng = np.random.default_rng(seed)
+
+    def moved(x):
+        return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+
+    params = jax.tree.map(lambda x: moved(x) if x.ndim == 1 else np.asarray(x), params)
+    statistics = {
+        name: {
+            "mean": moved(np.zeros(own["mean"].shape, np.float32)),
+            "var": rng.uniform(0.5, 2, own["var"].shape).astype(np.float32),
+        }
+        for name, own in carried.items()
+    }
+    return params, statistics
+
+
+def logits(model, params, carried, x):
+    return apply_layers(model, params, carried, x, training=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "norms"),
+    [
+        ("digits_cnn", None, 2),
+        ("cifar_resnet8", None, 7),
+        ("resnet", "8", 7),
+        ("resnext", "11", 13),
+        ("efficientnet", "cifar", 49),
+    ],
+)
+def test_logits_are_equal_and_no_batch_norm_is_left(name, size, norms):
+    channels = 1 if name == "digits_cnn" else 3
+    side = 8 if name == "digits_cnn" else 32
+    x = np.random.default_rng(1).standard_normal((2, side, side, channels), np.float32)
+    model = network(name, size)
+    params, carried = trained(model, x)
+    if name != "digits_cnn":
+        assert len(carried) == norms
+    folded = fold(model, params, carried, x)
+    assert len(folded[0]) == len(model) - len(carried)
+    assert folded[2] == {}
+    expected, got = logits(model, params, carried, x), logits(*folded, x)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    # The oracle of the test: other statistics would be seen.
+    other = {name: {**own, "var": 2 * own["var"]} for name, own in carried.items()}
+    assert np.abs(logits(model, params, other, x) - expected).max() > 1e-3
+
+
+def test_a_convolution_with_a_bias_keeps_it():
+    model = [layers.conv("conv", 4, bias=True), batch_norm("norm")]
+    x = np.ones((1, 4, 4, 3), np.float32)
+    params, carried = trained(model, x)
+    folded, weights, left = fold(model, params, carried, x)
+    assert [layer.name for layer in folded] == ["conv"] and left == {}
+    expected = logits(model, params, carried, x)
+    np.testing.assert_allclose(logits(folded, weights, left, x), expected, rtol=1e-5)
+
+
+def test_only_a_norm_right_behind_its_convolution_is_folded():
+    model = [
+        layers.conv("first", 4),
+        opening(batch_norm("before")),  # what it reads is also the skip connection
+        on("main", layers.conv("second", 4)),
+        on("skip", batch_norm("beside")),
+        closing("add"),
+        layers.relu("relu"),
+        batch_norm("after"),
+    ]
+    x = np.random.default_rng(0).standard_normal((2, 4, 4, 4)).astype(np.float32)
+    params, carried = trained(model, x)
+    folded = fold(model, params, carried, x)
+    assert len(folded[0]) == len(model)
+    expected = logits(model, params, carried, x)
+    np.testing.assert_allclose(logits(*folded, x), expected, rtol=1e-5)
+
+
+def test_group_norm_stays():
+    model = [layers.conv("conv", 4), group_norm("norm", num_groups=2), layers.relu("relu")]
+    x = np.ones((1, 4, 4, 3), np.float32)
+    params, carried = init_layers(model, jax.random.key(0), x)
+    folded, weights, _ = fold(model, params, carried, x)
+    assert len(folded) == 3 and set(weights) == {"conv", "norm"}
+
+
+def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = [
+        opening(layers.stateless("twice", lambda x: 2 * x)),
+        on("main", layers.relu("relu")),
+        on("main", layers.stateless("swish", jax.nn.silu)),
+        on("main", layers.dropout("dropout", 0.5)),
+        closing("add"),
+    ]
+    x = jnp.array([[-1.0, 0.0, 3.0]])
+    folded = fold(model, {}, {}, x)[0]
+    jaxpr = str(jax.make_jaxpr(lambda x: logits(folded, {}, {}, x))(x))
+    assert "max" in jaxpr and "select_n" not in jaxpr
+    np.testing.assert_allclose(logits(folded, {}, {}, x), logits(model, {}, {}, x))
