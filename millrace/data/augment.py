@@ -6,12 +6,14 @@ not yet decoded where that saves work. Chance comes from the given generator onl
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
 from millrace.data.stream import Transform
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 _CROP_ATTEMPTS = 100
 _SHORT_SIDE_RATIO = 256 / 224  # short side after resizing to side of the crop
@@ -39,9 +41,17 @@ def on_images(*functions: Callable[[np.ndarray, np.random.Generator], Any]) -> T
             images = function(images, generator)
         return {**batch, "image": images}
 
-    return transform
+    alone = all(getattr(function, "by_sample", False) for function in functions)
+    return by_sample(transform) if alone else transform
 
 
+def by_sample(function: T) -> T:
+    """Mark a function of a batch that treats each of its samples by itself."""
+    function.by_sample = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@by_sample
 def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Mirror each picture, left to right, with probability one half."""
     flipped = generator.random(len(images)) < 0.5
@@ -50,6 +60,7 @@ def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarra
     return mirrored
 
 
+@by_sample
 def pad_and_crop(
     images: np.ndarray, generator: np.random.Generator, padding: int = 4
 ) -> np.ndarray:

@@ -153,6 +153,8 @@ class ImageSource(ABC):
             decoded = self.read(batch["index"], generator)
             return decoded if transform is None else transform(decoded, generator)
 
+        # Every picture has a generator of its own; what else is done to them, we know not.
+        decode.by_sample = transform is None  # pyright: ignore[reportFunctionMemberAccess]
         # The stream shuffles numbers; only its transform is given the generator.
         numbers = ArraySource({"index": np.arange(len(self))})
         return Stream(numbers, batch_size, transform=decode, **options)

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 
@@ -46,6 +46,15 @@ class ParallelStream:
     def seek(self, position: int) -> None:
         """Make the next iteration start with batch number `position`."""
         self._position = position
+
+    @property
+    def share(self) -> Callable[[slice], "ParallelStream"]:
+        """Return the same stream with only some samples of every batch.
+
+        There only where the stream that makes the batches can share them.
+        """
+        share_stream = self.stream.share  # pyright: ignore[reportAttributeAccessIssue]
+        return lambda rows: ParallelStream(share_stream(rows), self.num_workers, self.ahead)
 
     def batch(self, position: int) -> Any:
         """Return batch number `position`, made here and now."""

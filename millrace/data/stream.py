@@ -4,6 +4,7 @@ Where a batch comes from depends only on the seed and its number, so a position 
 integer and a resumed run sees exactly the batches an uninterrupted one would have seen.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +13,11 @@ import numpy as np
 from millrace.data.source import Source
 
 Transform = Callable[[Any, np.random.Generator], Any]
-"""Changes a batch on the host, drawing from the given generator only."""
+"""Changes a batch on the host, drawing from the given generator only.
+
+One with an attribute ``by_sample`` that is true changes each sample by itself and draws
+its random numbers with the samples along the last dim: it can be given a part of a batch.
+"""
 
 
 class Stream:
@@ -56,10 +61,20 @@ class Stream:
         self._transform = transform
         self._position = 0
         self._order: tuple[int, np.ndarray] | None = None
+        self._rows = slice(0, batch_size)
 
     def seek(self, position: int) -> None:
         """Make the next iteration start with batch number `position`."""
         self._position = position
+
+    def share(self, rows: slice) -> "Stream":
+        """Return the same stream with only these samples of every batch.
+
+        Only they are read, and they come out as they would in the whole batch.
+        """
+        part = copy.copy(self)
+        part._rows = rows
+        return part
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position
@@ -69,11 +84,17 @@ class Stream:
 
     def batch(self, position: int) -> Any:
         """Return batch number `position`, counted from the start of training."""
-        batch = self.source[self.indices(position)]
-        if self._transform is None:
-            return batch
+        transform, rows = self._transform, self._rows
         generator = np.random.default_rng([self._seed, 1, position])
-        return self._transform(batch, generator)
+        if transform is None or rows == slice(0, self.batch_size):
+            batch = self.source[self.indices(position)[rows]]
+            return batch if transform is None else transform(batch, generator)
+        if getattr(transform, "by_sample", False):
+            batch = self.source[self.indices(position)[rows]]
+            drawing: Any = _PartOfDraws(generator, self.batch_size, rows)
+            return transform(batch, drawing)
+        whole = transform(self.source[self.indices(position)], generator)
+        return {name: array[rows] for name, array in whole.items()}
 
     def indices(self, position: int) -> np.ndarray:
         """Return the samples that make up batch number `position`."""
@@ -91,6 +112,31 @@ class Stream:
                 np.random.default_rng([self._seed, 0, epoch]).shuffle(order)
             kept = self._order = epoch, order
         return kept[1]
+
+
+class _PartOfDraws:
+    """Draws what a whole batch would be given, and hands out the part of some samples."""
+
+    def __init__(self, generator: np.random.Generator, size: int, rows: slice) -> None:
+        self._generator = generator
+        self._size = size
+        self._rows = rows
+
+    def random(self, count: int) -> np.ndarray:
+        """Return numbers between 0 and 1, one for each sample."""
+        assert count == self._rows.stop - self._rows.start
+        return self._generator.random(self._size)[self._rows]
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return whole numbers, with the samples along the last dim."""
+        assert shape[-1] == self._rows.stop - self._rows.start
+        drawn = self._generator.integers(low, high, (*shape[:-1], self._size))
+        return drawn[..., self._rows]
+
+    def spawn(self, count: int) -> list[np.random.Generator]:
+        """Return a generator for each sample."""
+        assert count == self._rows.stop - self._rows.start
+        return self._generator.spawn(self._size)[self._rows]
 
 
 @runtime_checkable
@@ -117,14 +163,32 @@ class EvaluationBatches:
         self.source = source
         self.batch_size = batch_size
         self.num_valid = 0
+        self._rows = slice(0, batch_size)
+        self._first, self._every = 0, 1
+
+    def share(self, rows: slice) -> "EvaluationBatches":
+        """Return the same batches with only these samples of each."""
+        part = copy.copy(self)
+        part._rows = rows
+        return part
+
+    def deal(self, first: int, every: int) -> "EvaluationBatches":
+        """Return batch number `first` and every so many-th after it, whole."""
+        part = copy.copy(self)
+        part._first, part._every = first, every
+        return part
 
     def __len__(self) -> int:
-        return -(-len(self.source) // self.batch_size)
+        return len(self._starts())
+
+    def _starts(self) -> range:
+        size = self.batch_size
+        return range(self._first * size, len(self.source), self._every * size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.num_valid = 0
-        for first in range(0, len(self.source), self.batch_size):
-            places = np.arange(first, first + self.batch_size)
+        for first in self._starts():
+            places = np.arange(first, first + self.batch_size)[self._rows]
             valid = places < len(self.source)
             batch = self.source[np.minimum(places, len(self.source) - 1)]
             if isinstance(self.source, PartlyUnreadable):

@@ -227,7 +227,8 @@ class _Reader:
     ) -> None:
         self.key = (pattern, sharding, only_full)
         self.stop = threading.Event()
-        self._dataset = infeed.dataset
+        self._rows = _own_rows(sharding, infeed)
+        self._dataset = _share(infeed.dataset, self._rows)
         self._unused = infeed._unused
         self._stager: _Stager | None = None
         self._lock = threading.Lock()
@@ -294,7 +295,7 @@ class _Reader:
                     return
                 with self._lock:
                     self._stager = self._stager or _Stager(
-                        element, self._pattern, self._sharding
+                        element, self._pattern, self._sharding, self._rows
                     )
                     self._stager.add(element, index)
                     self.elements_read = index + 1
@@ -322,17 +323,67 @@ class _Reader:
             yield from enumerate(self._dataset, self._start)
             return
         if self._unused is not None:
-            yield from enumerate(self._unused, self._start)
+            yield from enumerate(_share(self._unused, self._rows), self._start)
             return
         for index, element in enumerate(self._dataset):
             if index >= self._start:
                 yield index, element
 
 
+def _own_rows(sharding: Any, infeed: Infeed) -> "Rows | None":
+    """Return which samples of an element belong on devices of this process.
+
+    None where all of them do, as in a process alone.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return None
+    count = np.shape(jax.tree.leaves(infeed.peek())[0])[0]
+    indices = sharding.addressable_devices_indices_map((1, count)).values()
+    bounds = [index[1].indices(count) for index in indices]
+    start, stop = min(b[0] for b in bounds), max(b[1] for b in bounds)
+    return None if (start, stop) == (0, count) else Rows(slice(start, stop), count)
+
+
+class Rows(NamedTuple):
+    """The samples of an element that are this process's to read."""
+
+    places: slice
+    of: int
+    """Samples in the whole element."""
+
+
+def _share(dataset: Iterable[Any], rows: Rows | None) -> Iterable[Any]:
+    """Return a dataset of only these samples; one that cannot share is cut here."""
+    if rows is None:
+        return dataset
+    share = getattr(dataset, "share", None)
+    return share(rows.places) if share is not None else _Cut(dataset, rows.places)
+
+
+class _Cut:
+    """A part of every element of a dataset that only gives whole ones."""
+
+    def __init__(self, dataset: Iterable[Any], rows: slice) -> None:
+        self._dataset = dataset
+        self._rows = rows
+        if isinstance(dataset, Seekable):
+            self.seek = dataset.seek
+
+    def __iter__(self) -> Iterator[Any]:
+        for element in self._dataset:
+            yield jax.tree.map(lambda leaf: np.asarray(leaf)[self._rows], element)
+
+
 class _Stager:
     """Gathers elements into one array per leaf and moves it to the devices."""
 
-    def __init__(self, first: Any, pattern: tuple[int, ...] | None, sharding: Any) -> None:
+    def __init__(
+        self,
+        first: Any,
+        pattern: tuple[int, ...] | None,
+        sharding: Any,
+        rows: Rows | None = None,
+    ) -> None:
         leaves, self._treedef = jax.tree.flatten(first)
         if not leaves:
             raise ElementError("The dataset's elements hold no arrays.")
@@ -345,6 +396,7 @@ class _Stager:
         chosen = max(1, min(_CHUNK_ELEMENTS, _CHUNK_BYTES // max(1, size)))
         self._capacities = itertools.cycle(pattern or (chosen,))
         self._sharding = sharding
+        self._rows = rows
         self._begin()
 
     def _begin(self) -> None:
@@ -385,4 +437,18 @@ class _Stager:
         for buffer in self._buffers:
             buffer[count:] = 0
         self._begin()
-        return Chunk(jax.device_put(data, self._sharding), 0, count)
+        return Chunk(self._placed(data), 0, count)
+
+    def _placed(self, data: Any) -> Any:
+        sharding, rows = self._sharding, self._rows
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(data, sharding)
+
+        def of_all(own: np.ndarray) -> jax.Array:
+            samples = own.shape[1] if rows is None else rows.of
+            shape = (own.shape[0], samples, *own.shape[2:])
+            # No copy between processes: each puts its samples on its own devices.
+            own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
+            return jax.make_array_from_process_local_data(sharding, own, shape)
+
+        return jax.tree.map(of_all, data)

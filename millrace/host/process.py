@@ -25,3 +25,21 @@ def tune_memory_allocation() -> bool:
         (_M_TOP_PAD, 64 << 20),
     ]
     return all([mallopt(name, value) for name, value in settings])
+
+
+def join_processes() -> bool:
+    """Take part in the processes that this one was started with, as one program.
+
+    For a script of your own under ``millrace launch``, Open MPI, Slurm or Kubernetes; to
+    be called before a device is used. Alone, it does nothing.
+
+    Returns:
+        Whether there are several.
+    """
+    from millrace.host import group
+    from millrace.host.peers import watch_peers
+    from millrace.launch.environment import find_place
+
+    several = group.join(find_place())
+    watch_peers()
+    return several

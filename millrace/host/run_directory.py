@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shutil
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 
 import yaml
 
+from millrace.batching import Batching, resolve_batching
 from millrace.config import ConfigurationError, as_plain, load_yaml
+from millrace.host import group
 
 _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -27,6 +30,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.home = path
+        """The run's directory also where `path` is only this process's own."""
         self.made = not path.exists()
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
@@ -68,6 +73,60 @@ class RunDirectory:
         """Write the final account of the run."""
         text = json.dumps(finite_json(summary), indent=2) + "\n"
         write_atomically(self.path / "summary.json", text)
+
+
+class FollowedDirectory(RunDirectory):
+    """The directory as another process than the first sees it: to read, not to write.
+
+    What the process writes for itself goes to a folder that nobody will look at.
+    """
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.path = Path(tempfile.mkdtemp(prefix="millrace-"))
+
+    def discard(self) -> None:
+        """Leave that to the first process."""
+
+    def append_metrics(self, event: dict[str, Any]) -> None:
+        """Leave that to the first process."""
+
+    def forget_metrics_after(self, update: int) -> None:
+        """Leave that to the first process."""
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Leave that to the first process."""
+
+    def close(self) -> None:
+        """Delete what this process wrote for itself."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def open_for_all(
+    path: Path | None, config: Any, *, command: str, resume: bool
+) -> RunDirectory:
+    """Open a run directory in the first process, and have the others follow it."""
+    if group.num_processes() == 1:
+        return open_run_directory(path, config, command=command, resume=resume)
+    found: dict[str, str] = {}
+    directory: RunDirectory | None = None
+    if group.is_first():
+        try:
+            directory = open_run_directory(path, config, command=command, resume=resume)
+            found = {"path": str(directory.path.absolute())}
+        except ConfigurationError as error:
+            found = {"error": str(error)}
+    found = group.from_first("run-directory", found)
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    home = Path(found["path"])
+    sees = group.gather("sees-run-directory", (home / "config.yml").exists())
+    if not all(sees):
+        raise ConfigurationError(
+            f"Process {sees.index(False)} does not see the run directory {home}. All "
+            "processes must share its file system."
+        )
+    return directory or FollowedDirectory(home)
 
 
 def open_run_directory(
@@ -126,16 +185,34 @@ def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> N
             f"{path} holds a run of {old.get('command')}, not of {command}."
         )
     new = as_plain(config)
+    shared_out = _how_batches_are_shared_out(old, config)
     differing = [
         f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"
         for field in dataclasses.fields(config)
-        if not field.metadata.get("may_change") and old.get(field.name) != new[field.name]
+        if not field.metadata.get("may_change")
+        and field.name not in shared_out
+        and old.get(field.name) != new[field.name]
     ]
     if differing:
         raise ConfigurationError(
             f"{path} belongs to another configuration: {'; '.join(differing)}. Repeat "
             "the options the run was started with, or choose another --run-dir."
         )
+
+
+def _how_batches_are_shared_out(old: dict[str, Any], config: Any) -> set[str]:
+    """Return the options that may change as long as every update has the same samples."""
+    batching = getattr(config, "batching", None)
+    names = {"num_replicas", "gradient_accumulation_count", "global_batch_size"}
+    if not isinstance(batching, Batching):
+        return set()
+    given: dict[str, Any] = {n: old[n] for n in names if old.get(n) is not None}
+    try:
+        before = resolve_batching(micro_batch_size=old["micro_batch_size"], **given)
+    except (KeyError, TypeError, ValueError):
+        return set()
+    same = before.global_batch_size == batching.global_batch_size
+    return names if same else set()
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,34 +8,61 @@ import numpy as np
 from millrace.data.source import DatasetError, Source
 from millrace.data.stream import EvaluationBatches
 from millrace.feeds.infeed import Infeed
+from millrace.host import group
 from millrace.program.evaluate import EvaluationProgram
 
 _STAGED_BYTES = 64 << 20
 
 
 def evaluate(
-    program: EvaluationProgram, state: Any, source: Source, batch_size: int
+    program: EvaluationProgram,
+    state: Any,
+    source: Source,
+    batch_size: int,
+    *,
+    by_itself: bool = False,
 ) -> dict[str, float]:
     """Return the mean of each metric over `source`, every readable sample counted once.
+
+    Of several processes, each reads a share of the samples: of every batch, where the
+    program's devices are everybody's, and else every so many-th batch.
 
     Args:
         program: The compiled evaluation loop.
         state: A training state.
         source: The samples.
         batch_size: Samples per step over all replicas.
+        by_itself: Whether this process alone asks, and reads all samples.
     """
     batches = EvaluationBatches(source, batch_size)
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
-    capacity = min(len(batches), max(1, _STAGED_BYTES // size))
-    sums: dict[str, float] = {}
+    alone = program.chunk_sharding.is_fully_addressable
+    if alone and not by_itself:
+        batches = batches.deal(group.process_id(), group.num_processes())
+    capacity = max(1, min(len(batches), _STAGED_BYTES // size))
+    sums = _sums(program, state, batches, capacity)
+    if alone:
+        assert sums["count"] == batches.num_valid, f"{sums} of {batches.num_valid} samples"
+        sums = sums if by_itself else _added(group.gather("evaluation", sums))
+    count = sums.pop("count")
+    if not count:
+        raise DatasetError("None of the samples to evaluate can be read.")
+    return {name: total / count for name, total in sums.items()}
+
+
+def _sums(
+    program: EvaluationProgram, state: Any, batches: EvaluationBatches, capacity: int
+) -> dict[str, float]:
+    sums: dict[str, float] = {"count": 0.0}
     with Infeed(batches) as infeed:
         while (chunk := infeed.chunk(capacity, program.chunk_sharding)) is not None:
             # What is missing from the last chunk is zeros, which are not "valid".
             for name, value in program.run(state, chunk.data).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             infeed.took(chunk.stop - chunk.start)
-    count = sums.pop("count")
-    assert count == batches.num_valid, f"{count} samples counted of {batches.num_valid}"
-    if not count:
-        raise DatasetError("None of the samples to evaluate can be read.")
-    return {name: total / count for name, total in sums.items()}
+    return sums
+
+
+def _added(each: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for sums in each for name in sums)
+    return {name: sum(sums.get(name, 0.0) for sums in each) for name in names}

@@ -23,6 +23,7 @@ from millrace.program.packing import (
     unpack,
     write_numpy,
 )
+from millrace.program.replicas import fetch
 from millrace.program.stages import StagedModel
 from millrace.program.step import Step, TrainState, state_like
 
@@ -138,7 +139,7 @@ def to_buffers(arrangement: Arrangement, state: TrainState) -> TrainState:
 
 def to_trees(arrangement: Arrangement, state: TrainState, like: TrainState) -> TrainState:
     """Unpack a pipeline's state; `like` is a whole state with the trees' structure."""
-    buffers = jax.device_get((state.params, state.carried, state.optimiser_state))
+    buffers = jax.tree.map(fetch, (state.params, state.carried, state.optimiser_state))
     params = _merged(arrangement.params, buffers[0])
     carried = _merged(arrangement.carried, buffers[1])
     found: dict[str, Any] = {}

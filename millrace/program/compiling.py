@@ -33,18 +33,24 @@ _compiling: ContextVar[_Compiling] = ContextVar("compiling")
 
 
 @contextlib.contextmanager
-def compiling(options: Mapping[str, Options]) -> Iterator[list[jax.stages.Compiled]]:
+def compiling(
+    options: Mapping[str, Options], collected: list[jax.stages.Compiled] | None = None
+) -> Iterator[list[jax.stages.Compiled]]:
     """Compile what is compiled inside with further options, and collect it.
 
     Args:
         options: For each platform ("cpu", "gpu"), XLA's options by name.
+        collected: Receives all that is compiled, also inside another ``compiling``.
     """
-    programs: list[jax.stages.Compiled] = []
+    programs: list[jax.stages.Compiled] = [] if collected is None else collected
+    around = _compiling.get(None)
     token = _compiling.set(_Compiling(options, programs))
     try:
         yield programs
     finally:
         _compiling.reset(token)
+        if around is not None:
+            around.programs.extend(programs)
 
 
 def compile_for(
@@ -52,9 +58,13 @@ def compile_for(
     function: Callable[..., Any],
     *arguments: Any,
     donate: tuple[int, ...] = (),
+    **options: Any,
 ) -> jax.stages.Compiled:
-    """Compile `function` for these arguments, donating some of them to the result."""
-    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+    """Compile `function` for these arguments, donating some of them to the result.
+
+    Further `options` are those of ``jax.jit``.
+    """
+    lowered = jax.jit(function, donate_argnums=donate, **options).lower(*arguments)
     platform = mesh.devices.flat[0].platform
     further = _compiling.get(_Compiling({}, []))
     asked = further.options.get(platform, {})

@@ -11,7 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.plan import Plan
 from millrace.program.compiling import compile_for
-from millrace.program.replicas import REPLICA_AXIS, replica_mesh, split_batch
+from millrace.program.replicas import (
+    REPLICA_AXIS,
+    place,
+    replica_mesh,
+    replicated,
+    split_batch,
+)
 from millrace.program.step import TrainState, narrow
 
 MetricFn = Callable[[Any, Any, Any], dict[str, jax.Array]]
@@ -38,6 +44,15 @@ class EvaluationProgram:
         self._plan = plan
         self._mesh = replica_mesh(plan.num_replicas, devices)
         self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices this program runs on."""
+        return list(self._mesh.devices.flat)
+
+    def place(self, state: Any) -> Any:
+        """Put weights, from wherever they lie, on these devices."""
+        return place(state, replicated(self._mesh))
 
     @property
     def chunk_sharding(self) -> NamedSharding:

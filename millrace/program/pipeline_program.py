@@ -23,6 +23,7 @@ from millrace.program.replicas import (
     REPLICA_AXIS,
     STAGE_AXIS,
     pipeline_mesh,
+    place,
     replicated,
     split_stages,
 )
@@ -107,7 +108,7 @@ class PipelineProgram(TrainingProgram):
         """Pack a whole state for the devices."""
         assert self._arrangement is not None, "init comes first"
         packed = to_buffers(self._arrangement, state)
-        return jax.device_put(packed, self.state_sharding(packed))
+        return place(packed, self.state_sharding(packed))
 
     def whole(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, in host memory."""

@@ -1,9 +1,15 @@
-"""The device mesh, the only place one is made, and the exchange between replicas."""
+"""The device mesh, the only place one is made, and the exchange between replicas.
+
+Where several processes take part, each has an equal share of the replicas, one after the
+other, and a pipeline's devices are all of one process.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +24,8 @@ STAGE_AXIS = "stage"
 
 def replica_mesh(num_replicas: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay `num_replicas` devices out along the replica axis."""
-    found = _enough_devices(f"num_replicas is {num_replicas}", num_replicas, devices)
+    what = f"num_replicas is {num_replicas}"
+    found = _enough_devices(what, num_replicas, 1, devices)
     return _mesh((num_replicas,), (REPLICA_AXIS,), found)
 
 
@@ -28,24 +35,47 @@ def pipeline_mesh(
     """Lay devices out along the replica axis and, for each replica, the stage axis."""
     count = num_replicas * num_stage_devices
     what = f"{num_replicas} replicas of {num_stage_devices} pipeline devices need {count}"
-    found = _enough_devices(what, count, devices)
+    found = _enough_devices(what, num_replicas, num_stage_devices, devices)
     return _mesh((num_replicas, num_stage_devices), (REPLICA_AXIS, STAGE_AXIS), found)
 
 
-def _enough_devices(what: str, count: int, devices: Sequence[Any] | None) -> list[Any]:
+def _enough_devices(
+    what: str, num_replicas: int, each: int, devices: Sequence[Any] | None
+) -> list[Any]:
+    """Choose devices for replicas of `each`, as many from every process as from another."""
     devices = list(jax.devices() if devices is None else devices)
-    if count > len(devices):
-        platform = devices[0].platform
-        advice = (
-            f" On CPU, --virtual-devices {count} makes more of them (in Python: "
-            f'jax.config.update("jax_num_cpu_devices", {count}), first of all).'
-            if platform == "cpu"
-            else ""
-        )
+    processes = sorted({device.process_index for device in devices})
+    if num_replicas % len(processes):
         raise ConfigurationError(
-            f"{what}, but there are only {len(devices)} {platform} devices.{advice}"
+            f"num_replicas is {num_replicas}, which {len(processes)} processes cannot "
+            f"share evenly. Choose a multiple of {len(processes)}."
         )
-    return devices[:count]
+    count = num_replicas * each // len(processes)
+    chosen = []
+    for process in processes:
+        own = [device for device in devices if device.process_index == process]
+        if count > len(own):
+            _refuse(what, count, own, len(processes))
+        chosen += own[:count]
+    return chosen
+
+
+def _refuse(what: str, count: int, devices: list[Any], num_processes: int) -> None:
+    platform = devices[0].platform
+    advice = (
+        f" On CPU, --virtual-devices {count} makes more of them (in Python: "
+        f'jax.config.update("jax_num_cpu_devices", {count}), first of all).'
+        if platform == "cpu"
+        else ""
+    )
+    share, whose = "", ""
+    if num_processes > 1:
+        share = f", {count} for each of {num_processes} processes"
+        whose = f" in process {devices[0].process_index}"
+    raise ConfigurationError(
+        f"{what}{share}, but there are only {len(devices)} {platform} "
+        f"devices{whose}.{advice}"
+    )
 
 
 def _mesh(shape: tuple[int, ...], axes: tuple[str, ...], devices: list[Any]) -> Mesh:
@@ -74,4 +104,56 @@ def sum_over_replicas(tree: Any, num_replicas: int) -> Any:
     """Add every leaf up over all replicas, in one exchange."""
     if num_replicas == 1:
         return tree  # on CPU, an exchange with oneself still copies everything
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        return _summed_in_one_piece(tree)
     return lax.psum(tree, REPLICA_AXIS)
+
+
+def _summed_in_one_piece(tree: Any) -> Any:
+    """Send all leaves of a type together: Gloo takes a round trip for every array."""
+    leaves, treedef = jax.tree.flatten(tree)
+    summed: list[Any] = [None] * len(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [n for n, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = jnp.concatenate([leaves[place].ravel() for place in places])
+        flat = lax.psum(flat, REPLICA_AXIS)
+        ends = np.cumsum([leaves[place].size for place in places])
+        for place, part in zip(places, jnp.split(flat, ends[:-1]), strict=True):
+            summed[place] = part.reshape(leaves[place].shape)
+    return jax.tree.unflatten(treedef, summed)
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Put values that every process has on the devices of all of them.
+
+    Args:
+        tree: Arrays, the same ones in every process.
+        shardings: One for all, or a tree of them.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_place_one, tree, shardings)
+
+
+def _place_one(value: Any, sharding: NamedSharding) -> jax.Array:
+    there = isinstance(value, jax.Array) and value.sharding.device_set
+    if sharding.is_fully_addressable or there == sharding.device_set:
+        # A copy here of what lies in all processes is taken from this one's own.
+        own = value if there == sharding.device_set else fetch(value)
+        return jax.device_put(own, sharding)
+    host = fetch(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch(value: Any) -> np.ndarray:
+    """Return an array as this process can see it: all of it must lie here."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return np.asarray(value)
+    if value.is_fully_replicated:
+        return np.asarray(value.addressable_data(0))
+    host = np.empty(value.shape, value.dtype)
+    for shard in value.addressable_shards:
+        host[shard.index] = shard.data
+    return host

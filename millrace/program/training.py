@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,6 +23,7 @@ from millrace.program.compiling import compile_for
 from millrace.program.loss_scale import initial_loss_scale
 from millrace.program.replicas import (
     REPLICA_AXIS,
+    place,
     replica_mesh,
     replicated,
     split_batch,
@@ -90,13 +92,20 @@ class TrainingProgram:
     def _find_host_memory(self) -> str | None:
         if not self.plan.optimizer_state_offloading:
             return None
-        kind = offload.host_memory_kind(self.devices[0])
+        here = jax.process_index()
+        own = next(d for d in self.devices if d.process_index == here)
+        kind = offload.host_memory_kind(own)
         if kind is None:
             _log.warning(
                 "optimizer_state_offloading is off: this device offers no host memory "
                 "to programs."
             )
         return kind
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """What is minimised."""
+        return self._step.loss_fn
 
     @property
     def chunk_sharding(self) -> NamedSharding:
@@ -110,7 +119,7 @@ class TrainingProgram:
 
     def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
         """Place weights on the devices and start the optimiser; copies what is given."""
-        state = jax.device_put(self._first(params, carried, seed), replicated(self._mesh))
+        state = place(self._first(params, carried, seed), replicated(self._mesh))
         return state._replace(optimiser_state=self._init_optimiser(state.params))
 
     def _first(self, params: Any, carried: Any, seed: int) -> TrainState:
@@ -147,7 +156,7 @@ class TrainingProgram:
 
     def place(self, state: TrainState) -> TrainState:
         """Put every part of a whole state, from a checkpoint say, where it belongs."""
-        return jax.device_put(state, self.state_sharding(state))
+        return place(state, self.state_sharding(state))
 
     def whole(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, whatever the plan."""
@@ -307,7 +316,7 @@ class TrainingProgram:
         return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), chunk)
 
     def _index(self, value: int) -> jax.Array:
-        return jax.device_put(jnp.int32(value), replicated(self._mesh))
+        return place(np.int32(value), replicated(self._mesh))
 
 
 _BY_UPDATE = PartitionSpec(None, None, REPLICA_AXIS)

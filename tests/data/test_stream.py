@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
+from millrace.data import augment
 from millrace.data.digits import load_digits
 from millrace.data.source import ArraySource
 from millrace.data.stream import EvaluationBatches, Stream
@@ -107,3 +108,54 @@ def test_the_embedded_digits_are_whole_and_do_not_overlap():
     assert image.dtype == np.uint8 and (image.min(), image.max()) == (0, 16)
     labels = np.concatenate([training.arrays["label"], validation.arrays["label"]])
     assert sorted(np.bincount(labels)) == [174, 177, 178, 179, 180, 181, 181, 182, 182, 183]
+
+
+def assert_shares_make_up_the_whole(stream) -> None:
+    for position in (0, 3):
+        whole = stream.batch(position)
+        parts = [stream.share(slice(a, b)).batch(position) for a, b in ((0, 2), (2, 6))]
+        for name, array in whole.items():
+            joined = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(joined, array)
+
+
+def pictures(count: int = 20) -> ArraySource:
+    rng = np.random.default_rng(0)
+    return ArraySource({"image": rng.random((count, 8, 8, 3)), "label": np.arange(count)})
+
+
+def test_shares_of_a_batch_are_augmented_as_in_the_whole():
+    transform = augment.on_images(augment.random_flip, augment.pad_and_crop)
+    assert transform.by_sample
+    assert_shares_make_up_the_whole(Stream(pictures(), 6, transform=transform))
+
+
+def test_a_share_reads_only_its_own_samples():
+    asked = []
+
+    class Watched(ArraySource):
+        def __getitem__(self, indices):
+            asked.append(len(indices))
+            return super().__getitem__(indices)
+
+    Stream(Watched(pictures().arrays), 6).share(slice(2, 4)).batch(1)
+    assert asked == [2]
+
+
+def test_a_transform_of_the_whole_batch_is_given_the_whole_batch_and_then_shared():
+    def roll(batch, generator):
+        return {name: np.roll(array, 1, 0) for name, array in batch.items()}
+
+    assert_shares_make_up_the_whole(Stream(pictures(), 6, transform=roll))
+
+
+def test_evaluation_batches_are_shared_or_dealt_out_without_loss():
+    batches = EvaluationBatches(ArraySource({"x": np.arange(11)}), 4)
+    seen = []
+    for part in (batches.share(slice(0, 1)), batches.share(slice(1, 4))):
+        seen += [x for b in part for x in b["batch"]["x"][b["valid"]]]
+    assert sorted(seen) == list(range(11))
+    dealt = [batches.deal(number, 2) for number in range(2)]
+    assert [len(part) for part in dealt] == [2, 1]
+    seen = [x for part in dealt for b in part for x in b["batch"]["x"][b["valid"]]]
+    assert sorted(seen) == list(range(11))

@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from millrace.host import checkpoint
+from millrace.host import checkpoint_arrays
 from millrace.host.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -169,13 +169,13 @@ def test_the_state_may_be_donated_or_changed_as_soon_as_save_returns(
     checkpoints, monkeypatch
 ):
     changed = threading.Event()
-    write = checkpoint._orbax_save
+    write = checkpoint_arrays.orbax_save
 
     def write_late(path, state):
         assert changed.wait(10)
         write(path, state)
 
-    monkeypatch.setattr(checkpoint, "_orbax_save", write_late)
+    monkeypatch.setattr(checkpoint_arrays, "orbax_save", write_late)
     on_host, on_device = np.ones(3, np.float32), jnp.ones(3)
     checkpoints.save({"a": on_host, "b": on_device}, 1)
     on_host[:] = -1

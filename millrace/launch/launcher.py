@@ -1,0 +1,272 @@
+"""``millrace launch``: several processes of one command, watched as one run."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from millrace.launch import environment as env
+from millrace.launch.affinity import bound_to, cores_of_nodes
+from millrace.launch.hardware import gpus_for, uses_gpu
+from millrace.launch.options import LaunchConfig
+
+WRONG_COMMAND, INTERRUPTED = 2, 130
+_POLL_SECONDS = 0.05
+_TELLING_SECONDS = 4.0
+"""For processes to hear from the failed one itself what has happened."""
+_GRACE_SECONDS = 10.0
+"""For processes that have been told to go, before they are killed."""
+_NOISE = re.compile(
+    r"\[Gloo\] Rank \d+ is connected"
+    r"|[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
+    r"|\*\*\* Check failure stack trace|    @ +0x|Additional GRPC error|:UNKNOWN:Error"
+)
+"""What the libraries below print at every start, and when the first process is gone: that
+one is named by us."""
+
+
+class Instance(NamedTuple):
+    """A process, the pipe on which it is told of others, and who copies its output."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    readers: list[threading.Thread]
+
+
+class Failure(NamedTuple):
+    """The first instance that did not end well, and how it ended."""
+
+    number: int
+    status: int
+    how: str
+
+
+class Launcher:
+    """Starts the processes, again if need be, and waits for them.
+
+    Args:
+        config: How many, and what they get.
+        command: What each of them runs.
+    """
+
+    def __init__(self, config: LaunchConfig, command: Sequence[str]) -> None:
+        self._config = config
+        self._command = _executable(command)
+        asked = env.given_replicas(command) if config.num_replicas is None else None
+        given = int(asked) if asked and asked.isdigit() else None
+        replicas = config.num_replicas or given or config.num_instances
+        self._per_instance = config.replicas_per_instance(replicas)
+        self._tell_replicas = None if asked else replicas
+        self._signals = 0
+        self._instances: list[Instance] = []
+
+    def run(self) -> int:
+        """Run to the end; return the exit status of the first failure, 0 without one."""
+        with tempfile.TemporaryDirectory(prefix="millrace-launch-") as folder:
+            with self._passing_signals_on():
+                most = self._config.max_restarts
+                restarts = 0
+                while (failure := self._once(folder)) is not None:
+                    for_good = failure.status in (WRONG_COMMAND, INTERRUPTED)
+                    if self._signals or for_good or restarts == most:
+                        return failure.status
+                    restarts += 1
+                    _say(f"starting again ({restarts} of {most} restarts)")
+        return 0
+
+    def _once(self, folder: str) -> Failure | None:
+        self._instances = []
+        try:
+            self._start_all(folder)
+            failure = self._first_failure()
+            if failure is not None:
+                self._end_the_others(failure)
+            return failure
+        finally:
+            for instance in self._instances:
+                _kill(instance)
+
+    def _start_all(self, folder: str) -> None:
+        count = self._config.num_instances
+        coordinator = f"127.0.0.1:{self._config.port or free_port()}"
+        nodes = cores_of_nodes() if self._config.numa_aware else []
+        if self._config.numa_aware and len(nodes) < 2:
+            _say("there is one NUMA node: numa-aware changes nothing here")
+        for number in range(count):
+            variables = self._variables(number, coordinator, folder)
+            cores = nodes[number * len(nodes) // count] if len(nodes) > 1 else None
+            with bound_to(cores):
+                self._instances.append(self._start(number, variables))
+
+    def _variables(self, number: int, coordinator: str, folder: str) -> dict[str, str]:
+        """Return the environment of an instance."""
+        config, count = self._config, self._config.num_instances
+        variables = {
+            **os.environ,
+            env.LAUNCH_DIR: folder,
+            env.PATIENCE: f"{config.patience:g}",
+        }
+        if self._tell_replicas is not None:
+            variables[env.NUM_REPLICAS] = str(self._tell_replicas)
+        if count > 1:
+            variables |= {
+                env.COORDINATOR: coordinator,
+                env.PROCESS_ID: str(number),
+                env.NUM_PROCESSES: str(count),
+            }
+        devices = self._per_instance * config.devices_per_replica
+        if uses_gpu(os.environ):
+            variables["CUDA_VISIBLE_DEVICES"] = gpus_for(number, count, devices, os.environ)
+            variables.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        variables["JAX_NUM_CPU_DEVICES"] = str(devices)
+        variables["XLA_FLAGS"] = _without_device_count(os.environ.get("XLA_FLAGS", ""))
+        return variables
+
+    def _start(self, number: int, variables: dict[str, str]) -> Instance:
+        # The first instance has the terminal to itself, for its progress bar.
+        owns_terminal = number == 0 and sys.stderr.isatty()
+        told, tell = os.pipe()
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**variables, env.LAUNCHER_PIPE: str(told)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if owns_terminal else subprocess.PIPE,
+                stderr=None if owns_terminal else subprocess.PIPE,
+                pass_fds=(told,),
+                # Ctrl-C in the terminal is ours to pass on, once.
+                start_new_session=True,
+            )
+        finally:
+            os.close(told)
+        pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        readers = [
+            threading.Thread(target=_copy_lines, args=(number, source, target), daemon=True)
+            for source, target in pairs
+            if source is not None
+        ]
+        for reader in readers:
+            reader.start()
+        return Instance(number, process, tell, readers)
+
+    def _first_failure(self) -> Failure | None:
+        """Wait until all have ended well, or one has not."""
+        running = list(self._instances)
+        while running:
+            for instance in list(running):
+                status = instance.process.poll()
+                if status is None:
+                    continue
+                running.remove(instance)
+                if status:
+                    return _failure(instance, status)
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _end_the_others(self, failure: Failure) -> None:
+        """Say which instance failed, tell the others, and see to it that they go."""
+        others = [i for i in self._instances if i.process.poll() is None]
+        if failure.status not in (WRONG_COMMAND, INTERRUPTED):
+            _say(
+                f"instance {failure.number} {failure.how}"
+                f"{'; stopping the others' if others else ''}"
+            )
+        if failure.status == INTERRUPTED:
+            # They are saving a checkpoint together.
+            return _wait(others, self._config.patience)
+        if failure.status < 128:
+            _wait(others, _TELLING_SECONDS)  # it can tell them itself, and knows why
+        for instance in others:
+            _tell(instance, f"Instance {failure.number} {failure.how}.")
+        _wait(others, _GRACE_SECONDS)
+
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        def pass_on(number: int, _: Any) -> None:
+            self._signals += 1
+            for instance in self._instances:
+                if instance.process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        instance.process.send_signal(number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old = {number: signal.signal(number, pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def _failure(instance: Instance, status: int) -> Failure:
+    pid = f"(pid {instance.process.pid}) "
+    if status < 0:
+        name = signal.Signals(-status).name
+        return Failure(instance.number, 128 - status, f"{pid}was killed by {name}")
+    return Failure(instance.number, status, f"{pid}failed with status {status}")
+
+
+def _wait(instances: Sequence[Instance], seconds: float) -> None:
+    """Wait until these processes have gone, so long at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(instance.process.poll() is not None for instance in instances):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _tell(instance: Instance, line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(instance.pipe, f"{line}\n".encode())
+
+
+def _kill(instance: Instance) -> None:
+    """Make sure that a process is gone, one that was stopped too, and its output read."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(instance.process.pid, signal.SIGKILL)  # with all that it has started
+    instance.process.wait()
+    for reader in instance.readers:
+        reader.join(timeout=2)
+    os.close(instance.pipe)
+
+
+def _copy_lines(number: int, source: Any, target: Any) -> None:
+    """Copy a process's output line by line, saying whose it is."""
+    for raw in source:
+        text = raw.decode(errors="replace").rstrip("\n")
+        if _NOISE.match(text):
+            continue
+        target.write(f"[{number}] {text}\n")
+        target.flush()
+
+
+def _say(text: str) -> None:
+    print(f"millrace launch: {text}", file=sys.stderr, flush=True)
+
+
+def _executable(command: Sequence[str]) -> list[str]:
+    """Return the words to start: our own commands with the Python that runs now."""
+    if command[0] == "millrace":
+        return [sys.executable, "-m", "millrace", *command[1:]]
+    return list(command)
+
+
+def _without_device_count(flags: str) -> str:
+    name = "--xla_force_host_platform_device_count"
+    return " ".join(flag for flag in flags.split() if not flag.startswith(name))
+
+
+def free_port() -> int:
+    """Find a port that nobody uses. Another may take it before we do; it seldom happens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,154 @@
+"""A small training run for tests that start several processes of it.
+
+usage: launched_run.py [options of Config]
+
+Every update reports sums over the ids of its samples, so that a sample that is skipped,
+or read by two processes, shows in the metrics. The final state goes to final.npz.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from millrace.config import parse
+from millrace.data.source import ArraySource
+from millrace.data.stream import Stream
+from millrace.feeds.infeed import Infeed
+from millrace.host import group
+from millrace.host.events import schedule_events
+from millrace.host.options import RunOptions
+from millrace.host.run import run_command
+from millrace.host.runner import Runner
+from millrace.host.validation import evaluate
+from millrace.launch.environment import with_replicas
+from millrace.plan import Plan
+from millrace.program.evaluate import EvaluationProgram
+from millrace.program.replicas import fetch
+from millrace.program.training import training_program
+
+SAMPLES, VALIDATION = 70, 13
+MAY_CHANGE = {"may_change": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions, Plan):
+    """What the run is made of."""
+
+    micro_batch_size: int = 2
+    num_epochs: int = 5
+    delay: float = field(default=0.0, metadata=MAY_CHANGE)
+    """Seconds that a batch takes to read."""
+    fail_in: int = field(default=-1, metadata=MAY_CHANGE)
+    """The process in which reading fails."""
+    fill_disk_at: int = field(default=-1, metadata=MAY_CHANGE)
+    """The update after which the disk of the first process is full."""
+
+
+class SlowStream(Stream):
+    """Takes as long as asked for, and fails if asked to."""
+
+    config = Config()
+
+    def batch(self, position):
+        time.sleep(self.config.delay)
+        if self.config.fail_in == group.process_id() and position > 20:
+            raise OSError(f"The disk of process {group.process_id()} is broken.")
+        return super().batch(position)
+
+
+def loss_fn(params, carried, batch, key):
+    noise = jax.random.normal(key, batch["x"].shape)
+    prediction = jnp.tanh((batch["x"] + 0.1 * noise) @ params["a"]) @ params["b"]
+    ids = batch["id"].astype(jnp.float32)
+    carried = {"mean": 0.9 * carried["mean"] + 0.1 * batch["x"].mean(0)}
+    info = {"ids": ids.sum(), "squares": (ids * ids).sum()}
+    return ((prediction - batch["y"]) ** 2).mean(), (carried, info)
+
+
+def metric_fn(params, carried, batch):
+    error = jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]
+    return {"error": (error**2)[:, 0], "id": batch["id"].astype(jnp.float32)}
+
+
+def samples(count):
+    rng = np.random.default_rng(count)
+    return ArraySource(
+        {
+            "x": rng.standard_normal((count, 8)).astype(np.float32),
+            "y": rng.standard_normal((count, 1)).astype(np.float32),
+            "id": np.arange(count, dtype=np.int32),
+        }
+    )
+
+
+def work(config, run):
+    batching = config.batching
+    schedule = schedule_events(
+        updates_per_epoch=batching.updates_per_epoch(SAMPLES),
+        num_epochs=config.num_epochs,
+        events_per_epoch={"log": 8, "checkpoint": 2, "validate": 1},
+    )
+    program = training_program(loss_fn, optax.adam(1e-2), config)
+    rng = np.random.default_rng(0)
+    params = {
+        "a": rng.standard_normal((8, 16)).astype(np.float32),
+        "b": rng.standard_normal((16, 1)).astype(np.float32),
+    }
+    state = program.init(params, {"mean": np.zeros(8, np.float32)}, seed=config.seed)
+    SlowStream.config = config
+    stream = SlowStream(
+        samples(SAMPLES),
+        batching.samples_per_step,
+        batches_per_epoch=8 * batching.gradient_accumulation_count,
+        seed=config.seed,
+    )
+    judge = EvaluationProgram(metric_fn, Plan(num_replicas=config.num_replicas))
+
+    def validate(state):
+        return evaluate(judge, judge.place(state), samples(VALIDATION), 8)
+
+    with run.checkpoints(best="none", keep=2) as checkpoints:
+        if group.is_first() and config.fill_disk_at >= 0:
+            fill_disk(config.fill_disk_at)
+        runner = Runner(
+            program,
+            Infeed(stream),
+            schedule,
+            directory=run.directory,
+            console=run.console,
+            writers=run.writers,
+            checkpoints=checkpoints,
+            validate=validate,
+        )
+        state = run.train(runner, state)
+    leaves = [fetch(leaf) for leaf in jax.tree.leaves(program.whole(state))]
+    np.savez(run.directory.path / "final.npz", *leaves)
+
+
+def fill_disk(update):
+    """Let the first process write no array after so many updates."""
+    from millrace.host import checkpoint
+
+    real = checkpoint.write_arrays
+
+    def full(partial: Path, state):
+        if int(partial.name.removeprefix("update-").removesuffix(".partial")) > update:
+            raise OSError(28, "No space left on device")
+        return real(partial, state)
+
+    checkpoint.write_arrays = full
+
+
+if __name__ == "__main__":
+    words = with_replicas(Config, sys.argv[1:])
+    options, _ = parse(Config, words, program="launched_run")
+    status = run_command(work, options, command="small", command_line="test")
+    print(f"process {group.process_id()} of {group.num_processes()}, pid {os.getpid()}")
+    sys.exit(status)
