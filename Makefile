@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types format wheel clean
+.PHONY: demo test test-slow lint types format docs wheel clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -12,7 +12,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  || { echo "millrace needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[dev]'
+	  --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
 
 demo: $(INSTALLED)  ## train a small CNN on the embedded digits
@@ -35,8 +35,12 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED)  ## build the documentation: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "written to site/index.html; to search in it: $(BIN)/python -m http.server -d site"
+
 wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) dist site

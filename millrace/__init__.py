@@ -8,14 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.apps.autoencoder import api as autoencoder
+    from millrace.apps.cnn import api as cnn
+    from millrace.apps.vcd import api as vcd
     from millrace.data.benchmark import dataset_benchmark
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
     from millrace.feeds.infeed import DatasetEnded, ElementError, Infeed
     from millrace.feeds.outfeed import Outfeed, OutfeedFull
+    from millrace.host.application import run_as_command
     from millrace.host.events import schedule_events
     from millrace.host.infeed_benchmark import infeed_benchmark
     from millrace.host.loops import repeat, while_loop
+    from millrace.host.options import RunOptions
+    from millrace.host.process import join_processes
+    from millrace.host.runner import Runner
     from millrace.host.train import train
     from millrace.host.validation import evaluate
     from millrace.nn import layers
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from millrace.program.evaluate import EvaluationProgram
     from millrace.program.step import TrainState
     from millrace.program.training import TrainingProgram, training_program
+    from millrace.report import plots
 
 __version__ = "0.1.0"
 
@@ -37,17 +45,25 @@ __all__ = [
     "Outfeed",
     "OutfeedFull",
     "Plan",
+    "RunOptions",
+    "Runner",
     "Stream",
     "TrainState",
     "TrainingProgram",
+    "autoencoder",
+    "cnn",
     "dataset_benchmark",
     "evaluate",
     "infeed_benchmark",
+    "join_processes",
     "layers",
+    "plots",
     "repeat",
+    "run_as_command",
     "schedule_events",
     "train",
     "training_program",
+    "vcd",
     "while_loop",
 ]
 
@@ -61,19 +77,29 @@ _HOME = {
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",
+    "RunOptions": "host.options",
+    "Runner": "host.runner",
     "Stream": "data.stream",
     "TrainState": "program.step",
     "TrainingProgram": "program.training",
+    "autoencoder": "apps.autoencoder.api",
+    "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",
     "evaluate": "host.validation",
     "infeed_benchmark": "host.infeed_benchmark",
+    "join_processes": "host.process",
     "layers": "nn.layers",
+    "plots": "report.plots",
     "repeat": "host.loops",
+    "run_as_command": "host.application",
     "schedule_events": "host.events",
     "train": "host.train",
     "training_program": "program.training",
+    "vcd": "apps.vcd.api",
     "while_loop": "host.loops",
 }
+_MODULES = {"autoencoder", "cnn", "layers", "plots", "vcd"}
+"""Names that are modules themselves."""
 
 
 def __dir__() -> list[str]:
@@ -83,5 +109,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         module = importlib.import_module(f"millrace.{_HOME[name]}")
-        return module if name == "layers" else getattr(module, name)
+        return module if name in _MODULES else getattr(module, name)
     raise AttributeError(f"module 'millrace' has no attribute {name!r}")

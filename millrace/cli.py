@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import millrace
 from millrace.config import ConfigurationError, parse
+from millrace.launch.environment import is_follower, with_replicas
 
 
 class Command(NamedTuple):
@@ -33,6 +34,12 @@ _COMMANDS = {
         "millrace.apps.cnn.train:train",
         "millrace.apps.cnn:runs.yml",
         "train an image classifier",
+    ),
+    ("cnn", "validate"): Command(
+        "millrace.apps.cnn.validate_options:ValidateConfig",
+        "millrace.apps.cnn.validate:validate",
+        None,
+        "measure inference: throughput, latency and accuracy",
     ),
     ("cnn", "verify-dataset"): Command(
         "millrace.apps.cnn.dataset_options:VerifyDatasetConfig",
@@ -105,6 +112,34 @@ _COMMANDS = {
         "download a data set",
         is_run=False,
     ),
+    ("devices", ""): Command(
+        "millrace.host.devices_options:DevicesConfig",
+        "millrace.host.devices_command:show_devices",
+        None,
+        "say what devices are here, how fast they are, and how to train on them",
+        is_run=False,
+    ),
+    ("report", ""): Command(
+        "millrace.report.options:ReportConfig",
+        "millrace.report.command:report",
+        None,
+        "make the report of a run again, or compare several runs on one page",
+        is_run=False,
+    ),
+    ("bench", ""): Command(
+        "millrace.bench.config:BenchConfig",
+        "millrace.bench.command:bench",
+        None,
+        "measure named benchmarks against this device's limits and PyTorch",
+        is_run=False,
+    ),
+    ("launch", ""): Command(
+        "millrace.launch.options:LaunchConfig",
+        "millrace.launch.command:launch",
+        None,
+        "start several processes of a command as one run",
+        is_run=False,
+    ),
     ("schedule", ""): Command(
         "millrace.schedule.config:ScheduleConfig",
         "millrace.schedule.command:show_schedule",
@@ -121,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         status = _run(words)
     except ConfigurationError as error:
-        print(f"millrace: {error}", file=sys.stderr)
+        if not is_follower():  # of several processes, one says it
+            print(f"millrace: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -147,9 +183,12 @@ def _run(words: list[str]) -> int:
             "See millrace --help."
         )
     command = _COMMANDS[key]
+    if words[0] == "launch":  # most of its words are another command's
+        return _load(command.function)(words[1:])
+    config_type = _load(command.config)
     config, _ = parse(
-        _load(command.config),
-        words[2:] if key[1] else words[1:],
+        config_type,
+        with_replicas(config_type, words[2:] if key[1] else words[1:]),
         program=" ".join(["millrace", *key]).strip(),
         named_configs=_resource(command.named_configs),
     )

@@ -72,9 +72,23 @@ def parse(
     flags, unknown = parser.parse_known_args([_hyphenate(word) for word in argv])
     if unknown:
         raise ConfigurationError(_unknown_option(unknown[0], parser))
-    given = vars(flags)
+    return configure(config_type, vars(flags), named_configs)
+
+
+def configure(
+    config_type: type[T], options: Mapping[str, Any], named_configs: Path | None = None
+) -> tuple[T, dict[str, Any]]:
+    """Return the configuration that options ask for, and the values it set explicitly.
+
+    Args:
+        config_type: A frozen dataclass.
+        options: Fields by name or by another of their spellings; ``config`` names an
+            entry to start from, ``config_path`` the file it is in.
+        named_configs: The YAML file that it is in by default.
+    """
+    given = {_field_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
-    values = dict(load_named(path, name)) if name else {}
+    values = dict(load_named(path, str(name))) if name else {}
     values = {_field_name(config_type, key): value for key, value in values.items()}
     values = _overridden(config_type, values, given)
     return build(config_type, values), values
@@ -92,7 +106,7 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
     if (translated := getattr(config_type, "translated", None)) is not None:
         checked = translated(checked)
     missing = [
-        _option(name)
+        name.upper() if field.metadata.get("positional") else _option(name)
         for name, field in known.items()
         if name not in checked
         and field.default is field.default_factory is dataclasses.MISSING

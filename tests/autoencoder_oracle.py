@@ -71,10 +71,13 @@ def known_loss(rows, output):
     return (error**2).sum() / count, 2 * error / count
 
 
-def loss_and_gradients(params, rows, kept, refeeding, active=True):
-    """Return the loss of a batch, what it reports as RMSE, and the gradients."""
+def loss_and_gradients(params, rows, kept, refeeding, active=True, seen=1.0):
+    """Return the loss of a batch, what it reports as RMSE, and the gradients.
+
+    `seen` is the factor on each rating that enters the network: 0 where it is hidden.
+    """
     gradients = zeros_like(params)
-    first = Pass(params, rows, kept[0], active)
+    first = Pass(params, seen * rows, kept[0], active)
     loss, slope = known_loss(rows, first.output)
     rmse = np.sqrt(loss)
     if refeeding == "joint":

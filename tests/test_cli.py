@@ -370,6 +370,7 @@ def test_checkpoints_and_a_report_are_left(trained):
         "metrics.jsonl",
         "summary.json",
         "checkpoints",
+        "report",
         "report.html",
     }
 

@@ -23,19 +23,20 @@ SAYS = {
     "04_accumulation": r"float32 .* kernel \de-0[5-9]\nNone .* kernel \de-0[12]\n",
     "05_offloading": r"hidden first moment +65,536 bytes in pinned_host memory",
     "06_pipeline": r"four stages, interleaved: loss 0\.\d+, weights within \de-",
+    "07_application": r"curve: train loss 0\.00",
 }
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 
 
 @each_example
-def test_example_runs_and_says_what_happened(example: Path) -> None:
+def test_example_runs_and_says_what_happened(example: Path, tmp_path: Path) -> None:
     # Not the suite's own eight devices: an example makes those it needs.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, example],
-        cwd=ROOT,
-        env=environment,
+        cwd=tmp_path,  # the last one leaves a run directory
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

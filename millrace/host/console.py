@@ -2,38 +2,69 @@
 
 import logging
 import sys
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+
+
+class Phase(NamedTuple):
+    """What was being done from when to when, in seconds of the run's clock."""
+
+    name: str
+    start: float
+    end: float
 
 
 class Console:
-    """Lines and a progress bar on standard error; plain lines without a terminal."""
+    """Lines and a progress bar on standard error; plain lines without a terminal.
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    Colours are left out where ``NO_COLOR`` is set or there is no terminal.
+
+    Args:
+        quiet: Print nothing but warnings and errors.
+        verbose: Print also every change of what is being done, and debugging messages.
+    """
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self._rich = RichConsole(stderr=True, highlight=False, soft_wrap=True)
         self._quiet = quiet
+        self.verbose = verbose and not quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._said: set[str] = set()
+        self._zero = time.perf_counter()
+        self._phases: list[Phase] = []
+        self._doing: tuple[str, float] | None = None
         logger = logging.getLogger("millrace")
         logger.handlers = [_Handler(self)]
-        logger.setLevel(logging.WARNING if quiet else logging.INFO)
+        usual = logging.DEBUG if self.verbose else logging.INFO
+        logger.setLevel(logging.WARNING if quiet else usual)
         logger.propagate = False
 
     @property
     def live(self) -> bool:
         """Whether a progress bar can be drawn."""
         return self._rich.is_terminal and not self._quiet
+
+    @property
+    def phases(self) -> list[Phase]:
+        """What has been done when, up to now."""
+        if self._doing is None:
+            return list(self._phases)
+        name, start = self._doing
+        return [*self._phases, Phase(name, start, self._now())]
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -50,17 +81,26 @@ class Console:
         for name, value in facts.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def start(self, total: int, done: int) -> None:
-        """Begin to show progress over `total` updates."""
+    def start(self, total: int, done: int, elapsed: float = 0.0) -> None:
+        """Begin to show progress over `total` updates.
+
+        Args:
+            total: How many there are to be.
+            done: How many there are already.
+            elapsed: What the run's clock, which a resumed run goes on with, shows now.
+        """
+        self._zero = time.perf_counter() - elapsed
         if not self.live:
             return
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            SpinnerColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
+            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True),
             console=self._rich,
+            expand=True,
         )
         self._task = self._progress.add_task(
             "starting", total=total, completed=done, metrics=""
@@ -69,9 +109,13 @@ class Console:
 
     def status(self, what: str) -> None:
         """Say what is happening now; without a terminal, only the first of each."""
+        self._end_phase()
+        self._doing = (what, self._now())
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=what)
-        elif what not in self._said:
+            self._progress.update(self._task, description=what, refresh=True)
+        if self.verbose:
+            self.line(f"{self._now():8.2f} s  {what}")
+        elif self._progress is None and what not in self._said:
             self._said.add(what)
             self.line(f"{what} …")
 
@@ -79,20 +123,51 @@ class Console:
         """Show how many updates are done and the newest metrics."""
         if self._progress is None or self._task is None:
             return
-        shown = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        chosen = metrics if self.verbose else _most_telling(metrics)
+        shown = [f"{_short(name)} {figure(value)}" for name, value in chosen.items()]
         if speed:
             shown.append(f"{speed:,.0f} samples/s")
         self._progress.update(self._task, completed=done, metrics="  ".join(shown))
 
     def stop(self) -> None:
-        """Take the progress bar away."""
+        """Take the progress bar away; what was being done has ended."""
+        self._end_phase()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
+    def _end_phase(self) -> None:
+        self._phases = self.phases
+        self._doing = None
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
     def _print(self, text: str, style: str | None = None) -> None:
         console = self._progress.console if self._progress is not None else self._rich
         console.print(text, style=style, markup=False)
+
+
+def figure(value: float) -> str:
+    """Write a metric with four digits, or as a whole number where that is longer."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _most_telling(metrics: Mapping[str, float], most: int = 2) -> dict[str, float]:
+    """Choose what fits beside a bar: the loss, then what validation found, then others."""
+
+    def weight(name: str) -> int:
+        if name == "loss":
+            return 0
+        if name.startswith("validation_"):
+            return 1 if name != "validation_loss" else 3
+        return 4 if name == "learning_rate" else 2
+
+    return {name: metrics[name] for name in sorted(metrics, key=weight)[:most]}
+
+
+def _short(name: str) -> str:
+    return name.replace("validation_", "val ").replace("_", " ")
 
 
 class _Handler(logging.Handler):

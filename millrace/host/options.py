@@ -29,12 +29,24 @@ class RunOptions:
     """Labels that the run gets there."""
     quiet: bool = field(default=False, metadata=_MAY_CHANGE)
     """Print nothing but warnings and errors."""
+    verbose: bool = field(default=False, metadata=_MAY_CHANGE)
+    """Print also every change of what is being done, with its time, and all metrics."""
     debug: bool = field(default=False, metadata=_MAY_CHANGE)
     """Show the full traceback of an error."""
     virtual_devices: int | None = field(default=None, metadata=_MAY_CHANGE)
-    """Divide the CPU into this many devices, to try replicas on any machine."""
+    """Divide the CPU into this many devices, to try replicas on any machine; of several
+    processes, each does so."""
+    coordinator: str | None = field(default=None, metadata=_MAY_CHANGE)
+    """Of several processes, host and port of the first (millrace launch, Open MPI, Slurm
+    and Kubernetes say it by themselves)."""
+    process_id: int | None = field(default=None, metadata=_MAY_CHANGE)
+    """The number of this process, from 0."""
+    num_processes: int | None = field(default=None, metadata=_MAY_CHANGE)
+    """How many processes take part."""
 
     def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise ValueError("quiet and verbose are opposites: give one of them.")
         if self.keep_checkpoints < 1:
             raise ValueError(
                 f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}."

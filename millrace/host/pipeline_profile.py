@@ -14,11 +14,18 @@ from millrace.feeds.infeed import Infeed
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
+from millrace.report.parts import Drawing
 from millrace.schedule.costs import Costs
-from millrace.schedule.draw import draw_timelines
+from millrace.schedule.draw import draw_timelines, themed_svg
 from millrace.schedule.simulate import Simulation, simulate
 from millrace.schedule.table import Table
-from millrace.schedule.timeline import Span, begin_and_end, device_uses, idle_share
+from millrace.schedule.timeline import (
+    Span,
+    Timeline,
+    begin_and_end,
+    device_uses,
+    idle_share,
+)
 
 
 class PipelineProfile(NamedTuple):
@@ -60,11 +67,20 @@ def profile_pipeline(
 
 def draw_profile(profile: PipelineProfile, path: Path, title: str) -> None:
     """Draw the measured timeline below the predicted one."""
-    timelines = [
+    draw_timelines(_timelines(profile), path, title=title)
+
+
+def profile_part(profile: PipelineProfile, title: str) -> Drawing:
+    """Return the same drawing for the report."""
+    svg, style = themed_svg(_timelines(profile), title=title, within=".pipeline")
+    return Drawing(title="Pipeline", svg=svg, style=style, within="pipeline")
+
+
+def _timelines(profile: PipelineProfile) -> list[tuple[str, Timeline]]:
+    return [
         ("predicted from the stages' median times", profile.predicted.timeline),
         ("measured", profile.measured),
     ]
-    draw_timelines(timelines, path, title=title)
 
 
 def _costs(table: Table, measured: Sequence[Span]) -> Costs:

@@ -1,31 +1,43 @@
 """One run of one command: its directory, its screen, and an account of how it ended."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from millrace.config import ConfigurationError, as_plain
+from millrace.host import group
+from millrace.host.account import account_of, write_phases
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line
 from millrace.host.events import Schedule
 from millrace.host.options import RunOptions
-from millrace.host.report import write_report
+from millrace.host.peers import communication_failed, watch_peers
 from millrace.host.run_directory import (
+    FollowedDirectory,
     RunDirectory,
-    open_run_directory,
+    open_for_all,
     versions,
 )
 from millrace.host.runner import Runner
 from millrace.host.writers import Writer, open_writers
+from millrace.launch.environment import (
+    find_place,
+    note_run_directory,
+    noted_run_directory,
+)
 from millrace.plan import Plan
+from millrace.program.compiling import compiling
 from millrace.program.step import TrainState
+from millrace.report.numbers import byte_size, duration
+from millrace.report.page import write_report
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
@@ -61,6 +73,7 @@ class Run:
             "metrics": {},
             "versions": versions(),
         }
+        self._runner: Runner | None = None
         self.closing_facts: dict[str, str] = {}
         """What the application has to say at the end, besides the metrics."""
 
@@ -79,15 +92,13 @@ class Run:
             "count": len(devices),
         }
         half = f" ({plan.half_type})" if "16" in plan.precision else ""
-        self.console.facts(
-            {
-                "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
-                **facts,
-                "precision": plan.precision + half,
-                **(_training_facts(plan, schedule) if schedule else {}),
-                "run directory": str(self.directory.path),
-            }
-        )
+        self.summary["facts"] = shown = {
+            "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
+            **facts,
+            "precision": plan.precision + half,
+            **(_training_facts(plan, schedule) if schedule else {}),
+        }
+        self.console.facts(shown | {"run directory": str(self.directory.path)})
         for warning in schedule.warnings if schedule else ():
             self.console.warning(warning)
 
@@ -109,6 +120,7 @@ class Run:
     def train(self, runner: Runner, state: TrainState) -> TrainState:
         """Run to the end; the summary says how far it came, whatever the end was."""
         before = self.summary_before()
+        self._runner = runner
         try:
             result = runner.run(state, resume=self.options.resume)
         finally:
@@ -122,33 +134,51 @@ class Run:
     def summary_before(self) -> dict[str, Any]:
         """Return the summary that an earlier part of this run has left, if any."""
         try:
-            return json.loads((self.directory.path / "summary.json").read_text())
+            return json.loads((self.directory.home / "summary.json").read_text())
         except (OSError, ValueError):
             return {}
+
+    def account_for_loss(self, line: str) -> None:
+        """Say in the summary that another process was lost; this one is about to leave."""
+        if self._runner is not None:
+            self.summary |= self._runner.progress()
+        self.summary |= {"status": "failed", "error": f"LostInstance: {line}"}
+        self.directory.write_summary(self.summary)
 
 
 def run_command(
     function: Any, options: RunOptions, *, command: str, command_line: str
 ) -> int:
     """Run an application's function inside a run directory; return the exit status."""
-    console = Console(quiet=options.quiet)
-    _prepare_process(options)
-    directory = open_run_directory(
+    options = _prepare_process(options)
+    kind = Console if group.is_first() else _Unheard
+    console = kind(quiet=options.quiet, verbose=options.verbose)
+    directory = open_for_all(
         options.run_dir, options, command=command, resume=options.resume
     )
     started = time.time()
     writers: list[Writer] = []
     run = Run(options, directory, console, writers, command_line)
+    if (peers := watch_peers()) is not None:
+        peers.on_lost = run.account_for_loss
     status = 1
+    programs: list[jax.stages.Compiled] = []
     try:
-        writers += open_writers(options, directory, as_plain(options), command)
-        function(options, run)
+        if group.is_first():
+            note_run_directory(directory.path)
+            writers += open_writers(options, directory, as_plain(options), command)
+        with compiling({}, programs):
+            function(options, run)
         interrupted = run.summary["status"] == "interrupted"
         status = INTERRUPTED if interrupted else 0
     except KeyboardInterrupt:
         run.summary |= {"status": "interrupted", "error": "stopped at once"}
         status = INTERRUPTED
+        if peers is not None:
+            peers.tell_failure("It was stopped at once.", status)
     except Exception as error:
+        if peers is not None and communication_failed(error):
+            peers.wait_for_verdict()
         status = _WRONG_COMMAND if isinstance(error, ConfigurationError) else 1
         message = " ".join(str(error).split()) or type(error).__name__
         run.summary |= {
@@ -157,26 +187,54 @@ def run_command(
         }
         if options.debug:
             traceback.print_exc()
-        else:
-            error_line(_plain(error, message))
+        _report_failure(_plain(error, message), status, silently=options.debug)
     run.summary["wall_seconds"] = time.time() - started
+    run.summary |= account_of(options, console.phases, programs)
     nothing_ran = not directory.metrics_path.exists() and not options.resume
-    endings = [writer.close for writer in writers]
+    endings: list[Callable[[], Any]] = [writer.close for writer in writers]
     if status == _WRONG_COMMAND and nothing_ran:
         endings.append(directory.discard)  # leave the name free
     else:
         endings.append(functools.partial(directory.write_summary, run.summary))
-        endings.append(functools.partial(write_report, directory, run.summary))
-    for end in endings:
+        write = functools.partial(write_phases, directory.path, console.phases)
+        endings.append(functools.partial(write, resumed=options.resume))
+        endings.append(functools.partial(write_report, directory.path))
+    for end in endings if group.is_first() else ():
         try:
             end()
         except Exception as error:
-            error_line(_plain(error, " ".join(str(error).split())))
             status = status or 1
+            _report_failure(_plain(error, " ".join(str(error).split())), status)
+    if isinstance(directory, FollowedDirectory):
+        directory.close()
+    if status in (0, INTERRUPTED) and not (peers and peers.failed_with):
+        group.barrier("end")  # what the first process writes is there for all
     if status == _WRONG_COMMAND:
         return status
     _say_how_it_ended(run, directory.path)
     return status
+
+
+class _Unheard(Console):
+    """The console of another process than the first, which does the talking for all."""
+
+    @property
+    def live(self) -> bool:
+        """Never: one progress bar is enough."""
+        return False
+
+    def _print(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _report_failure(line: str, status: int, *, silently: bool = False) -> None:
+    """Say what went wrong, once, however many processes it happened to."""
+    peers = watch_peers()
+    if peers is not None:
+        peers.tell_failure(line, status)
+        silently |= not group.is_first() and peers.first_failure(3.0) == line
+    if not silently:
+        error_line(line)
 
 
 def _training_facts(plan: Plan, schedule: Schedule) -> dict[str, str]:
@@ -223,14 +281,29 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
             summary["status"]: said,
             **shown,
             **run.closing_facts,
+            **(_time_and_memory(summary) if run.console.verbose else {}),
             "results": str(path),
             "report": str(path / "report.html"),
         }
     )
 
 
-def _prepare_process(options: RunOptions) -> None:
-    """Settings that must be made before the devices are first used."""
+def _time_and_memory(summary: dict[str, Any]) -> dict[str, str]:
+    """What ``--verbose`` adds to the table at the end."""
+    times = {name: duration(seconds) for name, seconds in summary["seconds"].items()}
+    sizes = {
+        name.removesuffix("_bytes").replace("_", " ") + " memory": byte_size(size)
+        for name, size in summary["memory"].items()
+    }
+    return times | sizes
+
+
+def _prepare_process(options: RunOptions) -> RunOptions:
+    """Settings that must be made before the devices are first used.
+
+    Returns:
+        The options, changed where the launcher starts the run again.
+    """
     if options.virtual_devices is not None:
         try:
             jax.config.update("jax_num_cpu_devices", options.virtual_devices)
@@ -238,3 +311,23 @@ def _prepare_process(options: RunOptions) -> None:
             raise ConfigurationError(
                 "--virtual-devices must be set before any device is used."
             ) from error
+    if group.join(
+        find_place(options.coordinator, options.process_id, options.num_processes)
+    ):
+        watch_peers()
+    noted = None if _begun else noted_run_directory()
+    _begun.append(True)
+    return options if noted is None else _continued(options, noted)
+
+
+_begun: list[bool] = []
+"""Not empty where a run is inside another one: then it has a directory of its own."""
+
+
+def _continued(options: RunOptions, path: Path) -> RunOptions:
+    """Return the options with which a run goes on that was cut off."""
+    changes: dict[str, Any] = {
+        name: None for name in ("logdir", "results_dir") if hasattr(options, name)
+    }
+    changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
+    return dataclasses.replace(options, **changes)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from millrace.feeds.infeed import Infeed
 from millrace.host.checkpoint import Checkpoints
-from millrace.host.console import Console
+from millrace.host.console import Console, figure
 from millrace.host.events import Schedule
 from millrace.host.finite import FiniteWatch
+from millrace.host.group import StopPoint
 from millrace.host.run_directory import RunDirectory
 from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.host.timing import Throughput
@@ -113,6 +114,8 @@ class Runner:
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
         self._stop_requested = False
+        self._signalled = False
+        self._stop_point = StopPoint(schedule.updates_per_execution)
 
     def run(self, state: TrainState, *, resume: bool = False) -> RunResult:
         """Train from `state`, or from the newest checkpoint, to the schedule's end."""
@@ -123,8 +126,10 @@ class Runner:
             self._program.plan, done, self._schedule.updates_per_epoch
         )
         total = self._schedule.total_updates
-        self._console.start(total, done)
+        self._console.start(total, done, self.elapsed())
         try:
+            self._console.status("waiting for the first data")
+            self._infeed.peek()
             self._console.status("compiling")
             execution = self._schedule.updates_per_execution
             capacities = compile_calls(self._program, state, self._infeed, execution)
@@ -137,8 +142,16 @@ class Runner:
         return RunResult(state, done < total, self.progress())
 
     def stop(self) -> None:
-        """Ask for the end after the execution under way; a checkpoint is saved there."""
+        """Ask for the end after the execution under way; a checkpoint is saved there.
+
+        Of several processes, all must ask at the same update.
+        """
         self._stop_requested = True
+
+    def _stops(self, done: int) -> bool:
+        """Whether to end after `done` updates, as this program or the user asks."""
+        signalled = self._stop_point.reached(done, asked=self._signalled)
+        return self._stop_requested or signalled
 
     def progress(self) -> dict[str, Any]:
         """Say how far the run has come: what ``summary.json`` reports, whatever the end."""
@@ -160,7 +173,7 @@ class Runner:
             self._directory.forget_metrics_after(0)
             return state
         manifest = restored.manifest
-        self._infeed.seek(manifest["data_position"])
+        self._infeed.seek(self._position(manifest))
         self._directory.forget_metrics_after(manifest["update"])
         self._earlier_seconds = manifest["time"]
         # What is not finite is text in JSON; float() reads it.
@@ -169,13 +182,19 @@ class Runner:
         self._console.line(f"Resuming after update {manifest['update']}.")
         return self._program.place(restored.state)
 
+    def _position(self, manifest: dict[str, Any]) -> int:
+        """Return where the data goes on; other replicas make elements of another size."""
+        size = self._program.plan.batching.samples_per_step
+        samples = manifest["data_position"] * manifest.get("samples_per_element", size)
+        return samples // size
+
     def _train(
         self, state: TrainState, done: int, capacities: tuple[int, ...]
     ) -> tuple[TrainState, int]:
         self._throughput.start()
         micro_batches = self._program.plan.batching.gradient_accumulation_count
         first_end = done + self._schedule.updates_per_execution
-        while done < self._schedule.total_updates and not self._stop_requested:
+        while done < self._schedule.total_updates and not self._stops(done):
             for number, capacity in enumerate(capacities, 1):
                 state, info = self._program.run(state, self._chunk(capacities))
                 updates = capacity // micro_batches
@@ -189,7 +208,7 @@ class Runner:
                 self._drain_all()
             self._between_executions(state, done)
         self._drain_all()
-        if self._stop_requested:  # maybe after the last look at it in the loop
+        if self._stops(done):  # maybe since the last look at it in the loop
             self._save(state, done)
         return state, done
 
@@ -211,7 +230,7 @@ class Runner:
             if validate:
                 self._run_validation(state, done)
             # Asked only now: Ctrl-C may have come during the validation.
-            if save or self._stop_requested:
+            if save or self._stops(done):
                 self._save(state, done)
 
     def _run_validation(self, state: TrainState, done: int) -> None:
@@ -227,17 +246,20 @@ class Runner:
     def _save(self, state: TrainState, done: int) -> None:
         if self._checkpoints is None:
             return
+        self._console.status("saving a checkpoint")
         self._checkpoints.save(
             self._program.whole(state),
             done,
             epoch=self._epoch(done),
             data_position=self._infeed.position,
+            samples_per_element=self._program.plan.batching.samples_per_step,
             time=self.elapsed(),
             metrics=self._metrics,
             # Only of these very weights: an older validation says nothing of them.
             scores=self._metrics if self._validated_at == done else {},
             since_log=dataclasses.asdict(self._since_log),
         )
+        self._console.status("training")
 
     def _drain_all(self) -> None:
         while self._pending:
@@ -285,7 +307,7 @@ class Runner:
         for writer in self._writers:
             writer.write(event)
         if not self._console.live:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            shown = "  ".join(f"{name} {figure(value)}" for name, value in values.items())
             self._console.line(f"epoch {event['epoch']:g}  update {update}  {shown}")
 
     def _epoch(self, update: int) -> float:
@@ -301,9 +323,9 @@ class Runner:
 
         def request(number: int, frame: Any) -> None:
             del frame
-            if self._stop_requested:
+            if self._signalled:
                 raise KeyboardInterrupt
-            self._stop_requested = True
+            self._signalled = True
             _log.warning(
                 "%s: finishing the current execution, then saving a checkpoint. "
                 "Once more to stop at once.",

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from millrace.config import ConfigurationError
-from millrace.schedule.colours import LIGHT
+from millrace.schedule.colours import DARK, LIGHT
 from millrace.schedule.layout import lay_out
-from millrace.schedule.page import as_page
+from millrace.schedule.page import as_page, css_variables
 from millrace.schedule.quantities import Unit, unit_for
 from millrace.schedule.svg import as_svg
 from millrace.schedule.timeline import Timeline, begin_and_end
@@ -47,8 +47,7 @@ def draw_timelines(
     """
     path = Path(path)
     check_picture_path(path)
-    spans = [begin_and_end(timeline) for _, timeline in timelines]
-    unit = unit or unit_for(max(end - start for start, end in spans))
+    unit = unit or _unit_of(timelines)
     drawing = lay_out(timelines, title=title, subtitle=subtitle, unit=unit)
     kind = path.suffix.lower()
     if kind == ".png":
@@ -60,3 +59,26 @@ def draw_timelines(
     else:
         page = as_page(drawing, timelines, facts or {}, unit)
         path.write_text(page, encoding="utf-8")
+
+
+def themed_svg(
+    timelines: Sequence[tuple[str, Timeline]], *, title: str, within: str
+) -> tuple[str, str]:
+    """Return the same as a part of a page: an SVG, and the style that it needs.
+
+    Args:
+        timelines: A name and the spans of each.
+        title: Of the drawing.
+        within: The CSS selector of what the SVG will stand in.
+    """
+    drawing = lay_out(timelines, title=title, subtitle="", unit=_unit_of(timelines))
+    style = (
+        f"{within} {{ {css_variables(LIGHT)} }} @media (prefers-color-scheme: dark) "
+        f"{{ {within} {{ {css_variables(DARK)} }} }}"
+    )
+    return as_svg(drawing, {name: f"var(--{name})" for name in LIGHT}), style
+
+
+def _unit_of(timelines: Sequence[tuple[str, Timeline]]) -> Unit:
+    spans = [begin_and_end(timeline) for _, timeline in timelines]
+    return unit_for(max(end - start for start, end in spans))

@@ -43,8 +43,8 @@ def as_page(
     """Return `drawing` and what can be counted in it as an HTML page."""
     return _PAGE.format(
         title=html.escape(drawing.title),
-        light=_variables(LIGHT),
-        dark=_variables(DARK),
+        light=css_variables(LIGHT),
+        dark=css_variables(DARK),
         drawing=as_svg(drawing, {name: f"var(--{name})" for name in LIGHT}),
         facts="\n".join(
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
@@ -54,7 +54,8 @@ def as_page(
     )
 
 
-def _variables(colours: Mapping[str, str]) -> str:
+def css_variables(colours: Mapping[str, str]) -> str:
+    """Return colours as the variables that a style may use."""
     return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
 
 

@@ -8,7 +8,7 @@ import millrace as mr
 
 
 class Ones:
-    """The seed's dataset: a constant of 800 ones as a pair, for ever."""
+    """A constant of 800 ones as a pair, for ever."""
 
     def __iter__(self):
         while True:

@@ -1,5 +1,6 @@
 """What ``millrace autoencoder train`` can be told. Imports nothing heavy."""
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
@@ -110,6 +111,10 @@ class AutoencoderConfig(TrainingOptions):
     """Exponent of the learning rate, which is 2^this x batch_size."""
     learning_rate: float | None = None
     """The learning rate itself, whatever the batch."""
+    num_replicas: int = field(
+        default=1, metadata=_MAY_CHANGE | {"aliases": ("--replicas",)}
+    )
+    """Copies of the model, one per device, that share every batch's users."""
     early_stopping: int | None = None
     """Stop after so many validations without a better one, and go back to the best."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
@@ -143,6 +148,34 @@ class AutoencoderConfig(TrainingOptions):
         if not math.isfinite(self.base_learning_rate):
             raise ValueError("base_learning_rate must be a finite number.")
         _ = self.device_numbers
+
+    def _check_replicas(self) -> None:
+        count = self.num_replicas
+        if count < 1 or self.resolved_batch_size % count:
+            raise ValueError(
+                f"num_replicas must divide the batch of {self.resolved_batch_size} users, "
+                f"got {count}."
+            )
+        if count == 1:
+            return
+        if self.refeeding == "detached":
+            raise ValueError(
+                "refeeding detached keeps one batch's reconstruction, which replicas do "
+                "not share. Use refeeding joint or none, or one replica."
+            )
+        if self.data_on_device:
+            raise ValueError("data_on_device is for one replica.")
+        if self.select_ipus.upper() != "AUTO":
+            raise ValueError("select_devices is for one replica; several take one each.")
+
+    @property
+    def plan(self) -> Plan:
+        """How the runtime carries out an update."""
+        self._check_replicas()
+        users = self.resolved_batch_size // self.num_replicas
+        return dataclasses.replace(
+            super().plan, micro_batch_size=users, num_replicas=self.num_replicas
+        )
 
     def _name_run_directory(self, folder: Path) -> None:
         if self.run_dir is not None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from millrace.apps.autoencoder.convert_options import ConvertConfig
+from millrace.apps.autoencoder.data_options import RECOMMENDED
 from millrace.config import ConfigurationError
-from millrace.data.ratings_raw import read_raw
-from millrace.data.ratings_split import (
+from millrace.data.ratings.raw import read_raw
+from millrace.data.ratings.split import (
     PERIODS,
     Period,
     Split,
@@ -18,8 +19,8 @@ from millrace.data.ratings_split import (
     split_period,
     window_of,
 )
-from millrace.data.ratings_text import Events
-from millrace.data.ratings_writing import write_text
+from millrace.data.ratings.text import Events
+from millrace.data.ratings.writing import write_text
 from millrace.data.source import DatasetError
 
 _PARTS = {"train": "training", "valid": "validation", "test": "test"}
@@ -108,8 +109,10 @@ def _report(
             f"{_counts(events, later)}."
         )
     train, valid = paths["train"], paths["valid"]
+    # Size and batch are known for the published periods' names only.
+    how = "" if train.name in RECOMMENDED else "--config small_ratings "
     print(
-        f"Use them with: millrace autoencoder train --training-data-file {train} "
+        f"Use them with: millrace autoencoder train {how}--training-data-file {train} "
         f"--validation-data-file {valid}"
     )
 

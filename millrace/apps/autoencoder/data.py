@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.apps.autoencoder.data_options import DataOptions
-from millrace.data.ratings import Ratings, Unseen
-from millrace.data.ratings_file import load_ratings, paired
-from millrace.data.ratings_generated import generated_ratings, random_ratings
+from millrace.data.ratings.file import load_ratings, paired
+from millrace.data.ratings.generated import generated_ratings, random_ratings
+from millrace.data.ratings.matrix import Ratings, Unseen
 from millrace.host.run import Run
 
 _RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}

@@ -31,10 +31,11 @@ class EarlyStopping:
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Validate; perhaps ask for the end of the run."""
-        found = self._validate(state)
+        # Read first: when all processes have validated, one of them writes it down.
         before = [
             float(event[RMSE]) for event in self._directory.read_metrics() if RMSE in event
         ]
+        found = self._validate(state)
         if has_stopped_improving([*before, found["rmse"]], self._patience):
             self.stopped = True
             self.stop()

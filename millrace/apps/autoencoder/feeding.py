@@ -8,8 +8,8 @@ from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.apps.autoencoder.resident import ResidentRatings, fits, table_bytes
 from millrace.apps.autoencoder.steps import Steps
 from millrace.data.parallel import ParallelStream
-from millrace.data.ratings import Ratings
-from millrace.data.ratings_source import RatingsSource, evaluation_source, training_source
+from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings.source import RatingsSource, evaluation_source, training_source
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
 
@@ -22,15 +22,26 @@ class ByUser:
 
     What the runtime splits and counts are samples. A batch's flat list of ratings is cut
     into as many equal pieces as it has users; which rating is whose, its row says.
+
+    Args:
+        source: Gives the ratings of some users as a flat list.
+        micro_batch_size: Users that one replica has; a batch is such lists, one after
+            the other. By default all users are one replica's.
     """
 
-    def __init__(self, source: RatingsSource) -> None:
+    def __init__(self, source: RatingsSource, micro_batch_size: int | None = None) -> None:
         self._source = source
+        self._users = micro_batch_size
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        size = self._users or len(indices)
+        if size < len(indices):
+            firsts = range(0, len(indices), size)
+            parts = [self[indices[first : first + size]] for first in firsts]
+            return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
         batch = self._source[indices]
         users = len(indices)
         return {
@@ -78,13 +89,17 @@ def open_infeed(
     ratings: Ratings, config: TrainingOptions, steps: Steps, device: Any
 ) -> Infeed:
     """Return the run's batches, on their way to the device or gathered there."""
-    batch_size = config.resolved_batch_size
+    plan, batch_size = config.plan, config.resolved_batch_size
     source = training_source(
-        ratings, batch_size, num_batches=steps.num_batches, seed=config.seed
+        ratings,
+        plan.micro_batch_size,
+        num_batches=steps.num_batches * plan.num_replicas,
+        seed=config.seed,
+        batches_per_epoch=steps.batches_per_epoch * plan.num_replicas,
     )
-    stream = Stream(ByUser(source), batch_size, seed=config.seed)
+    stream = Stream(ByUser(source, plan.micro_batch_size), batch_size, seed=config.seed)
     refed = config.refeeding == "detached"
-    if _on_device(ratings, config.data_on_device, device):
+    if plan.num_replicas == 1 and _on_device(ratings, config.data_on_device, device):
         return ResidentRatings(ratings, source.users, stream, refed=refed)
     batches = Refed(stream) if refed else stream
     return Infeed(ParallelStream(batches, config.pipeline_num_parallel))

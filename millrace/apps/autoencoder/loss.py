@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from millrace.apps.autoencoder.model import (
     Known,
     Model,
+    hidden_ratings,
     kept_codes,
     reconstruct,
     reconstruct_known,
 )
+from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.step import LossFn
 
 Refeeding = Literal["none", "joint", "detached"]
@@ -30,39 +32,71 @@ def known_ratings(batch: Any, prefix: str = "") -> Known:
 
 def dense_rows(batch: Any, num_items: int, prefix: str = "") -> jax.Array:
     """Return the ratings of a batch as (users, items), 0 where there is none."""
-    known = known_ratings(batch, prefix)
-    rows = jnp.zeros((batch["user"].shape[0], num_items), known.value.dtype)
+    return _dense(known_ratings(batch, prefix), batch["user"].shape[0], num_items)
+
+
+def _dense(known: Known, num_users: int, num_items: int) -> jax.Array:
+    rows = jnp.zeros((num_users, num_items), known.value.dtype)
     # Filling has a row past the end, which is dropped.
     return rows.at[known.row, known.item].set(known.value, mode="drop")
 
 
-def loss_of(model: Model, refeeding: Refeeding) -> LossFn:
-    """Return the loss of a batch on the runtime's terms; it reports the batch's RMSE."""
-    return {"none": _once, "joint": _joint, "detached": _detached}[refeeding](model)
+def _rows_and_seen(model: Model, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the dense rows of a batch, and what the network gets to see of them."""
+    known, num_users = known_ratings(batch), batch["user"].shape[0]
+    rows = _dense(known, num_users, model.num_items)
+    if not model.input_dropout_rate:
+        return rows, rows
+    return rows, _dense(hidden_ratings(model, known, key), num_users, model.num_items)
 
 
-def _once(model: Model) -> LossFn:
+def loss_of(model: Model, refeeding: Refeeding, num_replicas: int = 1) -> LossFn:
+    """Return the loss of a batch on the runtime's terms; it reports the batch's RMSE.
+
+    Replicas share a batch's users, who have rated more or less: what each adds to the
+    loss is weighed by the ratings of all.
+    """
+    if refeeding == "detached":
+        return _detached(model)
+    return {"none": _once, "joint": _joint}[refeeding](model, num_replicas)
+
+
+def _mean_count(count: jax.Array, num_replicas: int) -> jax.Array:
+    """Return the mean over the replicas of how many ratings they have, at least 1."""
+    if num_replicas > 1:
+        count = jax.lax.psum(count, REPLICA_AXIS) / num_replicas
+    return jnp.maximum(count, 1)
+
+
+def _rmse(error: jax.Array, num_replicas: int) -> jax.Array:
+    if num_replicas > 1:
+        error = jax.lax.pmean(jax.lax.stop_gradient(error), REPLICA_AXIS)
+    return jnp.sqrt(error)
+
+
+def _once(model: Model, num_replicas: int) -> LossFn:
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = known_ratings(batch), batch["user"].shape[0]
         (kept,) = kept_codes(model, key, 1, num_users)
-        output = reconstruct_known(model, params, known, num_users, kept)
+        seen = hidden_ratings(model, known, key)
+        output = reconstruct_known(model, params, seen, num_users, kept)
         is_real = known.row < num_users
         squares = jnp.where(is_real, jnp.square(_wide(output) - _wide(known.value)), 0)
-        loss = squares.sum() / jnp.maximum(is_real.sum(), 1)
-        return loss, (carried, {"rmse": jnp.sqrt(loss)})
+        loss = squares.sum() / _mean_count(is_real.sum(), num_replicas)
+        return loss, (carried, {"rmse": _rmse(loss, num_replicas)})
 
     return loss_fn
 
 
-def _joint(model: Model) -> LossFn:
+def _joint(model: Model, num_replicas: int) -> LossFn:
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
-        rows = dense_rows(batch, model.num_items)
+        rows, seen = _rows_and_seen(model, batch, key)
         first, second = kept_codes(model, key, 2, len(rows))
-        output = reconstruct(model, params, rows, first)
-        error = masked_error(rows, output)
+        output = reconstruct(model, params, seen, first)
+        error = masked_error(rows, output, num_replicas)
         again = reconstruct(model, params, output, second)
         refed = jnp.square(_wide(again) - _wide(output)).mean()
-        return error + refed, (carried, {"rmse": jnp.sqrt(error)})
+        return error + refed, (carried, {"rmse": _rmse(error, num_replicas)})
 
     return loss_fn
 
@@ -76,10 +110,11 @@ def _detached(model: Model) -> LossFn:
 
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         is_refed = batch["refed"][0]
-        rows = dense_rows(batch, model.num_items)
-        rows = jnp.where(is_refed, carried["output"].astype(rows.dtype), rows)
+        rows, seen = _rows_and_seen(model, batch, key)
+        before = carried["output"].astype(rows.dtype)
+        rows, seen = (jnp.where(is_refed, before, each) for each in (rows, seen))
         (kept,) = kept_codes(model, key, 1, len(rows))
-        output = reconstruct(model, params, rows, kept)
+        output = reconstruct(model, params, seen, kept)
         loss = masked_error(rows, output)
         # Of the ratings only: that of the reconstruction says nothing to a reader.
         rmse = jnp.where(is_refed, carried["rmse"], jnp.sqrt(loss))
@@ -99,11 +134,11 @@ def first_carried(
     return {"output": output, "rmse": jnp.float32(0)}
 
 
-def masked_error(rows: jax.Array, output: jax.Array) -> jax.Array:
+def masked_error(rows: jax.Array, output: jax.Array, num_replicas: int = 1) -> jax.Array:
     """Return the mean squared error over the known ratings of all rows together."""
     is_known = rows != 0
     squares = jnp.where(is_known, jnp.square(_wide(output) - _wide(rows)), 0)
-    return squares.sum() / jnp.maximum(is_known.sum(), 1)
+    return squares.sum() / _mean_count(is_known.sum(), num_replicas)
 
 
 def _wide(x: jax.Array) -> jax.Array:

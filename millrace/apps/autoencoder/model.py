@@ -19,6 +19,8 @@ DROPOUT_RATES = {128: 0.65, 256: 0.8, 512: 0.8}
 """Share of the code that is dropped in training."""
 
 _LAYERS = ("fc_1", "fc_2", "fc_3")
+_INPUT = 1
+"""Sets the key of what is dropped from the input apart from that of the code."""
 
 
 class Model(NamedTuple):
@@ -31,6 +33,8 @@ class Model(NamedTuple):
     selu: bool = True
     """Whether every layer, the last included, ends in a SELU; if not, all is linear."""
     tied: bool = True
+    input_dropout_rate: float = 0.0
+    """The share of a user's ratings that are hidden from the network in training."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -138,8 +142,25 @@ def kept_codes(
     if not model.dropout_rate:
         return [None] * num_passes
     bits = random_bits(key, (num_passes, num_users, model.widths[-1]))
-    kept = bits < jnp.uint32((1 - model.dropout_rate) * 2.0**32)
+    kept = _is_kept(bits, model.dropout_rate)
     return [kept[number] for number in range(num_passes)]
+
+
+def hidden_ratings(model: Model, known: Known, key: jax.Array) -> Known:
+    """Draw which ratings the network gets to see; the others are 0, as if not known.
+
+    What is seen is enlarged, so that the mean of what enters the first layer stays.
+    """
+    rate = model.input_dropout_rate
+    if not rate:
+        return known
+    bits = random_bits(jax.random.fold_in(key, _INPUT), known.value.shape)
+    seen = _dropout(known.value, _is_kept(bits, rate), rate)
+    return known._replace(value=seen)
+
+
+def _is_kept(bits: jax.Array, rate: float) -> jax.Array:
+    return bits < jnp.uint32((1 - rate) * 2.0**32)
 
 
 def _dropout(x: jax.Array, kept: jax.Array, rate: float) -> jax.Array:

@@ -19,15 +19,19 @@ class ModelOptions:
     """Drop nothing of the code in training."""
     dropout_rate: float | None = None
     """Share of the code that is dropped (default: 0.65 for size 128, otherwise 0.8)."""
+    input_dropout_rate: float = 0.0
+    """Share of a user's ratings that the network does not see while it learns to foretell
+    all of them, as it will have to."""
     untied_decoder: bool = False
     """Give the decoder weights of its own, as in the paper, instead of the encoder's."""
 
     def check_model_options(self) -> None:
         """Raise on what cannot be, or does not go together."""
-        rate = self.dropout_rate
-        if rate is not None and not 0 <= rate < 1:
-            raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate:g}.")
-        if rate and self.no_dropout:
+        for name in ("dropout_rate", "input_dropout_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {rate:g}.")
+        if (rate := self.dropout_rate) and self.no_dropout:
             raise ValueError(
                 f"Give no_dropout or a dropout_rate, not both; got dropout_rate {rate:g}."
             )

@@ -27,6 +27,7 @@ def model_of(config: TrainingOptions, num_items: int) -> Model:
         dropout_rate=rate,
         selu=not config.no_selu,
         tied=not config.untied_decoder,
+        input_dropout_rate=config.input_dropout_rate,
     )
 
 

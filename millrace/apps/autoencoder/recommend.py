@@ -23,8 +23,8 @@ from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
 from millrace.apps.autoencoder.validate import ratings_for
 from millrace.config import ConfigurationError
-from millrace.data.ratings import Ratings, find
-from millrace.data.ratings_source import RatingsSource, active_users
+from millrace.data.ratings.matrix import Ratings, find
+from millrace.data.ratings.source import RatingsSource, active_users
 from millrace.data.stream import EvaluationBatches
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed

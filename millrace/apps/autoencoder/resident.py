@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from millrace.data.ratings import Ratings
+from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Chunk, Infeed
 

@@ -1,5 +1,6 @@
 """How well a model foretells ratings, and how well it ranks items."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from millrace.apps.autoencoder.model import Model, reconstruct
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
-from millrace.program.replicas import replica_mesh, replicated
 
 
 class Weights(NamedTuple):
@@ -40,6 +40,8 @@ class Validator:
         source: Users with what they have rated, and what is to be foretold.
         batch_size: Users at a time.
         device: Where.
+        by_itself: Whether this process validates what no other does; otherwise several
+            share the users, and each returns the result of all.
     """
 
     def __init__(
@@ -49,16 +51,25 @@ class Validator:
         source: ForEvaluation,
         batch_size: int,
         device: Any,
+        *,
+        by_itself: bool = False,
     ) -> None:
-        self._program = EvaluationProgram(metric_fn, plan, [device])
-        self._place = replicated(replica_mesh(1, [device]))
+        self._by_itself = by_itself
+        alone = dataclasses.replace(plan, num_replicas=1)
+        self._program = EvaluationProgram(metric_fn, alone, [device])
         self._source = source
         self._batch_size = batch_size
 
     def means(self, params: Any) -> dict[str, float]:
         """Return the mean over users of what the metric function returns."""
-        placed = jax.device_put(Weights(params), self._place)
-        return evaluate(self._program, placed, self._source, self._batch_size)
+        placed = self._program.place(Weights(params))
+        return evaluate(
+            self._program,
+            placed,
+            self._source,
+            self._batch_size,
+            by_itself=self._by_itself,
+        )
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the metrics of a training state's weights."""

@@ -1,11 +1,17 @@
-"""Several training programs, on a device each, run as one."""
+"""Several training programs, on a device each, run as one.
 
-from collections.abc import Sequence
+Of several processes, each runs the programs on its own devices, and knows of the others'
+states only their shapes.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from millrace.host import group
 from millrace.program.replicas import replica_mesh, replicated
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
@@ -28,48 +34,66 @@ class SpreadProgram(TrainingProgram):
 
     To whoever runs it, it is one program: the devices work at the same time, and their
     infos are joined.
+
+    Args:
+        programs: One for each device, None for those of other processes.
     """
 
-    def __init__(self, programs: Sequence[TrainingProgram]) -> None:
+    def __init__(self, programs: Sequence[TrainingProgram | None]) -> None:
         self._programs = list(programs)
-        self.plan = programs[0].plan
-        self.watched = set().union(*(program.watched for program in programs))
+        own = [program for program in programs if program is not None]
+        self.plan = own[0].plan
+        self.watched = set().union(*(program.watched for program in own))
         self.compile_seconds = 0.0
-        devices = [device for program in programs for device in program.devices]
+        devices = [device for program in own for device in program.devices]
         self._mesh = replica_mesh(len(devices), devices)
 
     @property
     def chunk_sharding(self) -> Any:
-        """Where a chunk of batches must lie: all of it on every device."""
+        """Where a chunk of batches must lie: all of it on every device of this process."""
         return replicated(self._mesh)
 
     def join(self, parts: Sequence[TrainState]) -> Any:
         """Make one state of the programs' own."""
-        return SpreadState(parts[0].update, tuple(parts))
+        own = next(part for _, part in self._own(parts))
+        return SpreadState(own.update, tuple(parts))
+
+    def _own(self, parts: Sequence[Any]) -> list[tuple[TrainingProgram, Any]]:
+        """Return the programs of this process with what belongs to each."""
+        pairs = zip(self._programs, parts, strict=True)
+        return [(program, part) for program, part in pairs if program is not None]
+
+    def _changed(self, parts: Sequence[Any], own: Iterable[Any]) -> list[Any]:
+        """Put new parts in the place of this process's own."""
+        new = iter(own)
+        pairs = zip(self._programs, parts, strict=True)
+        return [shapes(part) if program is None else next(new) for program, part in pairs]
 
     def place(self, state: Any) -> Any:
         """Put every part of a state where it belongs."""
-        parts = zip(self._programs, state.parts, strict=True)
-        return self.join([program.place(part) for program, part in parts])
+        placed = [program.place(part) for program, part in self._own(state.parts)]
+        return self.join(self._changed(state.parts, placed))
 
     def compile(self, state: Any, chunk: Any) -> None:
         """Compile every program for a chunk of this shape."""
-        for program, part in zip(self._programs, state.parts, strict=True):
+        own = self._own(state.parts)
+        for program, part in own:
             program.compile(part, _spec(chunk, program.chunk_sharding))
-        self.compile_seconds = sum(program.compile_seconds for program in self._programs)
+        self.compile_seconds = sum(program.compile_seconds for program, _ in own)
 
     def run(self, state: Any, chunk: Any) -> tuple[Any, dict]:
         """Start the updates on every device; `state` is used up."""
         ran = [
             program.run(part, _share(chunk, program))
-            for program, part in zip(self._programs, state.parts, strict=True)
+            for program, part in self._own(state.parts)
         ]
         infos = [info for _, info in ran]
         joined = {name: value for info in infos for name, value in info.items()}
         for name, function in _OF_ALL.items():
             if name in joined:
                 joined[name] = _Later(function, [info[name] for info in infos])
-        return self.join([state for state, _ in ran]), joined
+        new = self._changed(state.parts, [state for state, _ in ran])
+        return self.join(new), joined
 
 
 _OF_ALL = {
@@ -80,8 +104,16 @@ _OF_ALL = {
 """What the programs report under one name, and what becomes of it."""
 
 
+def shapes(tree: Any) -> Any:
+    """Return what another process's arrays are like."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 class _Later:
-    """Values of several devices made one when they are read; until then all may work."""
+    """Values of several devices made one when they are read; until then all may work.
+
+    All processes read them, in the same order.
+    """
 
     def __init__(self, function: Any, values: Sequence[jax.Array]) -> None:
         self._function = function
@@ -89,7 +121,15 @@ class _Later:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.asarray(self._function(np.stack(self._values), axis=0), dtype)
+        return np.asarray(self._joined, dtype)
+
+    @functools.cached_property
+    def _joined(self) -> np.ndarray:
+        own = self._function(np.stack(self._values), axis=0)
+        if group.num_processes() == 1:
+            return own
+        each = group.gather("info of programs", own.tolist())
+        return self._function(np.array(each, own.dtype), axis=0)
 
 
 def _spec(chunk: Any, sharding: Any) -> Any:

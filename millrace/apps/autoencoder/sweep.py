@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.data import RatingData
@@ -13,12 +15,13 @@ from millrace.apps.autoencoder.feeding import open_infeed, validation_users
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.apps.autoencoder.scoring import Validator
-from millrace.apps.autoencoder.spread import SpreadProgram, parts_of
+from millrace.apps.autoencoder.spread import SpreadProgram, parts_of, shapes
 from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.sweep_report import report, trials_of
 from millrace.apps.autoencoder.train import first_weights
 from millrace.apps.autoencoder.trials import (
+    Means,
     first_state,
     label,
     trials_errors,
@@ -26,7 +29,8 @@ from millrace.apps.autoencoder.trials import (
     trials_scores,
 )
 from millrace.config import ConfigurationError
-from millrace.data.ratings_source import active_users
+from millrace.data.ratings.source import active_users
+from millrace.host import group
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.run import Run
 from millrace.host.runner import Runner
@@ -43,17 +47,14 @@ def sweep(config: SweepConfig, run: Run) -> None:
     steps = steps_of(config, len(active_users(ratings.training)))
     model = model_of(config, ratings.training.num_items)
     shares = _shares(config.exponents, len(devices))
-    programs = [
-        trials_program(config, model, steps, share, device)
-        for share, device in zip(shares, devices, strict=True)
-    ]
-    program, state = _started(config, model, shares, programs)
+    here = [device.process_index == group.process_id() for device in devices]
+    program, state = _started(config, model, steps, shares, devices)
     _describe(config, run, devices, ratings, model, steps)
     opened = Checkpoints(run.directory.checkpoints, keep=config.keep_checkpoints)
     with contextlib.closing(opened) as checkpoints:
         runner = Runner(
             program,
-            open_infeed(ratings.training, config, steps, devices[0]),
+            open_infeed(ratings.training, config, steps, devices[here.index(True)]),
             schedule_of(steps, config.steps_per_log),
             directory=run.directory,
             console=run.console,
@@ -69,26 +70,37 @@ def sweep(config: SweepConfig, run: Run) -> None:
 def _started(
     config: SweepConfig,
     model: Model,
+    steps: Steps,
     shares: Sequence[Sequence[float]],
-    programs: Sequence[TrainingProgram],
+    devices: Sequence[Any],
 ) -> tuple[TrainingProgram, Any]:
     """Give every model the same first weights."""
     weights = first_weights(config, model)
-    states = [
-        program.init(*first_state(weights, len(share)), seed=config.seed)
-        for program, share in zip(programs, shares, strict=True)
-    ]
-    if len(programs) == 1:
+    programs: list[TrainingProgram | None] = []
+    states = []
+    for share, device in zip(shares, devices, strict=True):
+        is_own = device.process_index == group.process_id()
+        # Of another process's models the shapes are found out here.
+        where = device if is_own else jax.local_devices()[0]
+        program = trials_program(config, model, steps, share, where)
+        state = program.init(*first_state(weights, len(share)), seed=config.seed)
+        programs.append(program if is_own else None)
+        states.append(state if is_own else shapes(state))
+    if len(programs) == 1 and programs[0] is not None:
         return programs[0], states[0]
     spread = SpreadProgram(programs)
     return spread, spread.join(states)
 
 
 def _devices_of(config: SweepConfig) -> list[Any]:
-    devices, wanted = jax.devices(), config.num_devices
+    # One of each process, then another of each: all of them get some.
+    processes = range(group.num_processes())
+    each = [[d for d in jax.devices() if d.process_index == p] for p in processes]
+    devices = [device for row in zip(*each, strict=True) for device in row]
+    wanted = config.num_devices
     if wanted is None:
         # A CPU's virtual devices share its cores: one program does the same work faster.
-        several = devices[0].platform != "cpu"
+        several = devices[0].platform != "cpu" or group.num_processes() > 1
         wanted = min(len(devices), len(config.exponents)) if several else 1
     if wanted > len(devices):
         platform = devices[0].platform
@@ -96,6 +108,11 @@ def _devices_of(config: SweepConfig) -> list[Any]:
         raise ConfigurationError(
             f"--num-devices is {wanted}, but there are only {len(devices)} {platform} "
             f"devices.{advice if platform == 'cpu' else ''}"
+        )
+    if wanted < group.num_processes():
+        raise ConfigurationError(
+            f"{len(config.exponents)} models on {wanted} devices leave some of the "
+            f"{group.num_processes()} processes without one. Start fewer."
         )
     return devices[:wanted]
 
@@ -118,17 +135,20 @@ def _validator(
         return None
     batch_size = config.resolved_validation_batch_size
     users = validation_users(ratings.training, ratings.validation, batch_size)
-    labels = [[label(exponent) for exponent in share] for share in shares]
-    validators = [
-        Validator(trials_errors(model, own), config.plan, users, batch_size, device)
-        for own, device in zip(labels, devices, strict=True)
-    ]
+    validators = []
+    for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
+        if device.process_index == group.process_id():
+            own = [label(exponent) for exponent in share]
+            errors, plan = trials_errors(model, own), config.plan
+            validator = Validator(errors, plan, users, batch_size, device, by_itself=True)
+            validators.append((place, own, validator))
 
     def validate(state: Any) -> dict[str, float]:
-        found = {}
-        for validator, own, part in zip(validators, labels, parts_of(state), strict=True):
-            found |= trials_scores(validator.means(part.params), own)
-        return found
+        found: dict[str, float] = {}
+        for place, own, validator in validators:
+            means = validator.means(parts_of(state)[place].params)
+            found |= trials_scores(means, own)
+        return {n: v for each in group.gather("sweep", found) for n, v in each.items()}
 
     return validate
 
@@ -162,13 +182,24 @@ def _finish(config: SweepConfig, run: Run, state: Any) -> None:
     users_per_second = run.summary["samples_per_second"]
     if config.refeeding == "detached":
         users_per_second /= 2  # a reconstruction is a sample, but not a user
-    means = [part.carried.means for part in parts_of(state)]
+    means = _means_of_all(state)
     metrics = run.summary["metrics"]
-    trials = trials_of(config, jax.device_get(means), metrics, users_per_second)
+    trials = trials_of(config, means, metrics, users_per_second)
     run.summary["metrics"] = {}
     for name in ("samples", "samples_per_second"):
         run.summary[name] *= len(trials)
     report(config, trials, run)
+
+
+def _means_of_all(state: Any) -> list[Means]:
+    """Return every device's means, also of other processes'."""
+    own = {
+        str(place): [np.asarray(value).tolist() for value in part.carried.means]
+        for place, part in enumerate(parts_of(state))
+        if isinstance(part.update, jax.Array)
+    }
+    each = {n: v for found in group.gather("means", own) for n, v in found.items()}
+    return [Means(*map(jnp.asarray, each[str(place)])) for place in range(len(each))]
 
 
 def _is_over(run: Run) -> bool:

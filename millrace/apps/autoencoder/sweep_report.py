@@ -10,12 +10,13 @@ import numpy as np
 import yaml
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.plot import draw_points
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.trials import Means, label
 from millrace.config import as_plain
 from millrace.host.run import Run
-from millrace.host.run_directory import write_atomically
+from millrace.host.run_directory import finite_json, write_atomically
+from millrace.report.parts import Points, save_part
+from millrace.report.plots import Picture
 
 
 class Trial(NamedTuple):
@@ -74,8 +75,9 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
     folder = run.directory.path
-    write_atomically(folder / "sweep.svg", plot(trials))
-    run.closing_facts["plot"] = str(folder / "sweep.svg")
+    save_part(folder, "sweep", drawn := sweep_part(trials))
+    path = Picture(drawn.title, drawn.drawing()).save(folder / "sweep.svg")
+    run.closing_facts["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
         run.console.warning("Every model diverged: there is no best learning rate.")
@@ -111,15 +113,14 @@ def table(trials: Sequence[Trial]) -> list[str]:
     ]
 
 
-def plot(trials: Sequence[Trial]) -> str:
-    """Draw the error over the learning rate."""
+def sweep_part(trials: Sequence[Trial]) -> Points:
+    """Return the error over the learning rate, to be drawn."""
     validated = trials[0].validation_rmse is not None
-    name = "validation RMSE" if validated else "training RMSE"
-    return draw_points(
-        f"{name} over learning rate",
-        "base learning rate, as a power of 2",
-        name,
-        [(trial.base_learning_rate, trial.error) for trial in trials],
+    return Points(
+        title="Error over learning rate",
+        x_name="base learning rate, as a power of 2",
+        y_name="validation RMSE" if validated else "training RMSE",
+        points=[[trial.base_learning_rate, finite_json(trial.error)] for trial in trials],
     )
 
 

@@ -13,12 +13,13 @@ from millrace.apps.autoencoder.feeding import open_infeed, validation_users
 from millrace.apps.autoencoder.loss import first_carried, loss_of
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import learning_rate_of, model_of, optimiser_of
+from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Validator, errors_of
 from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
 from millrace.apps.autoencoder.trained import Trained, best_checkpoint, better, keep_items
 from millrace.config import ConfigurationError
-from millrace.data.ratings import Ratings
-from millrace.data.ratings_source import active_users
+from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings.source import active_users
 from millrace.host.checkpoint import Checkpoints, checkpoints_in
 from millrace.host.run import Run
 from millrace.host.runner import Runner
@@ -77,11 +78,11 @@ def program_of(
     """Return the training loop: the model's loss, the optimiser and the plan."""
     learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
     return training_program(
-        loss_of(model, config.refeeding),
+        loss_of(model, config.refeeding, config.num_replicas),
         optimiser_of(config, learning_rate),
         config.plan,
         watch={"learning_rate": learning_rate},
-        devices=[device],
+        devices=[device] if config.num_replicas == 1 else None,
     )
 
 
@@ -141,7 +142,7 @@ def describe(
 
 
 def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
-    devices = jax.devices()
+    devices = jax.local_devices() if config.num_replicas > 1 else jax.devices()
     for number in config.device_numbers:
         if number >= len(devices):
             raise ConfigurationError(
@@ -214,6 +215,12 @@ def _report_best(
             f"validation RMSE {facts['validation_rmse']:.4f} after epoch "
             f"{facts['epoch']:g}: {best}"
         )
+    if (targets := ratings.test or ratings.validation) and not config.no_validation:
+        batch_size = config.resolved_validation_batch_size
+        users = validation_users(ratings.training, targets, batch_size)
+        compute = config.plan.types.compute
+        missed = residuals(model, params, users, batch_size, compute)
+        keep_residuals(run.directory.path, *missed)
     tester = validator_of(config, model, ratings.training, ratings.test, device)
     if tester is not None:
         run.summary["metrics"]["test_rmse"] = tester.of_weights(params)["rmse"]

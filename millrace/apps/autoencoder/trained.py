@@ -12,7 +12,7 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.config import ConfigurationError, build, load_yaml
-from millrace.data.ratings import Ratings, find, from_events
+from millrace.data.ratings.matrix import Ratings, find, from_events
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
 
 RMSE = "validation_rmse"

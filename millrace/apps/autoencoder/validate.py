@@ -10,11 +10,12 @@ from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.feeding import validation_users
+from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
 from millrace.apps.autoencoder.trained import Trained, find_trained, with_items_of_model
 from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import ConfigurationError
-from millrace.data.ratings import Ratings, align
+from millrace.data.ratings.matrix import Ratings, align
 from millrace.host.run import Run
 from millrace.nn.layers import num_parameters
 
@@ -41,6 +42,9 @@ def validate(config: ValidateConfig, run: Run) -> None:
         for name, value in validator.of_weights(params).items():
             at = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
             run.summary["metrics"][f"{kind}_{name}{at}"] = value
+        compute = trained.config.plan.types.compute
+        missed = residuals(trained.model, params, users, batch_size, compute)
+        keep_residuals(run.directory.path, *missed)
     event |= {"time": round(time.perf_counter() - started, 3), **run.summary["metrics"]}
     for writer in run.writers:
         writer.write(event)

@@ -95,7 +95,9 @@ def load(config: CnnConfig) -> ImageData:
     at_random = () if config.accelerator_side_preprocess else steps.augment_on_host
     return loaded._replace(
         validation=_Prepared(validation, travels),
-        transform=augment.on_images(lambda image, _: travels(image), *at_random),
+        transform=augment.on_images(
+            augment.by_sample(lambda image, _: travels(image)), *at_random
+        ),
     )
 
 

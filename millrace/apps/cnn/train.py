@@ -16,6 +16,7 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
+from millrace.apps.cnn.predictions import report_predictions
 from millrace.apps.cnn.recipe import metrics_of, model_of, program_of
 from millrace.apps.cnn.validation import (
     ACCURACY,
@@ -29,9 +30,9 @@ from millrace.apps.cnn.validation import (
 )
 from millrace.config import ConfigurationError
 from millrace.feeds.infeed import Infeed
-from millrace.host.checkpoint import checkpoints_in
+from millrace.host.checkpoint import checkpoints_in, restore_part
 from millrace.host.events import Schedule, schedule_events
-from millrace.host.pipeline_profile import draw_profile, profile_pipeline
+from millrace.host.pipeline_profile import draw_profile, profile_part, profile_pipeline
 from millrace.host.run import Run
 from millrace.host.runner import Runner
 from millrace.host.staging import compile_calls
@@ -39,6 +40,7 @@ from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parame
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
+from millrace.report.parts import save_part
 
 
 def train(config: CnnConfig, run: Run) -> None:
@@ -74,7 +76,9 @@ def train(config: CnnConfig, run: Run) -> None:
         if config.profile_pipeline:
             _profile_pipeline(config, run, program, state, infeed)
         with corrupt_samples_reported(images, run):
-            _train(config, run, program, state, infeed, schedule, validator)
+            state = _train(config, run, program, state, infeed, schedule, validator)
+            if run.summary["status"] == "completed":
+                report_predictions(config, run, images, model, program.whole(state))
 
 
 def _first_weights(
@@ -96,7 +100,7 @@ def _train(
     infeed: Infeed,
     schedule: Schedule,
     validator: Validator | None,
-) -> None:
+) -> TrainState:
     folder = _checkpoint_folder(config, run)
     whole = program.whole(state)
     like = Weights(*_shapes((whole.params, whole.carried)))
@@ -115,9 +119,9 @@ def _train(
             checkpoints=checkpoints,
             validate=validator if config.validates == "during" else None,
         )
-        run.train(runner, state)
+        state = run.train(runner, state)
     if run.summary["status"] != "completed":
-        return
+        return state
     events = run.directory.read_metrics()
     if validator is not None:
         if config.validates != "during":
@@ -130,6 +134,7 @@ def _train(
     report_target(config.target_accuracy, events, run)
     if config.clean_dir:
         delete_checkpoints(folder)
+    return state
 
 
 def _profile_pipeline(
@@ -138,7 +143,9 @@ def _profile_pipeline(
     run.console.status("watching the pipeline")
     profile = profile_pipeline(program, state, infeed)
     path = run.directory.path / "pipeline.html"
-    draw_profile(profile, path, f"{config.model_title}, {config.pipeline_schedule}")
+    title = f"{config.model_title}, {config.pipeline_schedule}"
+    draw_profile(profile, path, title)
+    save_part(run.directory.path, "0-pipeline", profile_part(profile, title))
     run.summary["pipeline"] = facts = profile.facts
     run.closing_facts["pipeline"] = (
         f"an update took {1e3 * facts['measured_seconds']:.1f} ms in the stages, idle "
@@ -164,6 +171,8 @@ def _validate_only(
         lambda: time.perf_counter() - started,
     )
     report_target(config.target_accuracy, events, run)
+    newest, _ = restore_part(paths[-1], Weights(params, carried))
+    report_predictions(config, run, images, model, newest)
     run.closing_facts["checkpoints"] = f"{len(events)} validated"
     run.summary["status"] = "completed"
     if config.clean_dir:

@@ -10,12 +10,13 @@ import jax
 from millrace.apps.cnn.config import CnnConfig
 from millrace.config import ConfigurationError
 from millrace.data.source import Source
+from millrace.host import group
 from millrace.host.checkpoint import checkpoints_in, restore_part
+from millrace.host.console import figure
 from millrace.host.run import Run
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
-from millrace.program.replicas import replica_mesh, replicated
 
 ACCURACY = "validation_accuracy"
 
@@ -43,9 +44,8 @@ class Validator:
             precision=config.precision,
             half_type=config.half_type,
         )
-        self.devices = jax.devices()[:num_replicas]
-        self._program = EvaluationProgram(metric_fn, plan, self.devices)
-        self._everywhere = replicated(replica_mesh(num_replicas, self.devices))
+        self._program = EvaluationProgram(metric_fn, plan)
+        self.devices = self._program.devices
         micro_batch = config.validation_micro_batch_size or config.micro_batch_size
         self._batch_size = micro_batch * num_replicas
         self._source = source
@@ -53,7 +53,7 @@ class Validator:
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean metrics of a state's weights."""
         weights = Weights(state.params, state.carried)
-        placed = jax.device_put(weights, self._everywhere)
+        placed = self._program.place(weights)
         return evaluate(self._program, placed, self._source, self._batch_size)
 
 
@@ -61,7 +61,7 @@ def _num_replicas(config: CnnConfig, num_devices: int) -> int:
     """As asked for, or one on every device that trains, if it is there."""
     asked = config.validation_num_replicas
     if asked is None:
-        return min(config.num_replicas * _devices_per_replica(config), num_devices)
+        return min(config.num_replicas * devices_per_replica(config), num_devices)
     if asked > num_devices:
         raise ConfigurationError(
             f"validation_num_replicas is {asked}, but there are only {num_devices} devices."
@@ -69,7 +69,8 @@ def _num_replicas(config: CnnConfig, num_devices: int) -> int:
     return asked
 
 
-def _devices_per_replica(config: CnnConfig) -> int:
+def devices_per_replica(config: CnnConfig) -> int:
+    """Count the devices that the stages of a replica lie on."""
     used: set[int] = set()
     for place in config.device_mapping or range(config.num_stages):
         used |= set(place) if isinstance(place, list) else {place}
@@ -144,7 +145,7 @@ def report_event(event: dict[str, Any], run: Run) -> None:
     """Send an event to all that receive them, and show it."""
     for writer in run.writers:
         writer.write(event)
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in event.items())
+    shown = "  ".join(f"{name} {figure(value)}" for name, value in event.items())
     run.console.line(shown)
 
 
@@ -173,6 +174,9 @@ def time_span(seconds: float) -> str:
 
 def delete_checkpoints(folder: Path) -> None:
     """Delete the checkpoints in a folder, and the folder if nothing else is in it."""
+    group.barrier("checkpoints have been read")
+    if not group.is_first():
+        return
     for path in folder.glob("*"):
         if is_checkpoint(path):
             shutil.rmtree(path)

@@ -14,8 +14,10 @@ from millrace.config import ConfigurationError
 def chosen_devices(options: DeviceOptions) -> Iterator[list[Any]]:
     """Yield the devices to use; inside, they are where arrays are made."""
     devices = find_devices(options)
+    # Arrays are made in this process; of several, each has devices of its own.
+    own = [d for d in devices if d.process_index == jax.process_index()]
     precision = None if options.matmul_precision == "default" else options.matmul_precision
-    with jax.default_device(devices[0]), jax.default_matmul_precision(precision):
+    with jax.default_device(own[0]), jax.default_matmul_precision(precision):
         yield devices
 
 

@@ -15,6 +15,7 @@ from millrace.apps.vcd.devices import chosen_devices
 from millrace.apps.vcd.evaluate import measure
 from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.apps.vcd.watching import ELBO, Watch
+from millrace.host import group
 from millrace.host.events import Schedule, schedule_events
 from millrace.host.run import INTERRUPTED, Run, run_command
 from millrace.host.runner import Runner
@@ -98,6 +99,8 @@ def _describe(
 
 def _measure(config: VcdConfig, run: Run, pictures: PictureData, state: TrainState) -> None:
     """Estimate log-likelihoods of what was not trained on."""
+    if not group.is_first():
+        return  # on one device, and the result is the first process's to write
     params = jax.device_put(jax.device_get(state.params))  # of many replicas' copies, one
     wanted = {
         "test": pictures.test if config.testing else None,
@@ -116,7 +119,7 @@ def _repeat(config: VcdConfig, run: Run) -> None:
     """Run with one seed after the other, each in a directory of its own."""
     found: list[dict[str, float]] = []
     for number in range(config.repeats):
-        path = run.directory.path / f"repeat-{number}"
+        path = run.directory.home / f"repeat-{number}"
         again = config.resume and (path / "config.yml").exists()
         own = dataclasses.replace(
             config,

@@ -16,7 +16,6 @@ from millrace.data.source import ArraySource
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
-from millrace.program.replicas import replica_mesh, replicated
 
 ELBO = "validation_elbo"
 
@@ -49,14 +48,13 @@ class Watch:
         count = len(devices)
         metric_fn = elbo_of(self._pictures.num_pixels, config.z_dim, config.seed)
         self._program = EvaluationProgram(metric_fn, Plan(num_replicas=count), devices)
-        self._everywhere = replicated(replica_mesh(count, devices))
         self._batch_size = min(_MOST_PICTURES, -(-len(self._pictures) // count)) * count
         self._folder = folder / FOLDER
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean ELBO; draw if that is asked for."""
         weights = _WithCarried(state.params)
-        placed = jax.device_put(weights, self._everywhere)
+        placed = self._program.place(weights)
         found = evaluate(self._program, placed, self._source, self._batch_size)
         if self._config.pictures:
             self._draw(state)

@@ -10,7 +10,7 @@ from millrace.apps.autoencoder.loss import dense_rows
 from millrace.apps.autoencoder.resident import ResidentRatings
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.config import build
-from millrace.data.ratings_generated import random_ratings
+from millrace.data.ratings.generated import random_ratings
 from millrace.program.replicas import replica_mesh, split_batch
 
 USERS, ITEMS = 50, 20

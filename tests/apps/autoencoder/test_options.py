@@ -1,4 +1,4 @@
-"""What the commands can be told: the seed's and the reference's options, and mistakes."""
+"""What the commands can be told: the reference's options, and mistakes."""
 
 import shlex
 from importlib import resources
@@ -78,7 +78,7 @@ def test_random_ratings_have_the_references_settings():
 def test_every_named_configuration_is_whole(name):
     config = build(AutoencoderConfig, load_named(RUNS, name))
     kind, _, period = name.partition("_")
-    if kind == "netflix":  # what the seed's commands say
+    if kind == "netflix":  # what the reference's commands say
         default = read(f"--training-data-file {config.training_data_file}")
         assert config.resolved_size == default.resolved_size
         assert config.resolved_batch_size == default.resolved_batch_size

@@ -20,7 +20,7 @@ from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import find_trained
 from millrace.config import ConfigurationError
-from millrace.data.ratings_file import load_ratings
+from millrace.data.ratings.file import load_ratings
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from millrace.apps.autoencoder.feeding import validation_users
 from millrace.apps.autoencoder.model import Model, init_params, reconstruct
 from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
-from millrace.data.ratings_generated import random_ratings
+from millrace.data.ratings.generated import random_ratings
 from millrace.plan import Plan
 
 USERS, ITEMS, BATCH, TOP = 53, 40, 8, 5

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
-from millrace.apps.autoencoder.plot import draw_points
-from millrace.apps.autoencoder.sweep_report import Trial, plot, table
+from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
+from millrace.report.drawings import points_chart
+from millrace.report.plots import Picture
 
 OPTIONS = f"{SMALL} --epochs 2 --batches-per-step 3 --no-dense-refeeding "
 
@@ -88,11 +89,13 @@ def test_the_table_has_a_line_for_each_learning_rate():
     assert without[1].error == 0.95 and TRIALS[1].error == 0.97
 
 
-def test_the_plot_marks_the_best_and_what_diverged():
-    drawn = ElementTree.fromstring(plot(TRIALS))
+def test_the_plot_marks_the_best_and_what_diverged(tmp_path):
+    part = sweep_part(TRIALS)
+    path = Picture("sweep", part.drawing()).save(tmp_path / "sweep.svg")
+    drawn = ElementTree.parse(path).getroot()
     space = "{http://www.w3.org/2000/svg}"
     circles = drawn.findall(f"{space}circle")
-    assert [c.get("r") for c in circles] == ["4", "6"]  # by exponent: -18, then -16
+    assert [c.get("r") for c in circles] == ["3.5", "6"]  # by exponent: -18, then -16
     assert float(circles[0].get("cy")) < float(circles[1].get("cy"))  # worse is higher
     titles = [t.text for t in drawn.iter(f"{space}title")]
     assert titles == ["-18: 1.2000", "-16: 0.9700", "-12: diverged"]
@@ -100,4 +103,4 @@ def test_the_plot_marks_the_best_and_what_diverged():
 
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, math.inf)], [(1, 0.0), (2, 0.0)]])
 def test_any_points_can_be_drawn(points):
-    ElementTree.fromstring(draw_points("a & b", "x", "y", points))
+    ElementTree.fromstring(points_chart("a & b", points, x_name="<x>"))

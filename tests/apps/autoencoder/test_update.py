@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.model import kept_codes
+from millrace.apps.autoencoder.loss import known_ratings
+from millrace.apps.autoencoder.model import hidden_ratings, kept_codes
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
@@ -66,12 +67,27 @@ def run_program(options, chunk):
     return config, model, before, jax.device_get(state), jax.device_get(info)
 
 
-def factors_on_codes(model, state, update, num_passes):
-    """The factors that dropout puts on the codes, drawn as the program draws them."""
+def key_of(state, update):
+    """The key of an update's only micro-batch."""
     key = jax.random.wrap_key_data(state.key)
     for part in (update, FORWARD, MICRO_BATCH):
         key = jax.random.fold_in(key, part)
-    kept = kept_codes(model, key, num_passes, USERS)
+    return key
+
+
+def factors_on_ratings(model, state, update, chunk):
+    """The factors that dropout puts on the ratings, drawn as the program draws them."""
+    batch = {name: leaf[update] for name, leaf in chunk.items()}
+    ones = known_ratings(batch | {"value": np.ones_like(batch["value"])})
+    seen = hidden_ratings(model, ones, key_of(state, update))
+    rows = np.zeros((USERS + 1, ITEMS))  # filling lies in the row past the end
+    rows[np.asarray(seen.row), np.asarray(seen.item)] = seen.value
+    return rows[:USERS]
+
+
+def factors_on_codes(model, state, update, num_passes):
+    """The factors that dropout puts on the codes, drawn as the program draws them."""
+    kept = kept_codes(model, key_of(state, update), num_passes, USERS)
     return [1.0 if k is None else np.asarray(k) / (1 - model.dropout_rate) for k in kept]
 
 
@@ -95,6 +111,8 @@ def assert_moved_alike(before, after, expected):
         {"learning_rate": 1e-4},
         {"no_dense_refeeding": True, "weight_decay": 0.0},
         {"untied_decoder": True, "loss_scaling": 1.0},
+        {"input_dropout_rate": 0.4, "learning_rate": 1e-4},
+        {"input_dropout_rate": 0.4, "no_dense_refeeding": True},
         {"no_selu": True, "no_dropout": True, "optimizer": "SGD", "learning_rate": 1e-4},
     ],
     ids=str,
@@ -108,8 +126,9 @@ def test_updates_are_those_of_the_oracle(options):
         kept = factors_on_codes(
             model, before, update, 2 if config.refeeding == "joint" else 1
         )
+        seen = factors_on_ratings(model, before, update, chunk)
         loss, rmse, gradients, _ = oracle.loss_and_gradients(
-            weights, rows, kept, config.refeeding, active=model.selu
+            weights, rows, kept, config.refeeding, active=model.selu, seen=seen
         )
         assert info["loss"][update] == pytest.approx(loss, rel=1e-5)
         assert info["rmse"][update] == pytest.approx(rmse, rel=1e-5)
@@ -124,9 +143,11 @@ def test_updates_are_those_of_the_oracle(options):
     assert_moved_alike(before.params, after.params, weights)
 
 
-def test_detached_refeeding_makes_two_updates_of_a_batch():
+@pytest.mark.parametrize("hidden", [0.0, 0.4])
+def test_detached_refeeding_makes_two_updates_of_a_batch(hidden):
     chunk, dense = batches_of(2, refed=True)
     options = {"detached_refeeding": True, "untied_decoder": True}
+    options |= {"input_dropout_rate": hidden}
     _, model, before, after, info = run_program(options, chunk)
     weights = as_float64(before.params)
     velocity = oracle.zeros_like(weights)
@@ -134,8 +155,9 @@ def test_detached_refeeding_makes_two_updates_of_a_batch():
         for is_refed in (0, 1):
             update = 2 * number + is_refed
             kept = factors_on_codes(model, before, update, 1)
+            seen = 1.0 if is_refed else factors_on_ratings(model, before, update, chunk)
             loss, rmse, gradients, output = oracle.loss_and_gradients(
-                weights, rows, kept, "none"
+                weights, rows, kept, "none", seen=seen
             )
             assert info["loss"][update] == pytest.approx(loss, rel=1e-4)
             weights, velocity = oracle.update(weights, velocity, gradients, rate=RATE)

@@ -49,6 +49,13 @@ def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
     assert events(run)[-1]["update"] == 6
 
 
+def test_the_report_shows_the_pipeline_as_it_was_measured(run):
+    page = (run / "report.html").read_text()
+    assert "<h2>Pipeline</h2>" in page
+    drawn = page[page.index("<h2>Pipeline</h2>") :]
+    assert "predicted from the stages" in drawn and ">measured<" in drawn
+
+
 def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
     """They can be validated without a pipeline, with the same result."""
     words = ["--training", "False", "--checkpoint-dir", str(run), "--validate", "last"]

@@ -120,7 +120,7 @@ def test_the_report_shows_the_pictures_evolve(trained):
     assert names == [f"{k}-{n:09d}.png" for k in kinds for n in (14, 28, 42, 56)]
     page = (trained.path / "report.html").read_text()
     assert page.count("<img ") == 12 and "after 56 updates" in page
-    assert "http" not in page  # it needs nothing from elsewhere
+    assert "http://" not in page and "https://" not in page  # nothing from elsewhere
     with Image.open(trained.path / "pictures" / names[0]) as picture:
         assert picture.mode == "L" and picture.size == (10 * (8 * 7 + 1), 8 * (8 * 7 + 1))
 

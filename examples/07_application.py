@@ -1,0 +1,59 @@
+"""A whole application: options, progress, checkpoints, --resume and a report.
+
+Try --help, or --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import millrace as mr
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveConfig(mr.Plan, mr.RunOptions):
+    """Fit a curve with a small network."""
+
+    num_epochs: int = 20
+    """Passes over the samples."""
+    micro_batch_size: int = 32
+    """Samples that one replica processes at a time."""
+    learning_rate: float = 0.01
+    """Adam's."""
+
+    def __post_init__(self) -> None:
+        mr.Plan.__post_init__(self)
+        mr.RunOptions.__post_init__(self)
+
+
+def loss_fn(params, carried, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"])
+    error = hidden @ params["out"] - batch["y"]
+    return jnp.mean(error**2), (carried, {"largest": jnp.abs(error).max()})
+
+
+def train(config: CurveConfig, run) -> None:
+    x = np.linspace(-3, 3, 2048, dtype=np.float32)[:, None]
+    samples = mr.ArraySource({"x": x, "y": np.sin(2 * x)})
+    schedule = mr.schedule_events(
+        updates_per_epoch=config.batching.updates_per_epoch(len(x)),
+        num_epochs=config.num_epochs,
+        events_per_epoch={"log": 1, "checkpoint": 0.2},
+    )
+    program = mr.training_program(loss_fn, optax.adam(config.learning_rate), config)
+    run.describe(program.devices, config, schedule, model="64 tanh units")
+    draw = jax.random.normal(jax.random.key(config.seed), (2, 64))
+    params = {"in": draw[:1] * 2, "bias": draw[1], "out": jnp.zeros((64, 1))}
+    infeed = mr.Infeed(mr.Stream(samples, config.batching.samples_per_step))
+    around = {"directory": run.directory, "console": run.console, "writers": run.writers}
+    with run.checkpoints(best="", keep=3) as checkpoints:
+        runner = mr.Runner(program, infeed, schedule, checkpoints=checkpoints, **around)
+        run.train(runner, program.init(params, seed=config.seed))
+    print(f"curve: train loss {run.summary['metrics']['train_loss']:.4f}")
+
+
+if __name__ == "__main__":
+    mr.run_as_command(train, CurveConfig, name="curve")

@@ -1,0 +1,54 @@
+"""A trained recommender in the hand: ratings in, ratings out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.trained import find_trained
+from millrace.data.ratings.matrix import find
+
+
+class Recommender(NamedTuple):
+    """A trained model; users are what they have rated, by the items' identifiers."""
+
+    config: AutoencoderConfig
+    model: Model
+    params: Any
+    item_ids: np.ndarray
+    checkpoint: Path
+
+    def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
+        """Return the rating that a user would give to each item."""
+        ids = np.array(list(ratings))
+        places = find(self.item_ids, ids) if len(ids) else np.zeros(0, int)
+        if (places < 0).any():
+            unknown = ids[places < 0][0]
+            raise ValueError(f"The model was trained without the item {unknown}.")
+        row = np.zeros((1, self.model.num_items), np.float32)
+        row[0, places] = list(ratings.values())
+        params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
+        output = np.asarray(reconstruct(self.model, params, jnp.asarray(row)))[0]
+        return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
+
+    def recommend(
+        self, ratings: Mapping[Any, float], top: int = 10
+    ) -> list[tuple[Any, float]]:
+        """Return the items not rated yet that the user would rate best, best first."""
+        foretold = self.predict(ratings)
+        others = [pair for pair in foretold.items() if pair[0] not in ratings]
+        return sorted(others, key=lambda pair: -pair[1])[:top]
+
+
+def load_recommender(path: Path | str) -> Recommender:
+    """Read the best checkpoint of an ``autoencoder train`` run."""
+    trained = find_trained(Path(path))
+    params, _ = trained.weights()
+    return Recommender(
+        trained.config, trained.model, params, trained.item_ids, trained.checkpoint
+    )

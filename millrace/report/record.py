@@ -1,0 +1,98 @@
+"""What a run has left in its directory, read back, also while it is still going."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from millrace.config import ConfigurationError, load_yaml
+
+FOLDER, PHASES = "report", "phases.json"
+"""In a run directory: what its report is drawn from."""
+
+RUNNING = "unfinished"
+"""The status of a run without a summary: still going, or killed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """One run: how it was asked for, what it logged, how it ended."""
+
+    path: Path
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    events: list[dict[str, Any]]
+    phases: list[tuple[str, float, float]]
+    """What was done from when to when, in seconds of the run's clock."""
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.path.resolve().name
+
+    @property
+    def command(self) -> str:
+        """Such as ``cnn train``."""
+        return str(self.config.get("command", "")).replace("-", " ", 1)
+
+    @property
+    def status(self) -> str:
+        """completed, interrupted, failed or unfinished."""
+        return self.summary.get("status", RUNNING)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric, also where there is no summary yet."""
+        found = self.summary.get("metrics") or {}
+        if not found and not self.summary:
+            for event in self.events:
+                found |= {k: v for k, v in event.items() if k not in PLACES}
+        return {name: as_number(value) for name, value in found.items()}
+
+
+PLACES = ("update", "epoch", "time")
+"""What of an event says where in the run it belongs."""
+
+
+def as_number(value: Any) -> float:
+    """Read a metric: what is not finite is text in JSON."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run directory; one that is still being written is read as far as it is."""
+    if not (path / "config.yml").is_file():
+        raise ConfigurationError(
+            f"{path} is not the directory of a run: it has no config.yml. Give what was "
+            "--run-dir, or one of the folders in runs/."
+        )
+    config = load_yaml(path / "config.yml")
+    summary = _json(path / "summary.json", {})
+    phases = _json(path / FOLDER / PHASES, [])
+    return RunRecord(path, summary, config, _events(path), phases)
+
+
+def _json(path: Path, otherwise: Any) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return otherwise
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The log events; a line cut short by a crash is left out."""
+    try:
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return events

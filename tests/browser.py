@@ -1,0 +1,156 @@
+"""Pages as a person meets them: opened in a real Chromium, at a phone's width."""
+
+import functools
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PHONE, DESK = 380, 1100
+_PATIENCE = 120  # seconds; a page takes a fraction of one
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_HARNESS = """<!doctype html><meta charset="utf-8"><title>harness</title><body><script>
+const pages = %s;
+function facts(frame) {
+  const page = frame.contentDocument, root = page.documentElement;
+  const images = [...page.images];
+  frame.contentWindow.getSelection().selectAllChildren(page.body);
+  const charts = [...page.querySelectorAll("svg.chart")]
+    .filter(svg => svg.getBoundingClientRect().width > 0);
+  return {
+    overflow: root.scrollWidth - root.clientWidth,
+    images: images.length,
+    missing: images.filter(i => !i.complete || !i.naturalWidth)
+      .map(i => i.src.slice(0, 80)),
+    selected: frame.contentWindow.getSelection().toString(),
+    text: page.body.innerText,
+    smallest: Math.min(99, ...charts.map(
+      svg => 12 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)),
+    charts: charts.length,
+    background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+    ink: frame.contentWindow.getComputedStyle(page.body).color,
+  };
+}
+async function look() {
+  const found = [];
+  for (const [page, width] of pages) {
+    const frame = document.createElement("iframe");
+    frame.style.width = width + "px"; frame.style.height = "800px";
+    frame.style.border = "0"; frame.style.colorScheme = "light dark";
+    const loaded = new Promise(resolve => frame.onload = resolve);
+    frame.src = page; document.body.append(frame);
+    await loaded;
+    await new Promise(resolve => setTimeout(resolve, 150));  // let its scripts run
+    found.push(facts(frame));
+    frame.remove();
+  }
+  return JSON.stringify(found);
+}
+const tell = text => fetch("/facts", {method: "POST", body: text});
+look().then(tell, error => tell(JSON.stringify(String(error))));
+</script>"""
+
+
+class Seen(NamedTuple):
+    """What a browser says of a page."""
+
+    overflow: int
+    """Pixels by which it is wider than the window."""
+    images: int
+    missing: list[str]
+    selected: str
+    """What a user gets who selects everything."""
+    text: str
+    smallest: float
+    """Pixels of the smallest text in a chart."""
+    charts: int
+    background: str
+    ink: str
+
+
+class Looked(NamedTuple):
+    """What came of opening pages."""
+
+    pages: list[Seen]
+    console: list[str]
+    """Errors and warnings that the browser has reported."""
+
+
+def chromium() -> str:
+    """Return the browser's program, or skip the test, saying so."""
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), "")
+    if not found:
+        pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)}, and CHROMIUM not set")
+    return found
+
+
+def look_at(
+    folder: Path, pages: Sequence[tuple[str, int]], profile: Path, *, dark: bool = False
+) -> Looked:
+    """Open pages of a folder, each at a width, over HTTP from this machine alone."""
+    program = chromium()
+    log = profile / "log"
+    told: queue.Queue[str] = queue.Queue()
+    with _served(folder, _HARNESS % json.dumps(list(pages)), told) as address:
+        colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
+        words = [
+            program,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            *("--enable-logging=stderr", "--v=0", "--disable-background-networking"),
+            *(*colours, f"--user-data-dir={profile}", f"{address}/harness"),
+        ]
+        with log.open("w") as errors:
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
+            try:
+                found = json.loads(told.get(timeout=_PATIENCE))
+            except queue.Empty:
+                pytest.fail(f"Chromium has not answered: {log.read_text()[-2000:]}")
+            finally:
+                process.terminate()
+                process.wait()
+    assert isinstance(found, list), found
+    console = re.findall(r"CONSOLE[:(].*", log.read_text())
+    return Looked([Seen(**facts) for facts in found], console)
+
+
+@contextmanager
+def _served(folder: Path, harness: str, told: "queue.Queue[str]") -> Iterator[str]:
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in ("/harness", "/favicon.ico"):
+                return super().do_GET()
+            return self._answer(harness.encode() if self.path == "/harness" else b"")
+
+        def do_POST(self) -> None:
+            told.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self._answer(b"")
+
+        def _answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            del format, arguments
+
+    handler = functools.partial(Handler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,72 @@
+"""The documentation as a site: built strictly, and opened in a real Chromium."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+from browser import DESK, PHONE, look_at
+from docs_blocks import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return sorted(p.name for p in site.glob("*.html") if p.name != "404.html")
+
+
+@pytest.fixture(scope="module")
+def looked(site, pages, tmp_path_factory):
+    wanted = [(page, width) for page in pages for width in (PHONE, DESK)]
+    return look_at(site, wanted, tmp_path_factory.mktemp("profile"))
+
+
+def test_every_page_is_there(pages):
+    written = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
+    assert set(pages) == written
+
+
+def test_the_browser_has_nothing_to_complain_of(looked):
+    assert looked.console == []
+    assert [seen.missing for seen in looked.pages] == [[]] * len(looked.pages)
+    assert sum(seen.images for seen in looked.pages) >= 8
+
+
+def test_no_page_is_wider_than_the_phone(looked, pages):
+    wide = [
+        page for page, seen in zip(pages, looked.pages[::2], strict=True) if seen.overflow
+    ]
+    assert wide == []
+
+
+def test_text_can_be_selected(looked, pages):
+    first = looked.pages[2 * pages.index("first_run.html")]
+    assert "validation accuracy" in first.selected
+    api = looked.pages[2 * pages.index("api.html")]
+    assert "training_program" in api.selected and "Infeed" in api.selected
+
+
+def test_pages_fetch_nothing_from_elsewhere(site, pages):
+    for page in pages:
+        text = (site / page).read_text()
+        sources = re.findall(
+            r'<(?:script|img|link|iframe)[^>]*(?:src|href)="([^"]+)"', text
+        )
+        away = [source for source in sources if re.match(r"(https?:)?//", source)]
+        assert away == [], page

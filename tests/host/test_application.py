@@ -1,0 +1,44 @@
+"""An application of one's own as a command."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "07_application.py"
+
+
+def run(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_a_wrong_option_is_one_line_and_status_2(monkeypatch, capsys):
+    assert run(monkeypatch, "--num-epoks", "3") == 2
+    errors = capsys.readouterr().err
+    assert errors == "curve: There is no option --num-epoks. Did you mean --num-epochs?\n"
+
+
+def test_help_has_the_docstrings_of_the_fields(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Passes over the samples." in shown and "--virtual-devices" in shown
+
+
+def test_it_has_a_run_directory_and_can_be_resumed(monkeypatch, tmp_path, capsys):
+    words = ("--num-epochs", "5", "--run-dir", str(tmp_path / "run"), "--quiet")
+    assert run(monkeypatch, *words) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["updates"] == 320
+    assert summary["changed_options"]["num_epochs"] == 5
+    assert "curve" in (tmp_path / "run" / "report.html").read_text()
+    assert run(monkeypatch, *words, "--resume") == 0

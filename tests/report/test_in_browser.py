@@ -1,0 +1,68 @@
+"""Reports opened in a real Chromium: on a phone and on a desk, light and dark."""
+
+import pytest
+from browser import DESK, PHONE, look_at
+from made_runs import add_parts, make_run
+
+from millrace.report.comparison import comparison_page
+from millrace.report.page import write_report
+from millrace.report.record import read_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    add_parts(make_run(folder / "full"))
+    error = "ValueError: " + "nobreak" * 40
+    make_run(folder / "failed", status="failed", error=error)
+    make_run(folder / "a-run-with-a-rather-long-name-that-cannot-be-broken-anywhere")
+    runs = sorted(path for path in folder.iterdir())
+    for run in runs:
+        write_report(run)
+    page = comparison_page([read_run(run) for run in runs])
+    (folder / "comparison.html").write_text(page)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(folder):
+    reports = sorted(path.relative_to(folder) for path in folder.glob("*/report.html"))
+    return [*map(str, reports), "comparison.html"]
+
+
+@pytest.fixture(scope="module")
+def light(folder, pages, tmp_path_factory):
+    wanted = [(page, width) for page in pages for width in (PHONE, DESK)]
+    return look_at(folder, wanted, tmp_path_factory.mktemp("light"))
+
+
+def test_the_browser_has_nothing_to_complain_of(light):
+    assert light.console == []
+    assert [seen.missing for seen in light.pages] == [[]] * len(light.pages)
+    assert max(seen.images for seen in light.pages) == 5
+
+
+def test_no_page_is_wider_than_the_phone(light):
+    assert [seen.overflow for seen in light.pages] == [0] * len(light.pages)
+
+
+def test_the_text_of_charts_can_be_read_on_the_phone(light):
+    assert all(seen.charts for seen in light.pages)
+    assert min(seen.smallest for seen in light.pages) >= 9.5
+
+
+def test_all_text_can_be_selected_also_that_of_charts(light, pages):
+    full = light.pages[2 * pages.index("full/report.html")]
+    for words in ("validation accuracy", "0.9611", "steady state", "pip install"):
+        assert words in full.selected
+
+
+def test_dark_is_dark_and_light_is_light(folder, light, tmp_path):
+    dark = look_at(folder, [("full/report.html", PHONE)], tmp_path, dark=True)
+    assert dark.console == []
+
+    def brightness(colour: str) -> int:
+        return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+
+    assert brightness(dark.pages[0].background) < 120 < brightness(dark.pages[0].ink)
+    assert brightness(light.pages[0].ink) < 120 < brightness(light.pages[0].background)
