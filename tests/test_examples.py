@@ -27,9 +27,17 @@ SAYS = {
 }
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+each_run = pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "06_pipeline"))
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 
 
-@each_example
+@each_run
 def test_example_runs_and_says_what_happened(example: Path, tmp_path: Path) -> None:
     # Not the suite's own eight devices: an example makes those it needs.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -101,6 +101,7 @@ def test_csv_and_markdown_say_the_same(measured):
     assert "(the real digits)" in text and "- wide skipped: it needs 9 devices" in text
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_large_says_what_it_needs_and_what_would_fit(
     tmp_path, monkeypatch
 ):

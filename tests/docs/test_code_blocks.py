@@ -5,7 +5,7 @@ from docs_blocks import ROOT, alike, blocks, commands, run_command, run_python
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHERS = {"pipelines.md"}  # has a test of its own
-LONG = {"console": {"cnn.md", "autoencoder.md", "vcd.md"}, "python": {"cnn.md", "vcd.md"}}
+LONG = {"first_run.md", "cnn.md", "autoencoder.md", "vcd.md"}
 """Pages whose blocks take a while; what they do, other tests see to as well."""
 
 
@@ -19,7 +19,7 @@ def pages_with(language: str) -> list:
         pytest.param(
             page,
             id=page.stem,
-            marks=[pytest.mark.slow] * (page.name in LONG[language]),
+            marks=[pytest.mark.slow] * (page.name in LONG),
         )
         for page in chosen
     ]

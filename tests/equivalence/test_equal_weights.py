@@ -157,10 +157,13 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
 @pytest.mark.parametrize(
     "precision",
     [
-        {"precision": "16.16"},
         {"precision": "16.16", "stochastic_rounding": True},
         {"precision": "16.32", "half_type": "float16", "loss_scaling": "dynamic"},
-        {"precision": "16.16", "half_type": "float16", "loss_scaling": 64.0},
+        pytest.param({"precision": "16.16"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"precision": "16.16", "half_type": "float16", "loss_scaling": 64.0},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -104,10 +104,11 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("loss_scale", "half_weights", "dynamic"),
+        "loss_scale",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("running_mean", "own_types", "half_compute")
+            for name in OPTIONS
+            if name != "loss_scale"
         ),
     ],
 )

@@ -64,6 +64,7 @@ def test_each_process_writes_its_part_of_a_checkpoint_and_one_the_manifest(two_b
     assert summary(two_by_two[0])["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_run_of_four_replicas_goes_on_with_two_and_less_processes(tmp_path, undisturbed):
     """Interrupted in two processes; the global batch stays, everything else changes."""
     directory = tmp_path / "run"

@@ -54,7 +54,7 @@ def logits(model, params, carried, x):
         ("cifar_resnet8", None, 7),
         ("resnet", "8", 7),
         ("resnext", "11", 13),
-        ("efficientnet", "cifar", 49),
+        pytest.param("efficientnet", "cifar", 49, marks=pytest.mark.slow),
     ],
 )
 def test_logits_are_equal_and_no_batch_norm_is_left(name, size, norms):

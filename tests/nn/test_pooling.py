@@ -30,7 +30,9 @@ def xla(x, window, strides, pads):
         ((9, 9), 2, 3, ((0, 0), (1, 1))),  # some values are in no window
     ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 def test_values_and_gradients_are_xlas(size, window, strides, pads, dtype):
     rng = np.random.default_rng(0)
     # Few distinct values: many windows have several that are the largest.

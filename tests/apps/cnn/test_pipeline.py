@@ -76,11 +76,12 @@ def test_a_watched_pipeline_is_drawn_and_told_of(run):
     assert facts["measured_seconds"] > 0
 
 
-@pytest.mark.parametrize("mapping", [["0", "0"], ["0", "1"]])
+@pytest.mark.parametrize(
+    "mapping", [["0", "0"], pytest.param(["0", "1"], marks=pytest.mark.slow)]
+)
 def test_a_pipeline_of_convolutions_computes_in_16_bits(mapping, tmp_path):
     assert (
         train(
-            *("--model", "cifar_resnet8", "--pipeline-splits", "conv3_block1_add"),
             *("--device-mapping", *mapping, "--precision", "16.32"),
             *("--eight-bit-transfer", "--accelerator-side-preprocess"),
             *("--num-epochs", "1", "--weight-updates-per-epoch", "1"),

@@ -147,8 +147,11 @@ def test_all_of_cifar_is_cut_into_the_executions_that_the_readme_says(
     ("logs", "updates_of_logs", "warning"),
     [
         ("2", range(11, 67, 11), "logs per epoch: 2 does not fall on whole weight updates"),
-        ("10", range(1, 67), "the nearest that does is 11, which is used instead"),
-        ("0.5", (22, 44, 66), None),
+        pytest.param(
+            *("10", range(1, 67), "the nearest that does is 11, which is used instead"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("0.5", (22, 44, 66), None, marks=pytest.mark.slow),
         ("0", (66,), "all 66 updates run on the device without returning to the host"),
     ],
 )

@@ -11,6 +11,8 @@ from millrace.apps.vcd import fused
 from millrace.apps.vcd.model import init_params, log_joint
 from millrace.apps.vcd.sampler import leapfrog, start
 
+pytestmark = pytest.mark.slow
+
 
 def problem(num_pixels, z_dim, num_hidden, num_chains):
     """A decoder, pictures, and chains that have just begun."""

@@ -250,6 +250,7 @@ def gradients_over(num_replicas, updates=500):
     return mean, np.sqrt((squares / updates - mean**2) / updates), info
 
 
+@pytest.mark.slow
 def test_four_replicas_of_a_quarter_of_the_batch_are_one_of_all_of_it():
     (one, error1, info1), (four, error4, info4) = gradients_over(1), gradients_over(4)
     error = np.sqrt(error1**2 + error4**2)
