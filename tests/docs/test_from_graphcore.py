@@ -11,7 +11,7 @@ from millrace.config import _hyphenate, _parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 
-# What the five documents name, command by command.
+# What Graphcore's documents name, command by command.
 NAMED = {
     "cnn train": """
         --accelerator-side-preprocess --available-memory-proportion --bn-momentum
