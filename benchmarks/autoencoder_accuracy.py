@@ -6,7 +6,7 @@ checkpoint of the autoencoder's, which regularisation of the others') and is jud
 third: one RMSE over all ratings together.
 
     python autoencoder_accuracy.py netflix_data/3m_ --configs netflix_3m paper_3m
-    python autoencoder_accuracy.py ml-1m/ --configs movielens_1m --factors 50
+    python autoencoder_accuracy.py movielens_data/1m_ --configs movielens_1m --factors 50
 
 Target: below the biases and below the matrix factorisation, or with --published at most
 that RMSE.
@@ -62,7 +62,7 @@ def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, 
         "validation": trained["best"]["validation_rmse"],
         "test": tested["metrics"]["validation_rmse"],
         "epoch": trained["best"]["epoch"],
-        "users_per_second": trained["samples_per_second"],
+        "rows_per_second": trained["samples_per_second"],
     }
 
 

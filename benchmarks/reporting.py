@@ -137,11 +137,21 @@ def spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
     return f"{scale * statistics.median(values):.{digits}f} ({' to '.join(shown)})"
 
 
-def publish(result: Result, args: argparse.Namespace) -> None:
-    """Print the result; write the report and the numbers if asked for."""
+def publish(
+    result: Result, args: argparse.Namespace, measured_on: Mapping[str, str] | None = None
+) -> None:
+    """Print the result; write the report and the numbers if asked for.
+
+    Args:
+        result: What was found.
+        args: Of ``parser``.
+        measured_on: Facts that replace this machine's, where another one did the work.
+    """
     table = "\n".join(_table(result.table))
     print(f"{table}\n\n{result.verdict}\n\n{result.explanation}")
     facts = _facts(args.commit)
+    if measured_on:
+        facts = {**facts, "hardware": measured_on["device"], **measured_on}
     if args.report:
         device = facts["device"].replace(" ", "-")
         path = _RESULTS / f"{facts['date']}-{result.name}-{device}.md"

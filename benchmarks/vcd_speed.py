@@ -6,9 +6,9 @@ pictures and orders that are drawn on the device. PyTorch runs the same iteratio
 with autograd for the chains' gradient and with the gradient written out; on a GPU also
 with its trajectories compiled. Rounds are interleaved.
 
-On a GPU the variants of millrace are measured side by side: XLA's kernels and the leapfrog
-kernel in Triton, in 32 bits (tensorfloat32 products) and with 16-bit products. ``--xla
-NAME=VALUE`` adds compiler options. A variant that fails says why, and the others go on.
+On a GPU millrace is measured in 32 bits (tensorfloat32 products) and with 16-bit products.
+``--xla NAME=VALUE`` adds compiler options. A variant that fails says why, and the others go
+on.
 
 Target: 1,000 iterations per second on an H200, 12 on two CPU cores.
 """
@@ -35,12 +35,10 @@ _FULL = {"batch": 100, "pixels": (28, 28), "hidden": 200, "samples": 50_000}
 _TINY = {"batch": 20, "pixels": (8, 8), "hidden": 16, "samples": 200}
 _CHAINS = {"z_dim": 10, "steps": 8, "leapfrogs": 5}
 
-_MILLRACE = {"xla": {}}
+_MILLRACE = {"32 bits": {}}
 _MILLRACE_ON_GPU = {
-    "xla": {},
-    "xla, bfloat16": {"precision": "16.32"},
-    "triton": {"hmc_kernel": "triton"},
-    "triton, bfloat16": {"hmc_kernel": "triton", "precision": "16.32"},
+    "32 bits": {},
+    "bfloat16": {"precision": "16.32"},
 }
 _TORCH = {
     "PyTorch eager": {"gradient": "autograd", "compile": None},
@@ -160,8 +158,7 @@ def explain(found: dict[str, Any], best: float) -> str:
             f"XLA's program has {kernels} kernels, almost all of them in the loop, for "
             f"{1e6 * best:.0f} us: the limit is the start of kernels that are too small to "
             "fill the device, not arithmetic (at 400 TFLOP/s in tensorfloat32 it would "
-            f"take {gigaflop / 400e3 * 1e6:.0f} us). Fewer kernels is what the one in "
-            "Triton is for."
+            f"take {gigaflop / 400e3 * 1e6:.0f} us)."
         )
     else:
         words.append("On a CPU nearly all of the time is in the decoder's products.")

@@ -1,9 +1,12 @@
 """The results page: measurements that were kept, each with its command and hardware.
 
+First what ``millrace bench`` has measured, then what the programs in ``benchmarks/`` found.
+
 It is made from files and nothing else, so that a test can make it again.
 """
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,11 +18,15 @@ from millrace.bench.comparing import read_results
 from millrace.bench.reporting import command_line, row_of, table
 from millrace.config import ConfigurationError
 
+_DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
+_HEADING = re.compile(r"^(#+ )", re.MULTILINE)
+
 _INTRODUCTION = """\
 # Results
 
-What `millrace bench` has measured, newest first. This page is made from the files in
-`benchmarks/results/` by
+What `millrace bench` has measured, newest first; below it, the [reports](#reports) of the
+programs in `benchmarks/`: accuracy on real data, speed against PyTorch, and what each
+feature costs. This page is made from the files in `benchmarks/results/` by
 
 ```
 millrace bench --page benchmarks/results --out docs/results.md
@@ -38,7 +45,7 @@ same call; *latency ratio* is PyTorch's median latency over ours. Above 1, ours 
 
 def write_page(places: Sequence[Path], out: Path | None) -> int:
     """Write the page from these files or folders to a file, or print it."""
-    text = page(files_in(places))
+    text = page(files_in(places), reports_in(places))
     if out is None:
         print(text, end="")
     else:
@@ -58,15 +65,33 @@ def files_in(places: Sequence[Path]) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def page(paths: Sequence[Path]) -> str:
+def reports_in(places: Sequence[Path]) -> list[Path]:
+    """Return the dated reports in these folders: of each subject and device, the newest."""
+    newest: dict[str, Path] = {}
+    for place in places:
+        for path in sorted(place.rglob("*.md")):
+            if dated := _DATED.fullmatch(path.stem):
+                newest[dated[1]] = path
+    return [newest[subject] for subject in sorted(newest)]
+
+
+def page(paths: Sequence[Path], reports: Sequence[Path] = ()) -> str:
     """Return the page as Markdown."""
     files = resources.files("millrace.bench")
     published = yaml.safe_load((files / "published.yml").read_text())
     kept = [read_results(path) for path in paths]
     kept.sort(key=lambda results: results["facts"]["date"], reverse=True)
     sections = [_section(results, published) for results in kept]
-    parts = [_INTRODUCTION, *sections, _others(published)]
+    parts = [_INTRODUCTION, *sections, _others(published), *_reports(reports)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _reports(paths: Sequence[Path]) -> list[str]:
+    """Return the reports as they are, a level lower."""
+    if not paths:
+        return []
+    texts = [_HEADING.sub(r"##\1", path.read_text().rstrip()) + "\n" for path in paths]
+    return ["\n## Reports\n", *texts]
 
 
 def _section(results: Mapping[str, Any], published: Sequence[Mapping[str, Any]]) -> str:

@@ -9,27 +9,37 @@ import numpy as np
 from millrace.plan import Plan
 
 _log = logging.getLogger("millrace")
+_MOST_SKIPPED = 24
+"""In a row, by dynamic loss scaling: then its factor, at most 2^24, is at its smallest."""
 
 
 class NotFinite(FloatingPointError):
-    """A loss or gradient was not a finite number, and the plan says to stop then."""
+    """A loss or gradient was not a finite number, and the run is to stop then."""
 
 
 class FiniteWatch:
-    """Looks at every update's loss; warns once, or stops if the plan says so.
+    """Looks at every update's loss; warns once, or stops if it is told to.
 
     Args:
-        plan: Its fp_exceptions decide.
+        plan: Its fp_exceptions stop at the first one, also of a gradient.
         update: Updates made before the first call.
         updates_per_epoch: To say where in the run it happened.
+        stops_diverged: Whether to stop where the loss stays so.
     """
 
     def __init__(
-        self, plan: Plan, update: int, updates_per_epoch: int | None = None
+        self,
+        plan: Plan,
+        update: int,
+        updates_per_epoch: int | None = None,
+        *,
+        stops_diverged: bool = False,
     ) -> None:
         self._plan = plan
         self._update = update
         self._updates_per_epoch = updates_per_epoch
+        self._stops_diverged = stops_diverged
+        self._lost = 0
         self._warned = False
 
     def check(self, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -38,10 +48,17 @@ class FiniteWatch:
         finite = np.isfinite(values["loss"])
         if self._plan.fp_exceptions:
             finite &= values["gradients_finite"] > 0
+        self._count_lost(finite)
         if not finite.all():
             self._report(values["loss"], int(np.argmin(finite)))
         self._update += len(finite)
         return values
+
+    def _count_lost(self, finite: np.ndarray) -> None:
+        """Count the updates since the last one whose loss was finite."""
+        places = np.flatnonzero(finite)
+        before, last = (0, places[-1]) if len(places) else (self._lost, -1)
+        self._lost = before + len(finite) - 1 - last
 
     def _report(self, losses: np.ndarray, first: int) -> None:
         update = self._update + first + 1
@@ -53,6 +70,11 @@ class FiniteWatch:
             where += f" (epoch {update / self._updates_per_epoch:.2f})"
         if self._plan.fp_exceptions:
             raise NotFinite(f"{where}; fp_exceptions stops there.")
+        may_be_lost = _MOST_SKIPPED if self._plan.loss_scaling == "dynamic" else 0
+        if self._stops_diverged and self._lost > may_be_lost:
+            raise NotFinite(
+                f"{where}: training has diverged. Start again with a smaller learning rate."
+            )
         if not self._warned:
             self._warned = True
             _log.warning(

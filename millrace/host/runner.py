@@ -83,6 +83,9 @@ class Runner:
         writers: Receive the log events.
         checkpoints: Where to save and resume; none if not given.
         validate: Returns validation metrics of a state; none if not given.
+        stops_diverged: Whether a loss that is not finite, and stays so, ends the run; a
+            warning says so otherwise.
+        when_compiled: Called before the first update; what it raises ends the run.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class Runner:
         writers: list[Writer],
         checkpoints: Checkpoints | None = None,
         validate: Validate | None = None,
+        stops_diverged: bool = False,
+        when_compiled: Callable[[], None] | None = None,
     ) -> None:
         self._program = program
         self._infeed = infeed
@@ -105,6 +110,8 @@ class Runner:
         self._writers = writers
         self._checkpoints = checkpoints
         self._validate = validate
+        self._stops_diverged = stops_diverged
+        self._when_compiled = when_compiled
         self._throughput = Throughput()
         self._started = time.perf_counter()
         self._earlier_seconds = 0.0
@@ -123,7 +130,10 @@ class Runner:
             state = self._resume(state)
         done = self._drained = int(state.update)
         self._finite = FiniteWatch(
-            self._program.plan, done, self._schedule.updates_per_epoch
+            self._program.plan,
+            done,
+            self._schedule.updates_per_epoch,
+            stops_diverged=self._stops_diverged,
         )
         total = self._schedule.total_updates
         self._console.start(total, done, self.elapsed())
@@ -133,6 +143,8 @@ class Runner:
             self._console.status("compiling")
             execution = self._schedule.updates_per_execution
             capacities = compile_calls(self._program, state, self._infeed, execution)
+            if self._when_compiled is not None:
+                self._when_compiled()
             self._console.status("training")
             with self._stopping_on_signals():
                 state, done = self._train(state, done, capacities)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from millrace.bench.page import files_in, page
+from millrace.bench.page import files_in, page, reports_in
 from millrace.bench.spec import load_spec
 from millrace.cli import main
 from millrace.config import ConfigurationError
@@ -41,7 +41,7 @@ def results(date, median, device="a GPU"):
 
 
 def test_the_page_in_the_docs_is_made_from_the_kept_files():
-    made = page(files_in([KEPT]))
+    made = page(files_in([KEPT]), reports_in([KEPT]))
     assert (ROOT / "docs" / "results.md").read_text() == made, (
         "millrace bench --page benchmarks/results --out docs/results.md makes it again"
     )
@@ -82,3 +82,16 @@ def test_all_published_figures_stand_beside_an_entry_and_name_their_source():
         assert fnmatch.filter(names, part["entries"]), part["what"]
         for hardware, figure, how, source in part["figures"]:
             assert all((hardware, figure, how, source))
+
+
+def test_of_each_subject_and_device_the_newest_report_is_on_the_page(tmp_path):
+    for name in ("2026-01-01-speed-cpu", "2026-02-01-speed-cpu", "2026-01-01-speed-GPU"):
+        (tmp_path / f"{name}.md").write_text(f"# {name}\n\n- commit: abc\n\n## More\n")
+    (tmp_path / "README.md").write_text("# not a report\n")
+    (tmp_path / "a.json").write_text(json.dumps(results("2026-01-01", 5.0)))
+    found = reports_in([tmp_path])
+    assert [path.stem for path in found] == ["2026-01-01-speed-GPU", "2026-02-01-speed-cpu"]
+    made = page(files_in([tmp_path]), found)
+    assert made.index("## Published") < made.index("\n## Reports\n")
+    assert "### 2026-02-01-speed-cpu\n" in made and "\n#### More\n" in made
+    assert "2026-01-01-speed-cpu" not in made and "not a report" not in made

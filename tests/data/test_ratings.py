@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.data.ratings.matrix import Unseen, align, find, from_events
+from millrace.data.ratings.matrix import Unseen, align, find, from_events, transposed
 
 
 def events(*triples, user_ids=(), item_ids=()):
@@ -54,6 +54,28 @@ def test_of_two_ratings_of_one_pair_the_later_counts(triples):
     expected = {(user, item): float(value) for user, item, value in triples}
     assert as_dict(ratings) == expected
     assert ratings.num_duplicates == len(triples) - len(expected)
+
+
+@given(st.lists(pairs, min_size=1, max_size=60))
+def test_transposed_ratings_are_the_same_ones_by_item(triples):
+    ratings = events(*triples)
+    by_item = transposed(ratings)
+    assert as_dict(by_item) == {(i, u): value for (u, i), value in as_dict(ratings).items()}
+    for name in ("starts", "items", "values"):
+        assert getattr(by_item, name).dtype == getattr(ratings, name).dtype
+    again = transposed(by_item)
+    for name in ("starts", "items", "values", "user_ids", "item_ids"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(ratings, name))
+
+
+def test_more_items_than_sixteen_bits_can_count_are_transposed():
+    items = [70_000, 3, 65_539, 131_075, 3]  # equal in their lower or upper halves
+    ratings = events(*((user, item, 1 + user) for user, item in enumerate(items)))
+    by_item = transposed(ratings)
+    assert by_item.num_users == 131_076 and by_item.num_items == 5
+    assert [by_item.of_user(item)[0].tolist() for item in items] == [
+        [0], [1, 4], [2], [3], [1, 4]
+    ]  # fmt: skip
 
 
 def test_values_are_kept_exactly():

@@ -12,7 +12,7 @@ import millrace as mr
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console
 from millrace.host.events import schedule_events
-from millrace.host.finite import NotFinite
+from millrace.host.finite import FiniteWatch, NotFinite
 from millrace.host.run_directory import RunDirectory
 from millrace.host.runner import Runner
 from millrace.host.writers import _JsonLines
@@ -111,6 +111,26 @@ def test_fp_exceptions_stop_at_the_first_and_save_nothing_after_it(tmp_path):
     checkpoints.close()
     assert [path.name for path in checkpoints.saved()] == ["update-000000003"]
     assert [event["update"] for event in directory.read_metrics()] == [3]
+
+
+def test_a_loss_that_stays_lost_stops_a_run_that_is_told_to():
+    plan = mr.Plan(micro_batch_size=2)
+    watch = FiniteWatch(plan, 10, 100, stops_diverged=True)
+    watch.check({"loss": np.array([1.0, np.nan, 1.0])})  # it was one bad batch
+    with pytest.raises(NotFinite, match=r"inf at update 15 \(epoch 0.15\): .* diverged"):
+        watch.check({"loss": np.array([1.0, np.inf, np.nan])})
+
+
+def test_dynamic_loss_scaling_may_skip_some_updates_before_a_run_is_lost():
+    plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling="dynamic")
+    watch = FiniteWatch(plan, 0, stops_diverged=True)
+    bad = np.full(12, np.nan)
+    watch.check({"loss": bad})
+    watch.check({"loss": bad})
+    with pytest.raises(NotFinite, match="has diverged"):
+        watch.check({"loss": np.array([np.nan])})
+    watch.check({"loss": np.append(bad, 1.0)})
+    watch.check({"loss": bad})
 
 
 def test_fp_exceptions_see_a_gradient_that_the_loss_does_not_show(tmp_path):

@@ -99,7 +99,7 @@ def assert_same(directory: Path, expected: Path) -> None:
     pairs = list(zip(weights(directory), weights(expected), strict=True))
     assert len(pairs) > 2
     for ours, theirs in pairs:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     ours, theirs = summary(directory)["metrics"], summary(expected)["metrics"]
     for name, value in theirs.items():
         assert float(ours[name]) == pytest.approx(float(value), rel=1e-4), name

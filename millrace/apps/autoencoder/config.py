@@ -23,12 +23,12 @@ class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
     """What every command that trains shares."""
 
     epochs: float | None = None
-    """Passes over the training users (default: 160, 60 for generated ratings, 2 for
+    """Passes over the training rows (default: 160, 60 for generated ratings, 2 for
     random ones)."""
     batches_per_step: int = 250
     """Batches the device trains on without returning to the host; at most an epoch."""
     validation_batch_size: int | None = None
-    """Users validated at a time (default: batch_size, 128 for random ratings)."""
+    """Rows validated at a time (default: batch_size, 128 for random ratings)."""
     no_validation: bool = False
     """Do not validate, whatever there is to validate with."""
     valid_per_epoch: float = 1.0
@@ -80,7 +80,7 @@ class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
 
     @property
     def resolved_validation_batch_size(self) -> int:
-        """Users validated at a time, worked out."""
+        """Rows validated at a time, worked out."""
         usual = 128 if self.data_kind == "random" else self.resolved_batch_size
         return self.validation_batch_size or usual
 
@@ -114,7 +114,7 @@ class AutoencoderConfig(TrainingOptions):
     num_replicas: int = field(
         default=1, metadata=_MAY_CHANGE | {"aliases": ("--replicas",)}
     )
-    """Copies of the model, one per device, that share every batch's users."""
+    """Copies of the model, one per device, that share every batch's rows."""
     early_stopping: int | None = None
     """Stop after so many validations without a better one, and go back to the best."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
@@ -153,8 +153,8 @@ class AutoencoderConfig(TrainingOptions):
         count = self.num_replicas
         if count < 1 or self.resolved_batch_size % count:
             raise ValueError(
-                f"num_replicas must divide the batch of {self.resolved_batch_size} users, "
-                f"got {count}."
+                f"num_replicas must divide the batch of {self.resolved_batch_size} "
+                f"{self.rows}, got {count}."
             )
         if count == 1:
             return
@@ -172,9 +172,9 @@ class AutoencoderConfig(TrainingOptions):
     def plan(self) -> Plan:
         """How the runtime carries out an update."""
         self._check_replicas()
-        users = self.resolved_batch_size // self.num_replicas
+        rows = self.resolved_batch_size // self.num_replicas
         return dataclasses.replace(
-            super().plan, micro_batch_size=users, num_replicas=self.num_replicas
+            super().plan, micro_batch_size=rows, num_replicas=self.num_replicas
         )
 
     def _name_run_directory(self, folder: Path) -> None:

@@ -1,4 +1,8 @@
-"""Ratings to train on, to validate with and to test with, from files or made up."""
+"""Ratings to train on, to validate with and to test with, from files or made up.
+
+Where rows are to be items, the ratings are turned when they are loaded: from there on
+items take the users' part, and the rest of the application need not know.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,7 +10,7 @@ from typing import Any, NamedTuple
 from millrace.apps.autoencoder.data_options import DataOptions
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.generated import generated_ratings, random_ratings
-from millrace.data.ratings.matrix import Ratings, Unseen
+from millrace.data.ratings.matrix import Ratings, Unseen, transposed
 from millrace.host.run import Run
 
 _RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}
@@ -15,7 +19,7 @@ _VALIDATION_SHARE = 13
 
 
 class RatingData(NamedTuple):
-    """Ratings, numbered alike."""
+    """Ratings, numbered alike, by user or by item."""
 
     training: Ratings
     validation: Ratings | None
@@ -28,7 +32,20 @@ class RatingData(NamedTuple):
 
 
 def load(config: DataOptions, seed: int) -> RatingData:
-    """Load the ratings that the configuration names, or make them up."""
+    """Load the ratings that the configuration names, or make them up; rows as it says."""
+    ratings = _by_user(config, seed)
+    return turned(ratings) if config.rows == "items" else ratings
+
+
+def turned(ratings: RatingData) -> RatingData:
+    """Make ratings by user ratings by item, or the other way round."""
+    parts = (ratings.training, ratings.validation, ratings.test)
+    training, *others = (None if part is None else transposed(part) for part in parts)
+    assert training is not None
+    return ratings._replace(training=training, validation=others[0], test=others[1])
+
+
+def _by_user(config: DataOptions, seed: int) -> RatingData:
     if config.data_kind == "generated":
         return _generated(config, seed)
     if config.data_kind == "random":
@@ -63,14 +80,16 @@ def _given(config: DataOptions, *names: str) -> dict[str, Any]:
 def describe(ratings: RatingData, config: DataOptions) -> str:
     """Name the ratings and their numbers in a line."""
     training, validation = ratings.training, ratings.validation
+    num_users, num_items = training.num_users, training.num_items
+    if config.rows == "items":
+        num_users, num_items = num_items, num_users
     place = "made up at random"
     if config.data_kind == "generated":
         place = f"generated, with noise {ratings.noise:g}"
     elif isinstance(config.training_data_file, Path):
         place = str(config.training_data_file)
     line = (
-        f"{training.num_ratings:,} by {training.num_users:,} users of "
-        f"{training.num_items:,} items ({place})"
+        f"{training.num_ratings:,} by {num_users:,} users of {num_items:,} items ({place})"
     )
     if validation is not None:
         line += f", {validation.num_ratings:,} to validate with"

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 _MAY_CHANGE = {"may_change": True}
 
 DataKind = Literal["file", "random", "generated"]
+Rows = Literal["users", "items"]
 
 
 class Recommended(NamedTuple):
@@ -40,6 +41,10 @@ class DataOptions:
     """file, random (nothing can be learnt from it; for measuring speed) or generated
     (from a known truth, so that a run shows learning). Default: random without a
     training file."""
+    rows: Rows = "users"
+    """Whose ratings the network reads at a time, and reconstructs: a user's, of all
+    items, or an item's, by all users. Rows of items foretold MovieLens better; they know
+    no other users than those in training."""
     rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
     """The smallest and the largest that a rating in a file may be."""
     num_users: int | None = None

@@ -27,6 +27,7 @@ class Model(NamedTuple):
     """The choices that make up a model."""
 
     num_items: int
+    """Columns of a row: where rows are items, these are the users."""
     size: int
     dropout_rate: float
     """0 for none."""
@@ -78,10 +79,25 @@ def reconstruct(
         rows: (users, items), 0 where there is no rating.
         kept: What dropout keeps of the codes; None for all, as outside training.
     """
-    first, last = params["encoder"]["fc_1"], params["decoder"]["fc_3"]
+    first = params["encoder"]["fc_1"]
     hidden = _inner(model, params, rows @ first["kernel"] + first["bias"], kept)
-    kernel = first["kernel"].T if model.tied else last["kernel"]
-    return _activate(model, hidden @ kernel + last["bias"])
+    last = last_layer(model, params)
+    return activate(model, hidden @ last.kernel.T + last.bias)
+
+
+class LastLayer(NamedTuple):
+    """The layer whose outputs are ratings."""
+
+    kernel: jax.Array
+    """(items, width of what enters it)"""
+    bias: jax.Array
+
+
+def last_layer(model: Model, params: Any) -> LastLayer:
+    """Return the last layer, be it the first one's transpose or the decoder's own."""
+    last = params["decoder"]["fc_3"]
+    tied = params["encoder"]["fc_1"]["kernel"]
+    return LastLayer(tied if model.tied else last["kernel"].T, last["bias"])
 
 
 class Known(NamedTuple):
@@ -101,33 +117,40 @@ def reconstruct_known(
     The two large products become sums over the weights of what is rated: of 17,770 items
     a user of Netflix has rated some forty in three months.
     """
-    first, last = params["encoder"]["fc_1"], params["decoder"]["fc_3"]
+    hidden = hidden_of_known(model, params, known, num_users, kept)[known.row]
+    last = last_layer(model, params)
+    products = jnp.einsum("ij,ij->i", hidden, last.kernel[known.item])
+    return activate(model, products + last.bias[known.item])
+
+
+def hidden_of_known(
+    model: Model, params: Any, known: Known, num_users: int, kept: jax.Array | None = None
+) -> jax.Array:
+    """Return what enters the last layer, from the known ratings alone."""
+    first = params["encoder"]["fc_1"]
     terms = first["kernel"][known.item] * known.value[:, None]
     # In float32, as a product of matrices would add them up.
     sums = jnp.zeros((num_users, terms.shape[1])).at[known.row].add(terms, mode="drop")
-    sums = sums.astype(terms.dtype) + first["bias"]
-    hidden = _inner(model, params, sums, kept)[known.row]
-    kernel = first["kernel"] if model.tied else last["kernel"].T
-    products = jnp.einsum("ij,ij->i", hidden, kernel[known.item])
-    return _activate(model, products + last["bias"][known.item])
+    return _inner(model, params, sums.astype(terms.dtype) + first["bias"], kept)
 
 
 def _inner(model: Model, params: Any, sums: jax.Array, kept: jax.Array | None) -> jax.Array:
     """From what enters the first layer's activation to what enters the last layer."""
-    hidden = _activate(model, sums)
+    hidden = activate(model, sums)
     for name in _LAYERS[1:]:
         layer = params["encoder"][name]
-        hidden = _activate(model, hidden @ layer["kernel"] + layer["bias"])
+        hidden = activate(model, hidden @ layer["kernel"] + layer["bias"])
     if kept is not None:
         hidden = _dropout(hidden, kept, model.dropout_rate)
     for name, mirrored in zip(_LAYERS[:-1], reversed(_LAYERS), strict=False):
         layer = params["decoder"][name]
         kernel = params["encoder"][mirrored]["kernel"].T if model.tied else layer["kernel"]
-        hidden = _activate(model, hidden @ kernel + layer["bias"])
+        hidden = activate(model, hidden @ kernel + layer["bias"])
     return hidden
 
 
-def _activate(model: Model, x: jax.Array) -> jax.Array:
+def activate(model: Model, x: jax.Array) -> jax.Array:
+    """Return the activation, or `x` itself where all is linear."""
     return jax.nn.selu(x) if model.selu else x
 
 

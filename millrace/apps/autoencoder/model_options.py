@@ -20,7 +20,7 @@ class ModelOptions:
     dropout_rate: float | None = None
     """Share of the code that is dropped (default: 0.65 for size 128, otherwise 0.8)."""
     input_dropout_rate: float = 0.0
-    """Share of a user's ratings that the network does not see while it learns to foretell
+    """Share of a row's ratings that the network does not see while it learns to foretell
     all of them, as it will have to."""
     untied_decoder: bool = False
     """Give the decoder weights of its own, as in the paper, instead of the encoder's."""

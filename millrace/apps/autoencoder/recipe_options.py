@@ -12,7 +12,7 @@ class RecipeOptions:
     """How it is trained."""
 
     batch_size: int | None = None
-    """Users per weight update (default: by the name of the training file; 64 where
+    """Rows per weight update (default: by the name of the training file; 64 where
     ratings are made up)."""
     no_dense_refeeding: bool = False
     """Learn from the known ratings only, not from the reconstruction as well."""

@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -14,21 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.apps.autoencoder.columns import columns_of, foretold
 from millrace.apps.autoencoder.feeding import ByUser
 from millrace.apps.autoencoder.loss import dense_rows
-from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.recommend_options import RecommendConfig
 from millrace.apps.autoencoder.scoring import top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
 from millrace.apps.autoencoder.validate import ratings_for
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings, find
-from millrace.data.ratings.source import RatingsSource, active_users
+from millrace.data.ratings.matrix import Ratings, find, transposed
+from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.host.loops import repeat
+from millrace.program.step import narrow
 
 
 class Recommendation(NamedTuple):
@@ -46,11 +48,10 @@ def recommend(config: RecommendConfig) -> None:
     """Print recommendations, or write them to a file."""
     trained = find_trained(config.checkpoint, newest=config.which == "newest")
     titles = load_titles(config.titles) if config.titles else {}
-    # What it was validated with is not needed, and may be gone.
-    without = dataclasses.replace(trained.config, validation_data_file=None)
-    trained = trained._replace(config=without)
-    ratings = ratings_for(trained, config.training_data_file, None).training
-    users = active_users(ratings) if config.all else _find_users(config.user, ratings)
+    ratings = rated_before(trained, config.training_data_file)
+    users = active_users(ratings)
+    if not config.all:
+        users = find_users(config.user, ratings, trained)
     found = recommendations(trained, ratings, users, config.top, config.batch_size, titles)
     if config.out is None:
         return _print(found, with_titles=bool(titles))
@@ -59,9 +60,30 @@ def recommend(config: RecommendConfig) -> None:
     print(f"{count:,} recommendations to {len(users):,} users: {config.out}")
 
 
-def _find_users(names: list[str], ratings: Ratings) -> np.ndarray:
+def rated_before(trained: Trained, path: Path | None = None) -> Ratings:
+    """Return what users have rated, by user, with the items as the model has them.
+
+    Args:
+        trained: The model.
+        path: A file of ratings; None for what it was trained on.
+    """
+    # What it was validated with is not needed, and may be gone.
+    without = dataclasses.replace(trained.config, validation_data_file=None)
+    ratings = ratings_for(trained._replace(config=without), path, None).training
+    return transposed(ratings) if trained.config.rows == "items" else ratings
+
+
+def find_users(names: Iterable[Any], ratings: Ratings, trained: Trained) -> np.ndarray:
+    """Return the places of users in the ratings; each must have some."""
+    names = list(names)
     places = find(ratings.user_ids, np.array(names))
     for name, place in zip(names, places, strict=True):
+        if place < 0 and trained.config.rows == "items":
+            raise ConfigurationError(
+                f"The model was trained without user {name}, and a model with rows of "
+                "items knows no others. Train again with this user's ratings, or with "
+                "--rows users, which can recommend to new users."
+            )
         if place < 0:
             raise ConfigurationError(f"There is no user {name} in the ratings.")
         if not len(ratings.of_user(place)[0]):
@@ -83,16 +105,14 @@ def recommendations(
 
     Args:
         trained: The model.
-        ratings: What users have rated; it is not recommended again.
+        ratings: What users have rated, by user; it is not recommended again.
         users: Places in `ratings`.
         top: Items for each user.
         batch_size: Users at a time.
         titles: What items are called, as far as is known.
     """
-    params, _ = trained.weights()
-    compute = jnp.dtype(trained.config.plan.types.compute)
-    params = jax.tree.map(lambda p: p.astype(compute), params)
-    for found in top_streamed(trained.model, params, ratings, users, top, batch_size):
+    foretell, weights = _foreteller(trained, ratings)
+    for found in top_streamed(foretell, weights, ratings, users, top, batch_size):
         for place, is_real in enumerate(found["valid"]):
             if not is_real:
                 continue
@@ -105,9 +125,25 @@ def recommendations(
                     yield Recommendation(user, rank, name, float(rating), title)
 
 
+Foretell = Callable[[Any, jax.Array, jax.Array], jax.Array]
+"""``(weights, rows, users) -> what the users would rate, (users, items)``."""
+
+
+def _foreteller(trained: Trained, ratings: Ratings) -> tuple[Foretell, Any]:
+    """Return what foretells ratings by user, and the weights that it needs."""
+    model, compute = trained.model, trained.config.plan.types.compute
+    params, _ = trained.weights()
+    if trained.config.rows == "users":
+        params = narrow(params, compute)
+        return lambda params, rows, _: reconstruct(model, params, rows), params
+    batch_size = trained.config.resolved_validation_batch_size
+    columns = columns_of(model, params, transposed(ratings), batch_size, compute)
+    return lambda columns, _, users: foretold(model, columns, users), columns
+
+
 def top_streamed(
-    model: Model,
-    params: Any,
+    foretell: Foretell,
+    weights: Any,
     ratings: Ratings,
     users: np.ndarray,
     top: int,
@@ -115,26 +151,24 @@ def top_streamed(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches of users with their best items, as the device hands them over."""
 
-    def body(params: Any, element: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def body(weights: Any, element: Any) -> tuple[Any, dict[str, jax.Array]]:
         batch = element["batch"]
-        rows = dense_rows(batch, model.num_items).astype(jax.tree.leaves(params)[0].dtype)
-        output = reconstruct(model, params, rows).astype(jnp.float32)
+        rows = dense_rows(batch, ratings.num_items)
+        rows = rows.astype(jax.tree.leaves(weights)[0].dtype)
+        output = foretell(weights, rows, batch["user"]).astype(jnp.float32)
         rating, item = top_items(output, rows, top)
         valid = element["valid"]
-        return params, {
+        return weights, {
             "user": batch["user"], "item": item, "rating": rating, "valid": valid
         }  # fmt: skip
 
     batch_size = min(batch_size, len(users))
-    counts = ratings.num_ratings_by_user[users]
-    padded = np.append(counts, np.repeat(counts[-1:], -len(users) % batch_size))
-    capacity = int(padded.reshape(-1, batch_size).sum(1).max())
-    source = ByUser(RatingsSource(ratings, capacity=capacity, users=users))
+    source = ByUser(evaluation_source(ratings, None, batch_size, users))
     batches = EvaluationBatches(source, batch_size)
     outfeed = Outfeed()
     with Infeed(batches) as infeed, ThreadPoolExecutor(1) as pool:
         loop = pool.submit(
-            repeat, len(batches), body, params, infeed=infeed, outfeed=outfeed
+            repeat, len(batches), body, weights, infeed=infeed, outfeed=outfeed
         )
         yield from outfeed
         loop.result()  # raises what went wrong

@@ -10,12 +10,20 @@ import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.recommend import (
+    find_users,
+    rated_before,
+    recommendations,
+)
 from millrace.apps.autoencoder.trained import find_trained
 from millrace.data.ratings.matrix import find
 
 
 class Recommender(NamedTuple):
-    """A trained model; users are what they have rated, by the items' identifiers."""
+    """A trained model; users are what they have rated, by the items' identifiers.
+
+    Where rows are items, users are those of the training ratings, by their own.
+    """
 
     config: AutoencoderConfig
     model: Model
@@ -25,6 +33,11 @@ class Recommender(NamedTuple):
 
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
         """Return the rating that a user would give to each item."""
+        if self.config.rows == "items":
+            raise ValueError(
+                "A model with rows of items foretells the ratings of the users that it was "
+                "trained with: ask recommend_to(user)."
+            )
         ids = np.array(list(ratings))
         places = find(self.item_ids, ids) if len(ids) else np.zeros(0, int)
         if (places < 0).any():
@@ -43,6 +56,14 @@ class Recommender(NamedTuple):
         foretold = self.predict(ratings)
         others = [pair for pair in foretold.items() if pair[0] not in ratings]
         return sorted(others, key=lambda pair: -pair[1])[:top]
+
+    def recommend_to(self, user: Any, top: int = 10) -> list[tuple[Any, float]]:
+        """Return the best items for a user of the training ratings, which are read."""
+        trained = find_trained(self.checkpoint)
+        ratings = rated_before(trained)
+        users = find_users([user], ratings, trained)
+        found = recommendations(trained, ratings, users, top, 1, {})
+        return [(entry.item, entry.rating) for entry in found]
 
 
 def load_recommender(path: Path | str) -> Recommender:

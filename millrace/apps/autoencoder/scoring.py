@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from millrace.apps.autoencoder.columns import Columns, foretold
 from millrace.apps.autoencoder.feeding import ForEvaluation
 from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.host.finite import NotFinite
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
@@ -32,16 +34,16 @@ class Ranking(NamedTuple):
 
 
 class Validator:
-    """Validates weights on a device of its own choice, every user counted once.
+    """Validates weights on a device of its own choice, every row counted once.
 
     Args:
-        metric_fn: From `errors_of`, or several models' of them.
+        metric_fn: From `errors_of`, or several models' of them, or from `rankings_of`.
         plan: Gives the precision.
-        source: Users with what they have rated, and what is to be foretold.
-        batch_size: Users at a time.
+        source: Rows with what has been rated, and what is to be foretold.
+        batch_size: Rows at a time.
         device: Where.
         by_itself: Whether this process validates what no other does; otherwise several
-            share the users, and each returns the result of all.
+            share the rows, and each returns the result of all.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Validator:
         self._batch_size = batch_size
 
     def means(self, params: Any) -> dict[str, float]:
-        """Return the mean over users of what the metric function returns."""
+        """Return the mean over rows of what the metric function returns."""
         placed = self._program.place(Weights(params))
         return evaluate(
             self._program,
@@ -72,8 +74,15 @@ class Validator:
         )
 
     def __call__(self, state: Any) -> dict[str, float]:
-        """Return the metrics of a training state's weights."""
-        return self.of_weights(state.params)
+        """Return the metrics of a training state's weights, which must not be lost."""
+        found = self.of_weights(state.params)
+        if not math.isfinite(found["rmse"]):
+            raise NotFinite(
+                f"The validation RMSE is {found['rmse']:g} after update "
+                f"{int(state.update)}: training has diverged. Start again with a smaller "
+                "learning rate."
+            )
+        return found
 
     def of_weights(self, params: Any) -> dict[str, float]:
         """Return the metrics of weights."""
@@ -81,7 +90,12 @@ class Validator:
 
 
 def errors_of(model: Model, ranking: Ranking | None = None) -> MetricFn:
-    """Return what is measured of each user; `scores` makes metrics of the means."""
+    """Return what is measured of each row; `scores` makes metrics of the means.
+
+    Args:
+        model: Whose weights will be given.
+        ranking: How to judge rankings, where rows are users.
+    """
 
     def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
         del carried
@@ -95,22 +109,37 @@ def errors_of(model: Model, ranking: Ranking | None = None) -> MetricFn:
     return metric_fn
 
 
+def rankings_of(model: Model, ranking: Ranking) -> MetricFn:
+    """Return what is measured of each user's ranking where rows are items.
+
+    It is given `Columns` in place of weights.
+    """
+
+    def metric_fn(columns: Columns, carried: Any, batch: Any) -> dict[str, jax.Array]:
+        del carried
+        output = foretold(model, columns, batch["user"]).astype(jnp.float32)
+        rows = dense_rows(batch, output.shape[1])
+        return ranking_quality(output, rows, batch, ranking)
+
+    return metric_fn
+
+
 def rating_errors(output: jax.Array, batch: Any) -> dict[str, jax.Array]:
-    """Return each user's errors on the ratings to foretell, added up."""
+    """Return each row's errors on the ratings to foretell, added up."""
     row, item, value = known_ratings(batch, "target_")
     # Filling has a row past the end: it reads 0, and what it adds is dropped.
     error = output.at[row, item].get(mode="fill", fill_value=0) - value.astype(jnp.float32)
     nothing = jnp.zeros(output.shape[0])
 
-    def by_user(values: jax.Array) -> jax.Array:
+    def by_row(values: jax.Array) -> jax.Array:
         return nothing.at[row].add(values, mode="drop")
 
-    squared, count = by_user(jnp.square(error)), by_user(jnp.ones_like(error))
+    squared, count = by_row(jnp.square(error)), by_row(jnp.ones_like(error))
     whole = batch["is_whole"].astype(jnp.float32)
     batch_rmse = jnp.sqrt(squared.sum() / jnp.maximum(count.sum(), 1))
     return {
         "squared_error": squared,
-        "absolute_error": by_user(jnp.abs(error)),
+        "absolute_error": by_row(jnp.abs(error)),
         "num_ratings": count,
         "is_whole": whole,
         "batch_rmse": batch_rmse * whole,
@@ -150,18 +179,17 @@ def top_items(output: jax.Array, rows: jax.Array, top: int) -> tuple[jax.Array, 
 
 
 def scores(means: dict[str, float]) -> dict[str, float]:
-    """Turn means over users into metrics.
+    """Turn means over rows into metrics, of ratings and rankings as far as measured.
 
     ``rmse`` and ``mae`` pool all ratings. ``mean_batch_rmse`` is what the reference calls
     RMSE: the mean over whole batches of each batch's own.
     """
-    per_user = means["num_ratings"]
-    found = {
-        "rmse": math.sqrt(means["squared_error"] / per_user),
-        "mae": means["absolute_error"] / per_user,
-    }
-    whole = means["is_whole"]
-    found["mean_batch_rmse"] = means["batch_rmse"] / whole if whole else found["rmse"]
+    found = {}
+    if per_row := means.get("num_ratings"):
+        found["rmse"] = math.sqrt(means["squared_error"] / per_row)
+        found["mae"] = means["absolute_error"] / per_row
+        whole = means["is_whole"]
+        found["mean_batch_rmse"] = means["batch_rmse"] / whole if whole else found["rmse"]
     if "recall" in means:
         ranked = means["has_relevant"]
         for name in ("recall", "ndcg"):

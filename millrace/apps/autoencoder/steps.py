@@ -1,6 +1,6 @@
 """The run in steps, as the reference counts: a step is some hundred batches.
 
-Steps run on across epochs; an epoch is only so many users.
+Steps run on across epochs; an epoch is only so many rows.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Steps(NamedTuple):
     per_validation: int
     """0: only at the end."""
     batches_per_epoch: int
-    """After how many batches the users are shuffled anew."""
+    """After how many batches the rows are shuffled anew."""
     updates_per_batch: int
     """Two where the reconstruction has an update of its own."""
 
@@ -33,22 +33,22 @@ class Steps(NamedTuple):
         return self.batches_per_step * self.updates_per_batch
 
 
-def steps_of(config: TrainingOptions, num_users: int) -> Steps:
-    """Work out the run for so many users with ratings."""
+def steps_of(config: TrainingOptions, num_rows: int) -> Steps:
+    """Work out the run for so many users, or items, with ratings."""
     batch = config.resolved_batch_size
-    if num_users < batch:
+    if num_rows < batch:
         raise ConfigurationError(
-            f"There are {num_users} users with ratings, fewer than one batch of {batch}. "
-            "Lower --batch-size."
+            f"There are {num_rows} {config.rows} with ratings, fewer than one batch of "
+            f"{batch}. Lower --batch-size."
         )
-    per_step = min(config.batches_per_step, num_users // batch)
-    per_epoch = num_users / (per_step * batch)
+    per_step = min(config.batches_per_step, num_rows // batch)
+    per_epoch = num_rows / (per_step * batch)
     rate = config.valid_per_epoch
     return Steps(
         batches_per_step=per_step,
         total=max(1, int(config.resolved_epochs * per_epoch)),
         per_validation=max(1, int(per_epoch / rate)) if rate else 0,
-        batches_per_epoch=num_users // batch,
+        batches_per_epoch=num_rows // batch,
         updates_per_batch=2 if config.refeeding == "detached" else 1,
     )
 

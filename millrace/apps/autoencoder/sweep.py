@@ -134,13 +134,13 @@ def _validator(
     if ratings.validation is None or config.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
-    users = validation_users(ratings.training, ratings.validation, batch_size)
+    rows = validation_users(ratings.training, ratings.validation, batch_size)
     validators = []
     for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
         if device.process_index == group.process_id():
             own = [label(exponent) for exponent in share]
             errors, plan = trials_errors(model, own), config.plan
-            validator = Validator(errors, plan, users, batch_size, device, by_itself=True)
+            validator = Validator(errors, plan, rows, batch_size, device, by_itself=True)
             validators.append((place, own, validator))
 
     def validate(state: Any) -> dict[str, float]:
@@ -169,7 +169,7 @@ def _describe(
         None,
         models=f"{len(exponents)} of size {config.resolved_size}, {size:,} parameters each",
         ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} users, re-feeding {config.refeeding}",
+        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
         updates=f"{steps.total * steps.updates_per_step:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
         **{"learning rates": " ".join(f"2^{exponent:g}" for exponent in exponents)},
@@ -179,12 +179,12 @@ def _describe(
 
 def _finish(config: SweepConfig, run: Run, state: Any) -> None:
     """Sort the results by trial; the summary's throughput is that of all together."""
-    users_per_second = run.summary["samples_per_second"]
+    rows_per_second = run.summary["samples_per_second"]
     if config.refeeding == "detached":
-        users_per_second /= 2  # a reconstruction is a sample, but not a user
+        rows_per_second /= 2  # a reconstruction is a sample, but not a row of ratings
     means = _means_of_all(state)
     metrics = run.summary["metrics"]
-    trials = trials_of(config, means, metrics, users_per_second)
+    trials = trials_of(config, means, metrics, rows_per_second)
     run.summary["metrics"] = {}
     for name in ("samples", "samples_per_second"):
         run.summary[name] *= len(trials)

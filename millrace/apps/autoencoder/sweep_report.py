@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.trials import Means, label
 from millrace.config import as_plain
@@ -24,7 +25,8 @@ class Trial(NamedTuple):
 
     base_learning_rate: float
     learning_rate: float
-    users_per_second: float
+    rows_per_second: float
+    """Of users, or of items where these are the rows."""
     loss: float
     rmse: float
     """Of the training ratings, as dropout left them."""
@@ -46,7 +48,7 @@ def trials_of(
         config: Has the learning rates.
         means: Of the last step, one for each device.
         metrics: Of the last validation.
-        speed: Users per second of each model.
+        speed: Rows per second of each model.
     """
     losses = np.concatenate([part.loss / part.num_updates for part in means])
     errors = np.concatenate([part.rmse / part.num_updates for part in means])
@@ -66,12 +68,12 @@ def trials_of(
 
 def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     """Print, draw and write what was found."""
-    for line in table(trials):
+    for line in table(trials, config.rows):
         run.console.line(line)
-    total = sum(trial.users_per_second for trial in trials)
+    total = sum(trial.rows_per_second for trial in trials)
     run.closing_facts["throughput"] = (
-        f"{total:,.0f} users/s over {len(trials)} models, "
-        f"{total / len(trials):,.0f} users/s each"
+        f"{total:,.0f} {config.rows}/s over {len(trials)} models, "
+        f"{total / len(trials):,.0f} {config.rows}/s each"
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
     folder = run.directory.path
@@ -92,24 +94,27 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     )
 
 
-def table(trials: Sequence[Trial]) -> list[str]:
+def table(trials: Sequence[Trial], rows: Rows = "users") -> list[str]:
     """Write the trials in columns."""
     validated = trials[0].validation_rmse is not None
-    header = ["2^", "learning rate", "users/s", "loss", "RMSE"]
-    rows = [header + ["validation RMSE"] * validated]
+    header = ["2^", "learning rate", f"{rows}/s", "loss", "RMSE"]
+    lines = [header + ["validation RMSE"] * validated]
     for trial in trials:
-        row = [
+        cells = [
             f"{trial.base_learning_rate:g}",
             f"{trial.learning_rate:.3g}",
-            f"{trial.users_per_second:,.0f}",
+            f"{trial.rows_per_second:,.0f}",
             f"{trial.loss:.4f}",
             f"{trial.rmse:.4f}",
         ]
-        rows.append([*row, f"{trial.validation_rmse:.4f}"] if validated else row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells += [f"{trial.validation_rmse:.4f}"] if validated else []
+        if math.isinf(trial.error):
+            cells[-1] = "diverged"
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
     ]
 
 

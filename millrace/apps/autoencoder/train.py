@@ -16,7 +16,12 @@ from millrace.apps.autoencoder.recipe import learning_rate_of, model_of, optimis
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Validator, errors_of
 from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
-from millrace.apps.autoencoder.trained import Trained, best_checkpoint, better, keep_items
+from millrace.apps.autoencoder.trained import (
+    best_checkpoint,
+    better,
+    keep_names,
+    weights_in,
+)
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
@@ -45,7 +50,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
         config, model, ratings.training, ratings.validation, validation_device
     )
     state = program.init(*first_weights(config, model), seed=config.seed)
-    keep_items(run.directory.path, ratings.training.item_ids)
+    keep_names(run.directory.path, ratings.training, config.rows)
     describe(config, run, program.devices, ratings, state.params, steps)
     folder = run.directory.checkpoints
     opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)
@@ -62,6 +67,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             writers=run.writers,
             checkpoints=checkpoints,
             validate=(stopping := _stopping_early(config, validator, run)) or validator,
+            stops_diverged=True,
         )
         if stopping is not None:
             stopping.stop = runner.stop
@@ -105,8 +111,8 @@ def validator_of(
     if targets is None or config.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
-    users = validation_users(training, targets, batch_size)
-    return Validator(errors_of(model), config.plan, users, batch_size, device)
+    rows = validation_users(training, targets, batch_size)
+    return Validator(errors_of(model), config.plan, rows, batch_size, device)
 
 
 def describe(
@@ -126,7 +132,7 @@ def describe(
         model=f"size {config.resolved_size}, {num_parameters(params):,} parameters, "
         f"decoder {'untied' if config.untied_decoder else 'constrained'}",
         ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} users, re-feeding {config.refeeding}",
+        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
         updates=f"{updates:,} in {steps.total:,} steps, {config.resolved_epochs:g} epochs",
         **{"learning rate": f"{config.first_learning_rate:.4g}"},
     )
@@ -205,10 +211,7 @@ def _report_best(
     """Say which checkpoint is the best, and test it if ratings were generated."""
     folder = run.directory.checkpoints
     best = best_checkpoint(folder)
-    trained = Trained(
-        config, model, ratings.training.item_ids, best or checkpoints_in(folder)[-1]
-    )
-    params, manifest = trained.weights()
+    params, manifest = weights_in(best or checkpoints_in(folder)[-1], model, config)
     if best is not None:
         run.summary["best"] = facts = {"epoch": manifest["epoch"], **manifest["scores"]}
         run.closing_facts["best"] = (
@@ -217,9 +220,9 @@ def _report_best(
         )
     if (targets := ratings.test or ratings.validation) and not config.no_validation:
         batch_size = config.resolved_validation_batch_size
-        users = validation_users(ratings.training, targets, batch_size)
+        rows = validation_users(ratings.training, targets, batch_size)
         compute = config.plan.types.compute
-        missed = residuals(model, params, users, batch_size, compute)
+        missed = residuals(model, params, rows, batch_size, compute)
         keep_residuals(run.directory.path, *missed)
     tester = validator_of(config, model, ratings.training, ratings.test, device)
     if tester is not None:

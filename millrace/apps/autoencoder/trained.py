@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.config import ConfigurationError, build, load_yaml
@@ -19,6 +20,11 @@ RMSE = "validation_rmse"
 """The metric that the best checkpoint is chosen by."""
 ITEMS = "items.npy"
 """In the run directory: what the model's items are called, in order."""
+USERS = "users.npy"
+"""Where rows are items: what the users are called, who are the columns."""
+
+
+_COLUMNS: dict[Rows, str] = {"users": ITEMS, "items": USERS}
 
 
 class Trained(NamedTuple):
@@ -27,19 +33,29 @@ class Trained(NamedTuple):
     config: AutoencoderConfig
     model: Model
     item_ids: np.ndarray
+    column_ids: np.ndarray
+    """What the network's columns are called: the items, or where these are rows, the
+    users."""
     checkpoint: Path
 
     def weights(self) -> tuple[Any, dict[str, Any]]:
         """Read the weights, and what the checkpoint says about itself."""
-        like = weight_shapes(self.model, self.config.plan.types.weights)
-        restored = restore_part(self.checkpoint, _Params(like))
-        return restored.state.params, restored.manifest
+        return weights_in(self.checkpoint, self.model, self.config)
 
 
 class _Params(NamedTuple):
     """The field of a training state that holds the weights."""
 
     params: Any
+
+
+def weights_in(
+    checkpoint: Path, model: Model, config: AutoencoderConfig
+) -> tuple[Any, dict[str, Any]]:
+    """Read a model's weights, and what the checkpoint says about itself."""
+    like = weight_shapes(model, config.plan.types.weights)
+    restored = restore_part(checkpoint, _Params(like))
+    return restored.state.params, restored.manifest
 
 
 def weight_shapes(model: Model, dtype: str) -> Any:
@@ -67,10 +83,11 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
             f"is no {ITEMS}."
         )
     config = _config_of(folder)
-    item_ids = np.load(folder / ITEMS)
+    columns = np.load(folder / _COLUMNS[config.rows])
     is_one = path.name.startswith("update-") and path.is_dir()
     checkpoint = path if is_one else _choose(folder / "checkpoints", newest)
-    return Trained(config, model_of(config, len(item_ids)), item_ids, checkpoint)
+    items = np.load(folder / ITEMS)
+    return Trained(config, model_of(config, len(columns)), items, columns, checkpoint)
 
 
 def _config_of(folder: Path) -> AutoencoderConfig:
@@ -101,34 +118,39 @@ def best_checkpoint(folder: Path) -> Path | None:
         checkpoints.close()
 
 
-def with_items_of_model(ratings: Ratings, item_ids: np.ndarray) -> Ratings:
-    """Number items as a model does, leaving out those that it does not know."""
-    if np.array_equal(ratings.item_ids, item_ids):
+def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
+    """Number columns as a model does, leaving out those that it does not know."""
+    if np.array_equal(ratings.item_ids, trained.column_ids):
         return ratings
-    places = find(item_ids, ratings.item_ids)[ratings.items]
+    places = find(trained.column_ids, ratings.item_ids)[ratings.items]
     users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
     is_known = places >= 0
     if not is_known.any():
+        columns = "items" if trained.config.rows == "users" else "users"
         raise ConfigurationError(
-            "None of the items in the ratings is one that the model was trained on. Are "
-            "they of the same data set?"
+            f"None of the {columns} in the ratings is one that the model was trained on. "
+            "Are they of the same data set?"
         )
     return from_events(
         users[is_known],
         places[is_known],
         ratings.values[is_known],
         user_ids=ratings.user_ids,
-        item_ids=item_ids,
+        item_ids=trained.column_ids,
     )
 
 
-def keep_items(folder: Path, item_ids: np.ndarray) -> None:
-    """Write what the items are called, or compare it with what a resumed run wrote."""
-    path = folder / ITEMS
-    if not path.exists():
-        np.save(path, np.asarray(item_ids))
-    elif not np.array_equal(np.load(path), item_ids):
-        raise ConfigurationError(
-            f"The training ratings have changed since the run in {folder} was started: "
-            "their items are others. Start a new run."
-        )
+def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:
+    """Write what the model's items, or users, are called; they stay when it is resumed."""
+    kept = {_COLUMNS[rows]: ratings.item_ids}
+    if rows == "items":
+        kept[ITEMS] = ratings.user_ids
+    for name, ids in kept.items():
+        path = folder / name
+        if not path.exists():
+            np.save(path, np.asarray(ids))
+        elif not np.array_equal(np.load(path), ids):
+            raise ConfigurationError(
+                f"The training ratings have changed since the run in {folder} was "
+                f"started: their {path.stem} are others. Start a new run."
+            )

@@ -3,19 +3,21 @@
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.columns import columns_of
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.feeding import validation_users
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
-from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
-from millrace.apps.autoencoder.trained import Trained, find_trained, with_items_of_model
+from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of, rankings_of
+from millrace.apps.autoencoder.trained import Trained, find_trained, with_columns_of_model
 from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings, align
+from millrace.data.ratings.matrix import Ratings, align, transposed
 from millrace.host.run import Run
 from millrace.nn.layers import num_parameters
 
@@ -31,24 +33,44 @@ def validate(config: ValidateConfig, run: Run) -> None:
     batch_size = (
         config.validation_batch_size or trained.config.resolved_validation_batch_size
     )
-    metric_fn = errors_of(trained.model, ranking)
     event = {"update": manifest["update"], "epoch": manifest["epoch"]}
     for kind, targets in (("validation", ratings.validation), ("test", ratings.test)):
         if targets is None:
             continue
-        users = validation_users(ratings.training, targets, batch_size)
-        device = jax.devices()[0]
-        validator = Validator(metric_fn, trained.config.plan, users, batch_size, device)
-        for name, value in validator.of_weights(params).items():
+        rows = validation_users(ratings.training, targets, batch_size)
+        found = _scores(trained, params, ratings.training, targets, ranking, batch_size)
+        for name, value in found.items():
             at = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
             run.summary["metrics"][f"{kind}_{name}{at}"] = value
         compute = trained.config.plan.types.compute
-        missed = residuals(trained.model, params, users, batch_size, compute)
+        missed = residuals(trained.model, params, rows, batch_size, compute)
         keep_residuals(run.directory.path, *missed)
     event |= {"time": round(time.perf_counter() - started, 3), **run.summary["metrics"]}
     for writer in run.writers:
         writer.write(event)
     run.summary["status"] = "completed"
+
+
+def _scores(
+    trained: Trained,
+    params: Any,
+    known: Ratings,
+    targets: Ratings,
+    ranking: Ranking,
+    batch_size: int,
+) -> dict[str, float]:
+    """Return the metrics of weights; whatever the rows are, it is users who rank items."""
+    model, plan, device = trained.model, trained.config.plan, jax.devices()[0]
+    by_user = trained.config.rows == "users"
+    rows = validation_users(known, targets, batch_size)
+    errors = errors_of(model, ranking if by_user else None)
+    found = Validator(errors, plan, rows, batch_size, device).of_weights(params)
+    if by_user:
+        return found
+    columns = columns_of(model, params, known, batch_size, plan.types.compute)
+    users = validation_users(transposed(known), transposed(targets), batch_size)
+    ranked = Validator(rankings_of(model, ranking), plan, users, batch_size, device)
+    return found | ranked.of_weights(columns)
 
 
 def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
@@ -90,7 +112,7 @@ def ratings_for(
     # A file of another name says nothing about the size of this model.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     loaded = data.load(dataclasses.replace(config, **sizes, **given), config.seed)
-    known = with_items_of_model(loaded.training, trained.item_ids)
+    known = with_columns_of_model(loaded.training, trained)
     return loaded._replace(
         training=known,
         validation=_aligned(loaded.validation, known),
@@ -112,7 +134,8 @@ def _describe(run: Run, trained: Trained, ratings: RatingData, num_parameters: i
         jax.devices()[:1],
         config.plan,
         None,
-        model=f"size {config.resolved_size}, {num_parameters:,} parameters",
+        model=f"size {config.resolved_size}, {num_parameters:,} parameters, rows of "
+        f"{config.rows}",
         checkpoint=str(trained.checkpoint),
         ratings=f"{ratings.validation.num_ratings:,} to foretell from "
         f"{ratings.training.num_ratings:,}",

@@ -23,7 +23,7 @@ class ValidateConfig(RunOptions):
     """What they rated afterwards, to foretell (default: what the run was validated
     with)."""
     validation_batch_size: int | None = None
-    """Users at a time (default: as in training)."""
+    """Rows at a time (default: as in training)."""
     top: int = 10
     """Items that Recall@k and NDCG@k look at."""
     relevant_rating: float = 4.0

@@ -1,8 +1,10 @@
 """Train a CNN, validate it, or both. Read from top to bottom: this is the application."""
 
 import contextlib
+import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from millrace.apps.cnn.averaging import average_checkpoints
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
+from millrace.apps.cnn.memory import check_memory
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.predictions import report_predictions
 from millrace.apps.cnn.recipe import metrics_of, model_of, program_of
@@ -75,8 +78,20 @@ def train(config: CnnConfig, run: Run) -> None:
             return _report_compilation(run, program, peak_bytes(programs))
         if config.profile_pipeline:
             _profile_pipeline(config, run, program, state, infeed)
+        fits = functools.partial(
+            check_memory, config, images, model, (params, carried), schedule
+        )
         with corrupt_samples_reported(images, run):
-            state = _train(config, run, program, state, infeed, schedule, validator)
+            state = _train(
+                config,
+                run,
+                program,
+                state,
+                infeed,
+                schedule,
+                validator,
+                lambda: fits(peak_bytes(programs), program.devices[0]),
+            )
             if run.summary["status"] == "completed":
                 report_predictions(config, run, images, model, program.whole(state))
 
@@ -100,6 +115,7 @@ def _train(
     infeed: Infeed,
     schedule: Schedule,
     validator: Validator | None,
+    when_compiled: Callable[[], None],
 ) -> TrainState:
     folder = _checkpoint_folder(config, run)
     whole = program.whole(state)
@@ -118,6 +134,7 @@ def _train(
             writers=run.writers,
             checkpoints=checkpoints,
             validate=validator if config.validates == "during" else None,
+            when_compiled=when_compiled,
         )
         state = run.train(runner, state)
     if run.summary["status"] != "completed":

@@ -194,9 +194,6 @@ class VcdConfig(
 
     micro_batch_size: int = field(default=100, metadata=named("-b"))
     """Pictures one replica processes at a time."""
-    hmc_kernel: Literal["xla", "triton"] = "xla"
-    """What computes the chains' trajectories: xla, on any device; or triton, on NVIDIA's
-    GPUs, with one kernel for each leapfrog step."""
 
     def __post_init__(self) -> None:
         if self.log_level in _QUIET_LEVELS:

@@ -6,7 +6,6 @@ the posterior. The chain's end z_t is a constant to the gradient; how its distri
 depends on q0 comes in through the score of where the chain started.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ from jax import lax
 from millrace.apps.vcd.model import Gaussian, Model
 from millrace.apps.vcd.sampler import (
     Average,
-    Follow,
     HmcSettings,
     Noise,
     Sampled,
@@ -24,9 +22,6 @@ from millrace.apps.vcd.sampler import (
     sample,
     start,
 )
-
-Follower = Callable[[Any, jax.Array], Follow]
-"""``(decoder's weights, x) -> follow``: computes trajectories under log p(x, z)."""
 
 ObjectiveName = Literal["vcd", "hoffman", "standard_kl"]
 
@@ -82,7 +77,6 @@ def estimate(
     control_variate: jax.Array | float,
     step_size: jax.Array,
     average: Average = jnp.mean,
-    follower: Follower | None = None,
 ) -> Estimate:
     """Estimate loss and gradient from one chain per sample.
 
@@ -97,7 +91,6 @@ def estimate(
         control_variate: Taken off G in the score term; one per sample, or one.
         step_size: The chains'.
         average: Means the acceptance over all chains that share the step size.
-        follower: Another way to compute the chains' trajectories.
     """
     q = model.encode(params["encoder"], x)
     z = q.at(draws.start)
@@ -109,8 +102,7 @@ def estimate(
         ended = Sampled(begun, step_size, jnp.float32(1.0), begun.position[None])
     else:
         assert draws.steps is not None and hmc.total_steps, "the configuration sees to it"
-        follow = follower(decoder, x) if follower else None
-        ended = sample(target, begun, draws.steps, step_size, hmc, average, follow)
+        ended = sample(target, begun, draws.steps, step_size, hmc, average)
     end = lax.stop_gradient(ended.chain)
     g = lax.stop_gradient(end.log_density + q.scaled_distance(end.position))
     # -log p(x, z), whose gradient in z is known from the chain's start.

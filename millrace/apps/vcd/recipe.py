@@ -14,7 +14,6 @@ from millrace.apps.vcd.data import BinaryPictures
 from millrace.apps.vcd.model import Model, Tree, bernoulli_vae, init_params
 from millrace.apps.vcd.optimiser import rmsprop, stepped
 from millrace.apps.vcd.sampler import Average, HmcSettings
-from millrace.config import ConfigurationError
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.step import LossFn
 from millrace.program.training import TrainingProgram, training_program
@@ -33,12 +32,7 @@ def program_of(
         scope: stepped(base, config.learning_rate_decay, every)
         for scope, base in config.learning_rates(batch_size).items()
     }
-    loss_fn = loss_of(
-        config,
-        pictures,
-        unroll=devices[0].platform != "cpu",
-        follower=_follower(config, devices[0].platform),
-    )
+    loss_fn = loss_of(config, pictures, unroll=devices[0].platform != "cpu")
     return training_program(
         loss_fn,
         rmsprop(rates),
@@ -89,31 +83,7 @@ def hmc_of(config: VcdConfig, *, unroll: bool = False) -> HmcSettings:
     )
 
 
-def _follower(config: VcdConfig, platform: str) -> objective.Follower | None:
-    if config.hmc_kernel == "xla" or config.resolved_objective == "standard_kl":
-        return None
-    if platform != "gpu":
-        raise ConfigurationError(
-            f"hmc_kernel triton is for NVIDIA's GPUs; this runs on {platform}. Use xla."
-        )
-    from millrace.apps.vcd import fused  # Pallas takes a while, and only this wants it
-
-    if config.num_hidden > fused.MOST_HIDDEN or config.z_dim > fused.MOST_DIMS:
-        raise ConfigurationError(
-            f"hmc_kernel triton takes up to {fused.MOST_HIDDEN} hidden units and "
-            f"{fused.MOST_DIMS} latent dims; got num_hidden {config.num_hidden} and z_dim "
-            f"{config.z_dim}. Use xla."
-        )
-    return fused.follower(config.num_leapfrog_steps)
-
-
-def loss_of(
-    config: VcdConfig,
-    pictures: BinaryPictures,
-    *,
-    unroll: bool = False,
-    follower: objective.Follower | None = None,
-) -> LossFn:
+def loss_of(config: VcdConfig, pictures: BinaryPictures, *, unroll: bool = False) -> LossFn:
     """Return the loss of ``{"index": ...}``, the pictures of a micro-batch."""
     return vcd_loss(
         bernoulli_vae(),
@@ -124,7 +94,6 @@ def loss_of(
         variate=_control_variate(config),
         scale=_loss_scale(config),
         average=average_over(config.num_replicas),
-        follower=follower,
     )
 
 
@@ -138,7 +107,6 @@ def vcd_loss(
     variate: ControlVariateSettings,
     scale: float,
     average: Average = jnp.mean,
-    follower: objective.Follower | None = None,
 ) -> LossFn:
     """Turn the estimator into a loss function of the runtime's kind.
 
@@ -151,7 +119,6 @@ def vcd_loss(
         variate: The control variate.
         scale: What the mean over the micro-batch is multiplied by.
         average: Means the acceptance over all chains that share the step size.
-        follower: Another way to compute the chains' trajectories.
     """
 
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
@@ -167,7 +134,6 @@ def vcd_loss(
             control_variate=c,
             step_size=carried["step_size"],
             average=average,
-            follower=follower,
         )
         carried = {
             "step_size": found.step_size,

@@ -103,7 +103,6 @@ def sample(
     step_size: jax.Array,
     settings: HmcSettings,
     average: Average = jnp.mean,
-    follow: Follow | None = None,
 ) -> Sampled:
     """Run chains through all their steps.
 
@@ -114,12 +113,10 @@ def sample(
         step_size: A scalar.
         settings: How many steps of which kind.
         average: Means the acceptance over all chains that share the step size.
-        follow: Another way to compute the trajectories than ``leapfrog``.
     """
-    if follow is None:
-        follow = functools.partial(
-            leapfrog, target, num_steps=settings.num_leapfrog_steps, unroll=settings.unroll
-        )
+    follow = functools.partial(
+        leapfrog, target, num_steps=settings.num_leapfrog_steps, unroll=settings.unroll
+    )
 
     # One loop for both kinds of steps: after burn-in the rate is 0.
     burns_in = np.arange(settings.total_steps) < settings.num_burn_in_steps

@@ -54,6 +54,34 @@ class Ratings:
         return self.items[place], self.values[place]
 
 
+def transposed(ratings: Ratings) -> Ratings:
+    """Return the ratings by item: items take the users' part, and users the items'."""
+    starts = np.zeros(ratings.num_items + 1, np.int64)
+    np.cumsum(np.bincount(ratings.items, minlength=ratings.num_items), out=starts[1:])
+    order = _order_of(ratings.items, ratings.num_items)
+    users = np.arange(ratings.num_users, dtype=np.int32)
+    return replace(
+        ratings,
+        starts=starts,
+        items=np.repeat(users, ratings.num_ratings_by_user)[order],
+        values=ratings.values[order],
+        user_ids=ratings.item_ids,
+        item_ids=ratings.user_ids,
+    )
+
+
+def _order_of(numbers: np.ndarray, count: int) -> np.ndarray:
+    """Return the places of numbers below `count`, the smallest first, equal as they lie.
+
+    NumPy sorts numbers of 16 bits in linear time, so larger ones are sorted in two halves.
+    """
+    order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
+    if count > 1 << 16:
+        upper = (numbers >> 16).astype(np.uint16)
+        order = order[np.argsort(upper[order], kind="stable")]
+    return order
+
+
 class Unseen(NamedTuple):
     """What a file has of users and items that another file does not know."""
 

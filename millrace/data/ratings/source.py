@@ -124,7 +124,10 @@ def training_source(
 
 
 def evaluation_source(
-    ratings: Ratings, targets: Ratings | None, batch_size: int
+    ratings: Ratings,
+    targets: Ratings | None,
+    batch_size: int,
+    users: np.ndarray | None = None,
 ) -> RatingsSource:
     """Return a source with room for one pass in order, as `EvaluationBatches` makes it.
 
@@ -133,8 +136,10 @@ def evaluation_source(
         targets: What it is tested with, aligned with `ratings`; only users who have some
             come. None: every user with ratings comes, to recommend to.
         batch_size: Users in a batch.
+        users: Who comes, if not those.
     """
-    users = active_users(ratings if targets is None else targets)
+    if users is None:
+        users = active_users(ratings if targets is None else targets)
     if len(users) == 0:
         raise ValueError("There are no users with ratings to evaluate.")
     # The last batch is filled up with the last user, over and over.

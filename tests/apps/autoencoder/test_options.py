@@ -86,6 +86,7 @@ def test_every_named_configuration_is_whole(name):
         assert config.training_data_file == Path(f"netflix_data/{period}_train.txt")
         assert (config.refeeding, config.untied_decoder) == ("detached", True)
         assert (config.first_learning_rate, config.resolved_batch_size) == (0.005, 128)
+    assert config.rows == ("items" if kind == "movielens" else "users")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_every_named_configuration_is_whole(name):
         ("--size 100", "--size must be one of 128, 256, 512; got '100'"),
         ("--validation-data-file b.txt", "Give a training_data_file as well"),
         ("--data generated --training-data-file a.txt", "the ratings are made up"),
+        ("--rows films", "--rows must be one of users, items; got 'films'"),
         ("--data file", "data file needs a training_data_file"),
         ("--data generated --num-ratings 5", "num_ratings is for random ratings"),
         ("--rating-range 5 1", "the smallest and the largest rating"),

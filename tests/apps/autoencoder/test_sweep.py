@@ -33,7 +33,7 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     errors = [float(t["validation_rmse"]) for t in summary["trials"]]
     assert not math.isfinite(errors[0]) and errors[1] < errors[2]
     assert summary["best"] == summary["trials"][1]
-    each = summary["trials"][0]["users_per_second"]
+    each = summary["trials"][0]["rows_per_second"]
     assert summary["samples_per_second"] == pytest.approx(3 * each)
     assert summary["samples"] == 3 * 12 * 8
 
@@ -83,7 +83,8 @@ def test_the_table_has_a_line_for_each_learning_rate():
     lines = table(TRIALS)
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["-16", "0.001", "1,234", "0.9000", "0.9500", "0.9700"]
-    assert "nan" in lines[1]
+    assert lines[1].split()[3:] == ["nan", "nan", "diverged"]
+    assert "items/s" in table(TRIALS, "items")[0]
     without = [trial._replace(validation_rmse=None) for trial in TRIALS]
     assert "validation" not in table(without)[0]
     assert without[1].error == 0.95 and TRIALS[1].error == 0.97

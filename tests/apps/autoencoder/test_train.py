@@ -1,7 +1,9 @@
 """Training as a user calls it, on a small file of ratings."""
 
+import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from autoencoder_runs import SMALL, command, events_of, summary_of, write_ratings
@@ -76,6 +78,33 @@ def test_a_run_stops_early_and_names_its_best(tmp_path, capsys):
     again = command(capsys, words + f"--run-dir {tmp_path}/run --resume")
     assert again.status == 0 and "it has stopped early" in again.err
     assert summary_of(tmp_path / "run")["updates"] == summary["updates"]
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tmp_path, capsys):
+    # After half of its six steps, the learning rate is beyond all measure.
+    words = f"{LEARN}{write_ratings(tmp_path)}--epochs 3 --no-dense-refeeding "
+    words += "--learning-rate-decay 1,1e9 --learning-rate-schedule 0.5 --steps-per-log 9 "
+    ended = command(capsys, words + f"--run-dir {tmp_path}/run")
+    assert ended.status == 1
+    said = " ".join(ended.err.split())
+    assert re.search(r"The loss is (nan|inf) at update 1[3-8] \(epoch 2\.\d+\):", said)
+    assert "has diverged. Start again with a smaller learning rate." in said
+    assert "Traceback" not in said and "Training goes on" not in said
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] == "failed" and "diverged" in summary["error"]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["update-000000006", "update-000000012"]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights_of(tmp_path / "run")))
+
+
+def test_weights_that_were_lost_in_the_last_update_are_not_kept(tmp_path, capsys):
+    # One update a step, and a validation after each: the loss does not know yet.
+    words = f"{LEARN}{write_ratings(tmp_path)}--epochs 1 --no-dense-refeeding "
+    words += "--batches-per-step 1 --valid-per-epoch 6 --learning-rate 1e38 "
+    ended = command(capsys, words + f"--run-dir {tmp_path}/run")
+    assert ended.status == 1
+    assert "The validation RMSE is nan after update 1: training has" in ended.err
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(

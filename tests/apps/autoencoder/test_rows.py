@@ -1,0 +1,253 @@
+"""Rows of items: the transposed ratings through the same network, users as columns."""
+
+import csv
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from autoencoder_runs import (
+    FIRST_USER,
+    ITEMS,
+    SMALL,
+    USERS,
+    command,
+    events_of,
+    summary_of,
+    write_ratings,
+)
+
+import millrace as mr
+from millrace.apps.autoencoder.columns import columns_of, foretold
+from millrace.apps.autoencoder.model import Model, init_params, reconstruct
+from millrace.apps.autoencoder.trained import find_trained
+from millrace.data.ratings.file import load_ratings
+from millrace.data.ratings.generated import random_ratings
+from millrace.data.ratings.matrix import align, transposed
+
+RECIPE = f"{SMALL} --batches-per-step 2 --base-learning-rate -10 --untied-decoder "
+RECIPE += "--no-dropout --no-dense-refeeding --epochs 6 "
+TOP = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files, and the same ones with users and items exchanged."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_ratings(folder)
+    (folder / "swapped").mkdir()
+    for name in ("train.txt", "valid.txt"):
+        fields = [line.split() for line in (folder / name).read_text().splitlines()]
+        lines = [f"{item}\t{user}\t{rating}\n" for user, item, rating in fields]
+        (folder / "swapped" / name).write_text("".join(lines))
+    return folder
+
+
+def files(folder):
+    train, valid = folder / "train.txt", folder / "valid.txt"
+    return f"--training-data-file {train} --validation-data-file {valid} "
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    words = f"train {RECIPE}{files(folder)}--rows items --run-dir {folder}/run"
+    assert command(None, words).status == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(trained):
+    """What NumPy makes of the trained weights: everything is (users, items)."""
+    found = find_trained(trained)
+    params, _ = found.weights()
+    known = load_ratings(trained.parent / "train.txt")
+    later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
+    rows, wanted = map(dense, (known, later))
+    output = np.asarray(reconstruct(found.model, params, rows.T)).T
+    scores = np.where(rows == 0, output, -np.inf)
+    return SimpleNamespace(ratings=known, rows=rows, wanted=wanted, output=scores)
+
+
+def dense(ratings):
+    rows = np.zeros((ratings.num_users, ratings.num_items), np.float32)
+    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
+    rows[users, ratings.items] = ratings.values
+    return rows
+
+
+def weights_of(run):
+    return find_trained(run, newest=True).weights()[0]
+
+
+def test_rows_of_items_train_as_users_do_when_the_file_is_swapped(folder, trained):
+    words = f"train {RECIPE}{files(folder / 'swapped')}--data-on-device "
+    ended = command(None, words + f"--run-dir {folder}/other --early-stopping 9")
+    assert ended.status == 0
+    jax.tree.map(
+        np.testing.assert_array_equal, weights_of(trained), weights_of(folder / "other")
+    )
+    mine, other = (
+        [e["validation_rmse"] for e in events_of(run) if "validation_rmse" in e]
+        for run in (trained, folder / "other")
+    )
+    assert mine == other and mine[-1] < mine[0]
+
+
+def test_replicas_share_the_items_of_a_batch(folder, trained, capsys):
+    words = f"train {RECIPE}{files(folder)}--rows items --num-replicas 2 --no-validation "
+    ended = command(capsys, words + f"--run-dir {folder}/two")
+    assert ended.status == 0, ended.err
+    two, one = (summary_of(run)["metrics"] for run in (folder / "two", trained))
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+
+
+def test_a_run_goes_on_with_the_rows_that_it_began_with(folder, capsys):
+    run = f"--run-dir {folder}/parts --keep-checkpoints 9 "
+    words = f"train {RECIPE}{files(folder)}{run}"
+    assert command(capsys, words + "--rows items --build-init").status == 0
+    ended = command(capsys, words + "--resume")
+    assert ended.status == 2 and "rows" in ended.err
+    ended = command(capsys, words + "--rows items --resume")
+    assert ended.status == 0, ended.err
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        weights_of(folder / "run"),
+        weights_of(folder / "parts"),
+    )
+
+
+def test_both_ways_share_what_was_kept_of_a_file(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path))
+    for run, rows in (("first", "users"), ("second", "items"), ("third", "users")):
+        words = f"train {RECIPE}{files(folder)}--rows {rows} --build-init "
+        assert command(None, words + f"--run-dir {tmp_path}/{run}").status == 0
+        columns = weights_of(tmp_path / run)["encoder"]["fc_1"]["kernel"].shape[0]
+        assert columns == (ITEMS if rows == "users" else USERS)
+    assert len(list((tmp_path / "ratings").iterdir())) == 2  # of two files
+
+
+def test_validation_pools_ratings_and_ranks_items_for_users(trained, expected, tmp_path):
+    words = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --top {TOP} --quiet"
+    assert command(None, words + " --which newest").status == 0
+    found = summary_of(tmp_path / "v")["metrics"]
+    params = weights_of(trained)
+    model = find_trained(trained).model
+    output = np.asarray(reconstruct(model, params, expected.rows.T)).T
+    error = (output - expected.wanted)[expected.wanted != 0]
+    assert found["validation_rmse"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
+    assert found["validation_mae"] == pytest.approx(np.abs(error).mean(), rel=1e-5)
+    recall, gain = ranking_of(expected, np.where(expected.rows == 0, output, -np.inf))
+    assert found[f"validation_recall_at_{TOP}"] == pytest.approx(recall, rel=1e-5)
+    assert found[f"validation_ndcg_at_{TOP}"] == pytest.approx(gain, rel=1e-5)
+    assert 0 < recall < 1
+
+
+def ranking_of(expected, output):
+    """Return the means over users of recall and NDCG."""
+    discounts = 1 / np.log2(np.arange(2, TOP + 2))
+    recalls, gains = [], []
+    for row, later, score in zip(expected.rows, expected.wanted, output, strict=True):
+        relevant = (later >= 4) & (row == 0)
+        if not relevant.any():
+            continue
+        hits = relevant[np.argsort(-score)[:TOP]]
+        recalls.append(hits.sum() / relevant.sum())
+        gains.append((hits * discounts).sum() / discounts[: relevant.sum()].sum())
+    return np.mean(recalls), np.mean(gains)
+
+
+def test_the_best_items_of_every_user_are_those_of_numpy(trained, expected, tmp_path):
+    out = tmp_path / "best.csv"
+    words = f"recommend --checkpoint {trained} --all --top {TOP} --batch-size 7 --out {out}"
+    assert command(None, words).status == 0
+    with out.open() as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == TOP * USERS
+    order = np.argsort(-expected.output, axis=1)
+    for place, row in enumerate(found):
+        user, rank = divmod(place, TOP)
+        best = order[user, rank]
+        assert row["user"] == str(expected.ratings.user_ids[user])
+        assert row["item"] == str(expected.ratings.item_ids[best])
+        assert float(row["rating"]) == pytest.approx(expected.output[user, best], abs=1e-3)
+
+
+def test_a_user_gets_all_that_is_not_rated_and_a_stranger_nothing(
+    trained, expected, tmp_path, capsys
+):
+    words = f"recommend --checkpoint {trained} --top {ITEMS} --user "
+    ended = command(capsys, words + str(FIRST_USER + 5))
+    assert ended.status == 0, ended.err
+    lines = [line.split() for line in ended.out.splitlines()[1:]]
+    assert len(lines) == np.isfinite(expected.output[5]).sum()
+    (tmp_path / "new.txt").write_text(f"ann,500,5\n{FIRST_USER},501,1\n")
+    words += f"ann --training-data-file {tmp_path}/new.txt"
+    ended = command(capsys, words)
+    assert ended.status == 2
+    assert "trained without user ann" in ended.err and "--rows users" in ended.err
+    (tmp_path / "new.txt").write_text("ann,500,5\n")
+    ended = command(capsys, words)
+    assert ended.status == 2 and "None of the users in the ratings" in ended.err
+
+
+def test_an_item_that_came_later_is_recommended(trained, expected, tmp_path, capsys):
+    later = tmp_path / "later.txt"
+    known = (trained.parent / "train.txt").read_text()
+    later.write_text(known + "".join(f"{FIRST_USER + u}\t9999\t5\n" for u in range(4)))
+    words = f"recommend --checkpoint {trained} --training-data-file {later} "
+    ended = command(capsys, words + f"--top {ITEMS} --user {FIRST_USER + 5}")
+    assert ended.status == 0, ended.err
+    items = {line.split()[2] for line in ended.out.splitlines()[1:]}
+    unrated = expected.ratings.item_ids[expected.rows[5] == 0]
+    assert items == {"9999", *map(str, unrated)}
+
+
+def test_python_recommends_to_known_users(trained, expected):
+    model = mr.autoencoder.load(trained)
+    user = expected.ratings.user_ids[3].item()
+    found = model.recommend_to(user, top=2)
+    order = np.argsort(-expected.output[3])
+    items = expected.ratings.item_ids[order[:2]].tolist()
+    assert [item for item, _ in found] == items
+    assert found[0][1] == pytest.approx(expected.output[3, order[0]], rel=1e-5)
+    assert model.item_ids.tolist() == expected.ratings.item_ids.tolist()
+    with pytest.raises(ValueError, match=r"ask recommend_to\(user\)"):
+        model.recommend({items[0]: 5.0})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_columns_are_the_reconstruction_turned(tied):
+    by_user = random_ratings(37, 23, 150, seed=1)  # some items have no ratings
+    model = Model(37, 128, 0.5, tied=tied)
+    params = init_params(model, jax.random.key(2))
+    columns = columns_of(model, params, transposed(by_user), 8, "float32")
+    users = np.array([3, 36, 0])
+    found = foretold(model, columns, users)
+    rows = dense(by_user).T
+    expected = np.asarray(reconstruct(model, params, rows)).T[users]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sweep_says_items_and_its_best_trains_with_them(folder, capsys):
+    words = f"sweep {SMALL} {files(folder)}--rows items --no-dense-refeeding "
+    words += "--base-learning-rates 1,10,12 --epochs 2 --batches-per-step 2 "
+    ended = command(capsys, words.replace("--quiet", "") + f"--run-dir {folder}/sweep")
+    assert ended.status == 0, ended.err
+    said = " ".join(ended.err.split())
+    assert "8 items, re-feeding none" in said and "items/s over 3 models" in said
+    assert "users/s" not in said
+    assert f"by {USERS} users of {ITEMS} items" in said
+    best = yaml.safe_load((folder / "sweep" / "best.yml").read_text())["best"]
+    assert best["rows"] == "items"
+    trials = summary_of(folder / "sweep")["trials"]
+    assert [trial["learning_rate"] for trial in trials] == [4, 2.0**-7, 2.0**-9]
+    (diverged,) = [line for line in ended.err.splitlines() if line.endswith("diverged")]
+    assert diverged.split()[0] == "-1"
+
+
+def test_too_few_items_for_a_batch_are_refused(folder, capsys):
+    words = f"train {SMALL} {files(folder)}--rows items --batch-size 64"
+    ended = command(capsys, words + f" --run-dir {folder}/few")
+    assert ended.status == 2
+    assert "There are 30 items with ratings, fewer than one batch of 64" in ended.err

@@ -1,0 +1,43 @@
+"""Training that cannot fit is refused before the first update."""
+
+import json
+
+import pytest
+
+from millrace.apps.cnn import memory
+from millrace.cli import main
+
+WORDS = (
+    *("cnn", "train", "--model", "toy_model", "--dataset", "mnist", "--quiet"),
+    *("--synthetic-data", "host", "--weight-updates-per-epoch", "2", "--num-epochs", "1"),
+    *("--validation", "False", "--global-batch-size", "256", "--micro-batch-size", "64"),
+)
+
+
+def run(path, *words):
+    """Run the command; return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main([*WORDS, *words, "--run-dir", str(path)])
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def needed(tmp_path_factory):
+    """The memory of a run that is only compiled."""
+    path = tmp_path_factory.mktemp("memory") / "compiled"
+    assert run(path, "--compile-only") == 0
+    return json.loads((path / "summary.json").read_text())["memory_bytes"]
+
+
+def test_a_micro_batch_too_large_says_what_would_fit(needed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "memory_limit", lambda _: needed * 3 // 4)
+    assert run(tmp_path / "run") == 2
+    assert not (tmp_path / "run").exists()
+    said = capsys.readouterr().err
+    assert "A micro-batch 64 needs" in said
+    assert "largest power of two that fits is 32. Lower --micro-batch-size" in said
+
+
+def test_what_just_fits_is_trained(needed, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "memory_limit", lambda _: needed)
+    assert run(tmp_path / "run") == 0
