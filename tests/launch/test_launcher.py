@@ -171,7 +171,7 @@ SHELL = ("--num-instances", "2", "--", "sh", "-c")
 
 
 def test_the_status_is_that_of_the_first_failure():
-    code = "test $MILLRACE_PROCESS_ID = 0 && sleep 60; exit 7"
+    code = "test $MILLRACE_PROCESS_ID = 0 && exec sleep 60; exit 7"
     began = time.monotonic()
     said = finish(start(millrace_launch(*SHELL, code)), status=7)
     assert "failed with status 7; stopping the others" in said
