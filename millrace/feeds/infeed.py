@@ -1,5 +1,6 @@
 """The queue in: batches read ahead on a thread and staged on the devices in chunks."""
 
+import atexit
 import collections
 import contextlib
 import itertools
@@ -7,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -215,6 +217,20 @@ class _ReadOnce:
             yield element
 
 
+_readers: "weakref.WeakSet[_Reader]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_readers() -> None:
+    """Stop what an infeed that was never closed still reads.
+
+    Python would end the thread in the middle of a copy to the device, and that, with an
+    exception through code that allows for none, ends the process with an abort.
+    """
+    for reader in list(_readers):
+        reader.close()
+
+
 class _Reader:
     """The thread that reads a dataset from a position and stages it."""
 
@@ -241,6 +257,7 @@ class _Reader:
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
         )
+        _readers.add(self)
         self._thread.start()
 
     def get(self) -> Chunk | None:

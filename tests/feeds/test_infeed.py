@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -259,3 +261,27 @@ def test_wrong_options_are_named(arguments, error):
         mr.Infeed(numbers(3), **arguments)
     with pytest.raises(TypeError, match="iterable of pytrees"):
         mr.Infeed(7)  # pyright: ignore[reportArgumentType]  (that is the test)
+
+
+UNCLOSED = """
+import atexit, itertools, threading
+
+def left():
+    return [thread.name for thread in threading.enumerate() if "infeed" in thread.name]
+
+atexit.register(lambda: print("left", left()))  # registered first, called last
+import jax, numpy as np
+import millrace as mr
+
+infeed = mr.Infeed({"x": np.zeros(200_000)} for _ in itertools.count())
+infeed.chunk(2, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+print("open", left(), flush=True)
+"""
+
+
+def test_python_can_be_left_with_an_infeed_still_open():
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "open ['millrace-infeed']\nleft []\n"
