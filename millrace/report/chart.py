@@ -14,6 +14,9 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 12, 24, 36
 _LOG_FROM = 100.0
 """From this ratio of the largest to the smallest value on, an axis is logarithmic."""
 _MOST_DOTS, _MOST_HOVERS = 40, 150
+_START, _FLATTENED, _FEWEST_LATER = 0.05, 12.0, 20
+"""The first part of the x axis may run out of the picture where the values there would make
+that of the others so many times smaller, and these are not few."""
 
 
 class Band(NamedTuple):
@@ -57,9 +60,10 @@ def line_chart(
     points = [point for s in drawn for point in s.points]
     marked = [x for band in bands for x in (band.start, band.end)]
     x = linear_axis([p[0] for p in points] + marked, LEFT, WIDTH - RIGHT, pad=0.0)
-    heights = [p[1] for p in points] + ([level[1]] if level else [])
-    heights += [0.0] if from_zero else []
+    more = ([level[1]] if level else []) + ([0.0] if from_zero else [])
+    heights = ([p[1] for p in points] if from_zero else settled(points)) + more
     y = value_axis(heights, HEIGHT - BOTTOM, TOP)
+    cut = len(heights) < len(points) + len(more)
     parts = [
         *_bands(bands, x),
         *axes(x, y, x_name),
@@ -70,8 +74,26 @@ def line_chart(
             for part in _curve(number, each, x, y, dots=not from_zero)
         ),
         _legend([s.name for s in drawn], numbers) if len(drawn) > 1 else "",
+        text(WIDTH - RIGHT, 13, "the start is cut off", "end") if cut else "",
     ]
     return svg(title, parts)
+
+
+def settled(points: Sequence[Point]) -> list[float]:
+    """Return the heights that the y axis is for: all, or those after a steep start."""
+    heights = [height for _, height in points]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    begun = first + _START * (last - first)
+    later = [height for x, height in points if x >= begun]
+    if len(later) < _FEWEST_LATER:
+        return heights
+    logarithmic = _is_logarithmic(min(heights), max(heights))
+
+    def spread(values: Sequence[float]) -> float:
+        low, high = min(values), max(values)
+        return math.log(high / low) if logarithmic else high - low
+
+    return later if spread(heights) > _FLATTENED * spread(later) > 0 else heights
 
 
 def svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
@@ -99,7 +121,7 @@ def linear_axis(
 def value_axis(values: Sequence[float], start: float, end: float) -> Axis:
     """Return a linear axis, or a logarithmic one where values differ by much."""
     low, high = min(values), max(values)
-    if low <= 0 or high / low < _LOG_FROM:
+    if not _is_logarithmic(low, high):
         return linear_axis(values, start, end)
     first, last = math.log10(low) - 0.06, math.log10(high) + 0.06
     ticks = log_ticks(10**first, 10**last)
@@ -108,6 +130,10 @@ def value_axis(values: Sequence[float], start: float, end: float) -> Axis:
         return start + (math.log10(value) - first) / (last - first) * (end - start)
 
     return Axis(place, ticks)
+
+
+def _is_logarithmic(low: float, high: float) -> bool:
+    return low > 0 and high / low >= _LOG_FROM
 
 
 def axes(x: Axis, y: Axis, x_name: str) -> list[str]:
@@ -134,7 +160,11 @@ def text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
 
 def _curve(number: int, series: Series, x: Axis, y: Axis, *, dots: bool) -> list[str]:
     colour = number % NUM_COLOURS
-    places = [(x.place(px), y.place(py)) for px, py in series.points]
+    # What lies outside runs along the edge.
+    places = [
+        (x.place(px), min(max(y.place(py), TOP), HEIGHT - BOTTOM))
+        for px, py in series.points
+    ]
     path = " ".join(f"{right:.1f},{down:.1f}" for right, down in places)
     parts = [f'<polyline class="line c{colour}" points="{path}"/>']
     if len(places) <= _MOST_HOVERS:
