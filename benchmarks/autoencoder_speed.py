@@ -66,7 +66,7 @@ _GPU = {"num_users": 131_072, "num_items": 17_736, "rated": 44}
 _CPU = {"num_users": 16_384, "num_items": 17_736, "rated": 44}
 _TINY = {"num_users": 512, "num_items": 500, "rated": 20}
 _GPU_LOADS = (Workload(128, 64, 250, 8, 16), Workload(512, 1024, 50, 4, 0))
-_CPU_LOADS = (Workload(128, 64, 8, 1, 2),)
+_CPU_LOADS = (Workload(128, 64, 8, 4, 2),)
 _TINY_LOADS = (Workload(128, 16, 5, 2, 3), Workload(256, 32, 5, 1, 0))
 
 

@@ -22,6 +22,8 @@ import numpy as np
 import millrace as mr
 
 _RESULTS = Path(__file__).parent / "results"
+_PAUSE = 0.3
+"""Seconds between two variants: threads of the one before may wait busily for a while."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ def interleave(
     measured: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, measure in variants.items():
+            time.sleep(_PAUSE)
             value = measure()
             if number:
                 measured[name].append(value)

@@ -81,6 +81,11 @@ def reconstruct(
     """
     first = params["encoder"]["fc_1"]
     hidden = _inner(model, params, rows @ first["kernel"] + first["bias"], kept)
+    return ratings_of(model, params, hidden)
+
+
+def ratings_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
+    """Return what the last layer makes of what enters it: (users, items)."""
     last = last_layer(model, params)
     return activate(model, hidden @ last.kernel.T + last.bias)
 

@@ -84,7 +84,7 @@ def program_of(
     """Return the training loop: the model's loss, the optimiser and the plan."""
     learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
     return training_program(
-        loss_of(model, config.refeeding, config.num_replicas),
+        loss_of(model, config.refeeding, config.num_replicas, platform=device.platform),
         optimiser_of(config, learning_rate),
         config.plan,
         watch={"learning_rate": learning_rate},

@@ -89,7 +89,10 @@ def trials_program(
     """Return one compiled loop that trains a model for each of the learning rates."""
     first = 2.0 ** np.array(exponents) * config.resolved_batch_size
     return training_program(
-        together(loss_of(model, config.refeeding), steps.updates_per_step),
+        together(
+            loss_of(model, config.refeeding, platform=device.platform),
+            steps.updates_per_step,
+        ),
         optimiser_of(config, learning_rate_of(config, first, steps)),
         config.plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},

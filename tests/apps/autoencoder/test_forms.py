@@ -1,0 +1,51 @@
+"""The joint loss is the same however a platform has it computed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder.loss import loss_of
+from millrace.apps.autoencoder.model import Model, init_params
+
+USERS, ITEMS = 6, 30
+
+
+def batch():
+    """Users with 1 to 6 ratings each, and three places of filling."""
+    rng = np.random.default_rng(0)
+    rows = np.repeat(np.arange(USERS), np.arange(1, USERS + 1))
+    items = np.concatenate([rng.permutation(ITEMS)[: n + 1] for n in range(USERS)])
+    filling = {"row": [USERS] * 3, "item": [0, 0, 0], "value": [0.0] * 3}
+    values = rng.integers(1, 6, len(rows))
+    real = {"row": rows, "item": items, "value": values}
+    joined = {name: np.concatenate([real[name], filling[name]]) for name in real}
+    return {
+        "user": jnp.arange(USERS),
+        "row": jnp.asarray(joined["row"], jnp.int32),
+        "item": jnp.asarray(joined["item"], jnp.int32),
+        "value": jnp.asarray(joined["value"], jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("hidden", [0.0, 0.4])
+def test_known_ratings_alone_give_the_loss_and_gradient_of_dense_rows(tied, hidden):
+    model = Model(ITEMS, 128, 0.5, tied=tied, input_dropout_rate=hidden)
+    params = init_params(model, jax.random.key(1))
+    key = jax.random.fold_in(jax.random.key(2), 3)
+
+    def value_and_grad(platform):
+        loss = loss_of(model, "joint", platform=platform)
+        return jax.value_and_grad(lambda p: loss(p, None, batch(), key), has_aux=True)(
+            params
+        )
+
+    (dense, (_, told)), expected = value_and_grad("gpu")
+    (known, (_, also)), gradient = value_and_grad("cpu")
+    np.testing.assert_allclose(known, dense, rtol=1e-6)
+    np.testing.assert_allclose(also["rmse"], told["rmse"], rtol=1e-6)
+    for ours, theirs in zip(
+        jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
