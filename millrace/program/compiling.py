@@ -58,17 +58,20 @@ def compile_for(
     function: Callable[..., Any],
     *arguments: Any,
     donate: tuple[int, ...] = (),
+    preferred: Mapping[str, Options] | None = None,
     **options: Any,
 ) -> jax.stages.Compiled:
     """Compile `function` for these arguments, donating some of them to the result.
 
-    Further `options` are those of ``jax.jit``.
+    What is `preferred` goes before the platform's usual options of XLA's, and behind those
+    of ``compiling``. Further `options` are those of ``jax.jit``.
     """
     lowered = jax.jit(function, donate_argnums=donate, **options).lower(*arguments)
     platform = mesh.devices.flat[0].platform
     further = _compiling.get(_Compiling({}, []))
     asked = further.options.get(platform, {})
-    compiled = _compile(lowered, {**_OPTIONS.get(platform, {}), **asked}, asked)
+    usual = {**_OPTIONS.get(platform, {}), **(preferred or {}).get(platform, {})}
+    compiled = _compile(lowered, {**usual, **asked}, asked)
     further.programs.append(compiled)
     return compiled
 

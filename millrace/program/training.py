@@ -19,7 +19,7 @@ from millrace.plan import Plan
 from millrace.program import offload
 from millrace.program import step as steps
 from millrace.program.accumulate import path_name
-from millrace.program.compiling import compile_for
+from millrace.program.compiling import Options, compile_for
 from millrace.program.loss_scale import initial_loss_scale
 from millrace.program.replicas import (
     REPLICA_AXIS,
@@ -44,6 +44,7 @@ def training_program(
     carried_reduction: CarriedReduction = "mean",
     watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
     devices: Sequence[Any] | None = None,
+    compiler_options: Mapping[str, Options] | None = None,
 ) -> "TrainingProgram":
     """Turn a loss, an optimiser and a plan into a compiled training loop.
 
@@ -59,20 +60,28 @@ def training_program(
         watch: Functions of the update's number whose values are reported with its
             info, such as a learning-rate schedule.
         devices: Where to run; by default the first `plan.num_replicas` devices.
+        compiler_options: XLA's options that suit the loss, by platform ("cpu", "gpu"); a
+            pipeline has the usual ones.
     """
     step = Step(loss_fn, optimiser, plan, carried_reduction, dict(watch or {}))
     if plan.num_stages > 1:
         from millrace.program.pipeline_program import pipeline_program
 
         return pipeline_program(step, devices)
-    return TrainingProgram(step, devices)
+    return TrainingProgram(step, devices, compiler_options)
 
 
 class TrainingProgram:
     """A compiled loop of weight updates. Made by ``training_program``."""
 
-    def __init__(self, step: Step, devices: Sequence[Any] | None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        devices: Sequence[Any] | None,
+        compiler_options: Mapping[str, Options] | None = None,
+    ) -> None:
         self.plan = step.plan
+        self._compiler_options = compiler_options
         self.compile_seconds = 0.0
         self.watched = {*step.watch, "loss_scale"}
         self._step = step
@@ -258,7 +267,9 @@ class TrainingProgram:
         def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             return program(state, self._by_update(chunk))
 
-        return compile_for(self._mesh, run, state, chunk, donate=(0,))
+        return compile_for(
+            self._mesh, run, state, chunk, donate=(0,), preferred=self._compiler_options
+        )
 
     def _streamed(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         """Updates one by one, the optimiser's state streamed through in buckets."""
@@ -279,6 +290,7 @@ class TrainingProgram:
             resident,
             chunk,
             self._index(0),
+            preferred=self._compiler_options,
         )
         stream = offload.StreamedUpdate(
             self._step, self._mesh, state, gather_program.out_info

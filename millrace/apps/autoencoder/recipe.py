@@ -14,6 +14,12 @@ from millrace.apps.autoencoder.steps import Steps
 _MOMENTUM = 0.9
 _CLIPPED_AT = 1.0
 
+COMPILER_OPTIONS = {
+    # Products with what surrounds them as one operation of the library: 34 ms an update
+    # instead of 40 (jax 0.10.2, two cores, size 128, batch 64, 17,736 items).
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+}
+
 
 def model_of(config: TrainingOptions, num_items: int) -> Model:
     """Return the model for so many items."""

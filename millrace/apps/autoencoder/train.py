@@ -12,7 +12,12 @@ from millrace.apps.autoencoder.early_stopping import EarlyStopping
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
 from millrace.apps.autoencoder.loss import first_carried, loss_of
 from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.recipe import learning_rate_of, model_of, optimiser_of
+from millrace.apps.autoencoder.recipe import (
+    COMPILER_OPTIONS,
+    learning_rate_of,
+    model_of,
+    optimiser_of,
+)
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Validator, errors_of
 from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
@@ -89,6 +94,7 @@ def program_of(
         config.plan,
         watch={"learning_rate": learning_rate},
         devices=[device] if config.num_replicas == 1 else None,
+        compiler_options=COMPILER_OPTIONS,
     )
 
 

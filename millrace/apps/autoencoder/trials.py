@@ -14,7 +14,11 @@ import numpy as np
 from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.recipe import learning_rate_of, optimiser_of
+from millrace.apps.autoencoder.recipe import (
+    COMPILER_OPTIONS,
+    learning_rate_of,
+    optimiser_of,
+)
 from millrace.apps.autoencoder.scoring import errors_of, scores
 from millrace.apps.autoencoder.steps import Steps
 from millrace.program.evaluate import MetricFn
@@ -97,6 +101,7 @@ def trials_program(
         config.plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
         devices=[device],
+        compiler_options=COMPILER_OPTIONS,
     )
 
 
