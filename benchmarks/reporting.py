@@ -4,14 +4,10 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import millrace as mr
+from millrace.bench.facts import session_facts
 
 _RESULTS = Path(__file__).parent / "results"
 _PAUSE = 0.3
@@ -188,39 +185,5 @@ def _markdown(result: Result, facts: dict[str, str], table: str) -> str:
 
 
 def _facts(commit: str | None) -> dict[str, str]:
-    device = jax.devices()[0]
-    hardware = f"{os.cpu_count()} cores of {_cpu_model()}"
-    if device.platform != "cpu":
-        software = " ".join(device.client.platform_version.split())
-        hardware = f"{device.device_kind} ({software}), {hardware}"
-    versions = {"python": platform.python_version(), "millrace": mr.__version__}
-    versions |= {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device.device_kind,
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit or _commit(),
-        "hardware": hardware,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    return next(names, platform.processor())
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    try:
-        changed = git("status", "--porcelain", "--", "../millrace", "*.py").strip()
-        return git("rev-parse", "HEAD").strip() + (", with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown: no git repository here"
+    facts = session_facts(jax.devices()[0], commit)
+    return facts | {"command": " ".join(["python", *sys.argv])}

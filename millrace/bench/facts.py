@@ -44,7 +44,7 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     try:
-        changed = git("status", "--porcelain", "--", "..").strip()
+        changed = git("status", "--porcelain", "--", "..", "../../benchmarks/*.py").strip()
         return git("rev-parse", "HEAD").strip() + (", with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no git repository here"

@@ -4,6 +4,7 @@ A part is kept as ``report/NAME.json``, so that a report can be made again at an
 a newer version, and other programs can read what it shows.
 """
 
+import abc
 import base64
 import dataclasses
 import html
@@ -24,16 +25,16 @@ from millrace.report.record import FOLDER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(abc.ABC):
     """A picture, or a group of them, with a heading and perhaps a sentence."""
 
     kind: ClassVar[str]
     title: str
     note: str = ""
 
+    @abc.abstractmethod
     def drawing(self) -> str:
         """Return the part's own HTML, without heading and sentence."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
