@@ -36,8 +36,8 @@ class BenchConfig:
     torch_seconds: float = 1.0
     """Time that the values of each of PyTorch's variants take together."""
     compile_threads: int | None = None
-    """Programs compiled at the same time (default: half as many as there are cores, at
-    most 8)."""
+    """Programs compiled at the same time, before the first one is measured (default: half
+    as many as there are cores, at most 8; for a GPU or TPU one, measured right away)."""
     xla: list[str] = field(default_factory=list)
     """Options of XLA's compiler to measure with, each NAME=VALUE."""
     virtual_devices: int | None = None

@@ -1,11 +1,13 @@
-"""One call of ``millrace bench``: everything is compiled, then measured one by one."""
+"""One call of ``millrace bench``: all that is compiled and measured."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,34 @@ class Session:
     def run(self) -> None:
         """Measure everything."""
         self._measure_limits()
-        works = self._compile()
+        if self._on_cpu:
+            self._side_by_side()
+        else:
+            self._one_by_one()
+        self._measure_limits()
+        self._conclude()
+
+    def _side_by_side(self) -> None:
+        # A CPU has other things to do, now more, now less: the two that are compared are
+        # measured one right after the other.
+        works = dict(self._works())
+        with contextlib.closing(self._peer(works)) as peer:
+            for name, work in works.items():
+                self._measure(name, work)
+                self._measure_peer(name, peer)
+
+    def _one_by_one(self) -> None:
+        # Ours come first, so that they are there even if PyTorch's take too long.
+        works = {}
+        for name, work in self._works():
+            self._measure(name, work)
+            works[name] = work
+        with contextlib.closing(self._peer(works)) as peer:
+            for name in works:
+                self._measure_peer(name, peer)
+
+    def _peer(self, works: dict[str, Workload]) -> TorchPeer:
+        """Return PyTorch, ready for what of this it should do, if it should."""
         asked = {
             name: work.peer
             for name, work in works.items()
@@ -73,29 +102,11 @@ class Session:
         }
         device = "cpu" if self._on_cpu else "cuda"
         peer = TorchPeer(self._config.torch_python, device, asked)
-        try:
-            self._measure_all(works, peer, list(asked))
-        finally:
-            peer.close()
-        self._measure_limits()
-        self._conclude()
-
-    def _measure_all(
-        self, works: dict[str, Workload], peer: TorchPeer, asked: list[str]
-    ) -> None:
-        # A CPU has other things to do, now more, now less: there the two that are
-        # compared are measured one right after the other. Elsewhere ours come first, so
-        # that they are there even if PyTorch's take too long.
-        if self._on_cpu:
-            self._prepare(peer, asked)
-        for name, work in works.items():
-            self._measure(name, work)
-            if self._on_cpu and name in asked:
-                self._measure_peer(name, peer)
-        if not self._on_cpu:
-            self._prepare(peer, asked)
-            for name in asked:
-                self._measure_peer(name, peer)
+        if asked:
+            peer.prepare(self._say)
+            said = ", ".join(f"{name} {value}" for name, value in peer.facts.items())
+            self._results["facts"]["PyTorch"] = said
+        return peer
 
     def _measure_limits(self) -> None:
         """Time the simplest programs; what they reached at best is the limit."""
@@ -108,18 +119,31 @@ class Session:
                 found |= parts_of_limits(found, limits)
         self._write()
 
-    def _compile(self) -> dict[str, Workload]:
-        """Build and compile all entries, several at a time; note those that cannot."""
-        cores = os.cpu_count() or 1
-        threads = self._config.compile_threads or min(_MAX_THREADS, max(1, cores // 2))
-        works: dict[str, Workload] = {}
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            futures = {n: pool.submit(self._compiled, n) for n in self._entries}
-            for name, future in futures.items():
-                if (work := self._noting(name, future.result)) is not None:
-                    works[name] = work
+    def _works(self) -> Iterator[tuple[str, Workload]]:
+        """Build and compile the entries; note those that cannot be.
+
+        Several at a time are all ready before the first of them is returned, because
+        compiling would disturb what is measured.
+        """
+        if self._threads == 1:
+            found = {
+                name: functools.partial(self._compiled, name) for name in self._entries
+            }
+        else:
+            with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+                futures = {n: pool.submit(self._compiled, n) for n in self._entries}
+            found = {name: future.result for name, future in futures.items()}
+        for name, result in found.items():
+            if (work := self._noting(name, result)) is not None:
+                yield name, work
         self._write()
-        return works
+
+    @property
+    def _threads(self) -> int:
+        # XLA tries kernels out while it compiles, on a device that it takes for its own:
+        # eight at a time on a GPU took longer than one after the other.
+        cores = (os.cpu_count() or 1) // 2 if self._on_cpu else 1
+        return self._config.compile_threads or min(_MAX_THREADS, max(1, cores))
 
     def _compiled(self, name: str) -> Workload:
         entry, config = self._entries[name], self._configs[name]
@@ -149,15 +173,9 @@ class Session:
             self._say(f"{name}: {found['samples_per_second']['median']:,.1f} samples/s")
         self._write()
 
-    def _prepare(self, peer: TorchPeer, asked: list[str]) -> None:
-        if asked:
-            peer.prepare(self._say)
-            said = ", ".join(f"{name} {value}" for name, value in peer.facts.items())
-            self._results["facts"]["PyTorch"] = said
-
     def _measure_peer(self, name: str, peer: TorchPeer) -> None:
         found = self._found[name]
-        if found["status"] == "measured":
+        if name in peer.works and found["status"] == "measured":
             repeat, seconds = self._config.repeat, self._config.torch_seconds
             found |= compared(found, peer.measure(name, repeat, seconds))
             speeds = {n: p.get("median", p.get("error")) for n, p in found["peers"].items()}

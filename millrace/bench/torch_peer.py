@@ -98,7 +98,7 @@ class TorchPeer:
     def __init__(
         self, python: str, device: str, works: Mapping[str, dict[str, Any]]
     ) -> None:
-        self._works = {n: {**w, "device": device} for n, w in works.items()}
+        self.works = {n: {**w, "device": device} for n, w in works.items()}
         self._python, self._device = python, device
         self._at_once = 1 if device == "cpu" else _AT_ONCE
         self._processes: dict[str, TorchProcess] = {}
@@ -109,7 +109,7 @@ class TorchPeer:
     def prepare(self, say: Callable[[str], None]) -> None:
         """Start the processes and let them compile."""
         groups: dict[str, list[str]] = {}
-        for name, work in self._works.items():
+        for name, work in self.works.items():
             alone = work["kind"] != "inference"
             groups.setdefault(name if alone else work["model"], []).append(name)
         with concurrent.futures.ThreadPoolExecutor(self._at_once) as pool:
@@ -140,7 +140,7 @@ class TorchPeer:
     ) -> None:
         try:
             answer = process.ask(
-                do="prepare", name=name, compiled=compiled, settings=self._works[name]
+                do="prepare", name=name, compiled=compiled, settings=self.works[name]
             )
             self._prepared[name, variant] = answer["prepare_seconds"]
             say(f"PyTorch {variant} {name}: ready in {answer['prepare_seconds']:.1f} s")

@@ -7,8 +7,6 @@ list of layers, and can be split before any of them.
 
 from typing import Any
 
-import jax
-
 from millrace.nn.layers import Call, Layer, Tree, stateless
 
 
@@ -25,8 +23,8 @@ def opening(layer: Layer) -> Layer:
 def on(branch: str, layer: Layer) -> Layer:
     """Run `layer` on one branch, "main" or "skip", and pass the other by."""
 
-    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        return layer.init(key, x[branch])
+    def init(x: Any) -> tuple[Tree, Tree]:
+        return layer.init(x[branch])
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         y, carried = layer.apply(params, carried, x[branch], call)

@@ -59,8 +59,7 @@ def batch_norm(
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}.")
 
-    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        del key
+    def init(x: Any) -> tuple[Tree, Tree]:
         features = x.shape[-1]
         scale = jnp.zeros(features) if zero_scale else jnp.ones(features)
         params = {"scale": scale, "bias": jnp.zeros(features)}
@@ -106,8 +105,7 @@ def group_norm(
             )
         return num_groups or channels // parts
 
-    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
-        del key
+    def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
         groups_of(channels)
         scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)

@@ -128,12 +128,12 @@ def test_groups_that_do_not_fit_are_an_error(channels, kernel, groups, message):
 def test_a_grouped_layer_has_a_kernel_of_its_groups_channels():
     layer = conv("conv", 12, 3, groups=4)
     x = jnp.ones((1, 5, 5, 8))
-    params, _ = layer.init(jax.random.key(0), x)
+    params = init_layers([layer], jax.random.key(0), x)[0]["conv"]
     assert params["kernel"].shape == (3, 3, 2, 12)
     y, _ = layer.apply(params, {}, x, Call(training=True))
     np.testing.assert_allclose(y, plain(x, params["kernel"], (1, 1), "SAME", 4), atol=1e-5)
     with pytest.raises(ValueError, match="groups must divide"):
-        conv("conv", 12, groups=3).init(jax.random.key(0), x)
+        conv("conv", 12, groups=3).init(x)
 
 
 @pytest.mark.parametrize("groups", [1, 8, 64])

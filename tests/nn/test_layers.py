@@ -10,6 +10,10 @@ from millrace.nn.losses import correct, cross_entropy
 from millrace.nn.norms import batch_norm, group_norm
 
 
+def drawn(layer: layers.Layer, shape: tuple[int, ...]):
+    return layers.init_layers([layer], jax.random.key(0), jnp.zeros(shape))
+
+
 def test_weights_are_keyed_by_layer_name_and_counted():
     model = models.build("digits_cnn", 10)
     params, carried = layers.init_layers(model, jax.random.key(0), jnp.zeros((2, 8, 8, 1)))
@@ -54,10 +58,8 @@ def test_splitting_a_model_changes_nothing():
 
 
 def test_he_initialisation_keeps_the_scale_of_activations():
-    layer = layers.conv("c", 256)
-    x = jax.random.normal(jax.random.key(1), (2, 16, 16, 64))
-    params, _ = layer.init(jax.random.key(0), x)
-    kernel = params["kernel"]
+    params, _ = drawn(layers.conv("c", 256), (1, 16, 16, 64))
+    kernel = params["c"]["kernel"]
     assert float(kernel.std()) == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.02)
 
 
@@ -89,17 +91,16 @@ def test_dropout_of_whole_samples_keeps_or_drops_all_of_a_sample():
 
 
 def test_a_kernel_may_keep_the_spread_of_what_comes_out():
-    layer = layers.conv("c", 64, fan="out")
-    params, _ = layer.init(jax.random.key(0), jnp.zeros((1, 8, 8, 16)))
+    params, _ = drawn(layers.conv("c", 64, fan="out"), (1, 8, 8, 16))
     wanted = (2 / (9 * 64)) ** 0.5
-    assert float(params["kernel"].std()) == pytest.approx(wanted, rel=0.02)
+    assert float(params["c"]["kernel"].std()) == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.parametrize("stable", [False, True])
 def test_batch_norm_agrees_with_numpy(stable):
     x = np.random.default_rng(0).normal(3, 2, (16, 5, 5, 4)).astype(np.float32)
     layer = batch_norm("bn", momentum=0.9, epsilon=1e-3, stable=stable)
-    params, carried = layer.init(jax.random.key(0), x)
+    params, carried = layer.init(x)
     params = {"scale": jnp.array([1.0, 2, 3, 4]), "bias": jnp.arange(4.0)}
     y, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
@@ -120,7 +121,7 @@ def test_the_stable_variance_survives_a_large_mean():
     errors = {}
     for stable in (False, True):
         layer = batch_norm("bn", momentum=0.0, stable=stable)
-        params, carried = layer.init(jax.random.key(0), x)
+        params, carried = layer.init(x)
         _, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
         errors[stable] = abs(float(moved["var"][0]) - x.var())
     assert errors[True] < 1e-2 < errors[False]
@@ -129,7 +130,7 @@ def test_the_stable_variance_survives_a_large_mean():
 def test_group_norm_agrees_with_numpy():
     x = np.random.default_rng(0).normal(1, 3, (3, 4, 4, 8)).astype(np.float32)
     layer = group_norm("gn", num_groups=2, epsilon=1e-3)
-    params, carried = layer.init(jax.random.key(0), x)
+    params, carried = layer.init(x)
     y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
     split = x.reshape(3, 4, 4, 2, 4)
     mean = split.mean((1, 2, 4), keepdims=True)
@@ -141,9 +142,9 @@ def test_group_norm_agrees_with_numpy():
     )
     np.testing.assert_array_equal(same, y)
     with pytest.raises(ValueError, match="8 channels cannot be divided into 3 groups"):
-        group_norm("gn", num_groups=3).init(jax.random.key(0), x)
+        group_norm("gn", num_groups=3).init(x)
     with pytest.raises(ValueError, match="8 channels cannot be divided into groups of 3"):
-        group_norm("gn", channels_per_group=3).init(jax.random.key(0), x)
+        group_norm("gn", channels_per_group=3).init(x)
     for wrong in ({}, {"num_groups": 2, "channels_per_group": 4}):
         with pytest.raises(ValueError, match="only one of them"):
             group_norm("gn", **wrong)

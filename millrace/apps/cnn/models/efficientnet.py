@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from millrace.apps.cnn.families import Scaled
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
+from millrace.nn.drawing import Draw
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
 
@@ -160,16 +161,14 @@ def _convolved(
 
 def squeeze_excite(name: str, reduced: int) -> Layer:
     """Weigh each channel by what two small layers make of all channels' means."""
-    draw = jax.nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 
-    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
+    def part(before: int, after: int) -> Tree:
+        kernel = Draw("truncated_normal", (before, after), (2 / after) ** 0.5)
+        return {"kernel": kernel, "bias": jnp.zeros(after)}
+
+    def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
-        shapes = {"reduce": (channels, reduced), "expand": (reduced, channels)}
-        keys = zip(shapes, jax.random.split(key), strict=True)
-        return {
-            part: {"kernel": draw(own, shapes[part]), "bias": jnp.zeros(shapes[part][1])}
-            for part, own in keys
-        }, {}
+        return {"reduce": part(channels, reduced), "expand": part(reduced, channels)}, {}
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         del carried, call
@@ -186,9 +185,9 @@ def _classifier(name: str, num_classes: int) -> Layer:
     """A dense layer that starts as Glorot and Bengio have it."""
     layer = layers.dense(name, num_classes)
 
-    def init(key: jax.Array, x: Any) -> tuple[Tree, Tree]:
+    def init(x: Any) -> tuple[Tree, Tree]:
         shape = (x.shape[-1], num_classes)
-        kernel = jax.nn.initializers.glorot_uniform()(key, shape)
+        kernel = Draw("uniform", shape, (6 / sum(shape)) ** 0.5)
         return {"kernel": kernel, "bias": jnp.zeros(num_classes)}, {}
 
     return layer._replace(init=init)
