@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from millrace.host.run_directory import versions
 
 
@@ -18,7 +20,7 @@ def session_facts(device: Any, commit: str | None) -> dict[str, str]:
     if device.platform != "cpu":
         software = " ".join(device.client.platform_version.split())
         hardware = f"{device.device_kind} ({software}), {hardware}"
-    return {
+    facts = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device.device_kind,
         "hardware": hardware,
@@ -27,6 +29,9 @@ def session_facts(device: Any, commit: str | None) -> dict[str, str]:
         "commit": commit or _commit(),
         "command": shlex.join(["millrace", *sys.argv[1:]]),
     }
+    if jax.config.values.get("jax_compilation_cache_dir"):
+        facts["compiled programs"] = "kept in JAX's cache: some took no time to compile"
+    return facts
 
 
 def _cpu_model() -> str:
