@@ -65,3 +65,10 @@ class BenchConfig:
                 raise ValueError(f"xla takes NAME=VALUE, got {word}.")
         if self.compare is not None and not self.compare.is_file():
             raise ValueError(f"compare: there is no file {self.compare}.")
+
+    @property
+    def xla_options(self) -> dict[str, str | bool]:
+        """XLA's options by name; what is true or false there must not be a word."""
+        given = (word.split("=", 1) for word in self.xla)
+        words: dict[str, bool] = {"true": True, "false": False}
+        return {name: words.get(value.lower(), value) for name, value in given}

@@ -44,7 +44,7 @@ class Session:
         self._entries = {entry.name: entry for entry in entries}
         self._devices = jax.local_devices()
         self._on_cpu = self._devices[0].platform == "cpu"
-        self._options = dict(word.split("=", 1) for word in config.xla)
+        self._options = config.xla_options
         stamp = time.strftime("bench-%Y-%m-%d_%H-%M-%S")
         self._folder = config.out or Path("runs") / stamp
         self._started = time.perf_counter()

@@ -6,12 +6,13 @@ plain pairs of functions: a batch norm has moving statistics, a convolution a ke
 four dims, and where in a residual block they stand is seen from what they pass by.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from millrace.nn.branches import on
 from millrace.nn.layers import Call, Layer, Tree, layer_output, stateless
@@ -33,21 +34,37 @@ def fold(
     params, carried = dict(params), dict(carried)
     spec = jax.eval_shape(lambda x: x, example)
     folded: list[Layer] = []
-    before = None
+    before = _Before(None, None)
     for layer in layers:
         following = layer_output(layer, params, carried, spec)
         branch = _branch(layer, params, carried, spec)
-        if before == (branch, "conv") and _is_batch_norm(layer.name, params, carried):
+        if before.conv == (branch,) and _is_batch_norm(layer.name, params, carried):
             folded[-1] = _absorb(folded[-1], layer, branch, params, carried)
-            before = None
+            before = _Before(None, before.dense)
         else:
             # A layer of a block that writes no branch, such as dropout, does nothing.
             silent = branch is None and isinstance(spec, dict)
-            relu = spec == following and not silent and _is_relu(layer, branch, params)
-            folded.append(_as_maximum(layer, branch) if relu else layer)
-            before = branch, "conv" if _is_convolution(layer.name, params) else "other"
+            if spec == following and not silent and not layer.branches:
+                layer = _for_inference(layer, branch, params, before)
+            folded.append(layer)
+            before = _Before.of(layer, branch, params)
         spec = following
     return folded, params, carried
+
+
+class _Before(NamedTuple):
+    """What went before a layer: the branch of a convolution, in a tuple, or None."""
+
+    conv: tuple[str | None] | None
+    dense: tuple[str | None] | None
+    """The same, if every feature sees more than one channel; its norm may be folded."""
+
+    @classmethod
+    def of(cls, layer: Layer, branch: str | None, params: Tree) -> "_Before":
+        kernel = params.get(layer.name, {}).get("kernel")
+        if kernel is None or kernel.ndim != 4:
+            return cls(None, None)
+        return cls((branch,), (branch,) if kernel.shape[2] > 1 else None)
 
 
 def _branch(layer: Layer, params: Tree, carried: Tree, spec: Any) -> str | None:
@@ -67,11 +84,6 @@ def _branch(layer: Layer, params: Tree, carried: Tree, spec: Any) -> str | None:
 
     jax.eval_shape(trace, params.get(layer.name, {}), carried.get(layer.name, {}), spec)
     return written[0] if written else None
-
-
-def _is_convolution(name: str, params: Tree) -> bool:
-    kernel = params.get(name, {}).get("kernel")
-    return kernel is not None and kernel.ndim == 4
 
 
 def _is_batch_norm(name: str, params: Tree, carried: Tree) -> bool:
@@ -115,17 +127,36 @@ def _with_bias(conv: Layer, branch: str | None) -> Layer:
     return conv._replace(apply=apply)
 
 
-def _is_relu(layer: Layer, branch: str | None, params: Tree) -> bool:
-    if layer.branches or layer.name in params:
-        return False
+def _for_inference(
+    layer: Layer, branch: str | None, params: Tree, before: _Before
+) -> Layer:
+    """Return the form of an activation that goes best with what is before it."""
+    if jax.default_backend() == "cpu" or layer.name in params:
+        return layer  # see ``layers.relu``
     x = jnp.array([-1.0, 0.0, 2.0]).reshape(1, 1, 1, 3)
     y, _ = layer.apply({}, {}, x if branch is None else {branch: x}, _INFERENCE)
-    return np.ravel(y if branch is None else y[branch]).tolist() == [0, 0, 2]
+    values = np.ravel(y if branch is None else y[branch]).tolist()
+    if values == [0, 0, 2]:  # as a maximum, XLA joins it with a convolution and its bias
+        return _instead(layer, branch, lambda x: jnp.maximum(x, 0))
+    if before.dense == (branch,) and values != [-1, 0, 2]:
+        # Any other XLA would try to join as well, which cuDNN does not accept.
+        return _apart(layer, branch)
+    return layer
 
 
-def _as_maximum(layer: Layer, branch: str | None) -> Layer:
-    """The form of a ReLU that XLA joins with a convolution and its bias on GPU."""
-    if jax.default_backend() == "cpu":
-        return layer  # see ``layers.relu``
-    relu = stateless(layer.name, lambda x: jnp.maximum(x, 0))
-    return relu if branch is None else on(branch, relu)
+def _instead(layer: Layer, branch: str | None, function: Callable[[Any], Any]) -> Layer:
+    new = stateless(layer.name, function)
+    return new if branch is None else on(branch, new)
+
+
+def _apart(layer: Layer, branch: str | None) -> Layer:
+    """Keep a layer from being joined with what makes its input."""
+
+    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        if branch is None:
+            x = lax.optimization_barrier(x)
+        else:
+            x = {**x, branch: lax.optimization_barrier(x[branch])}
+        return layer.apply(params, carried, x, call)
+
+    return layer._replace(apply=apply)

@@ -64,14 +64,21 @@ def compile_for(
     """Compile `function` for these arguments, donating some of them to the result.
 
     What is `preferred` goes before the platform's usual options of XLA's, and behind those
-    of ``compiling``. Further `options` are those of ``jax.jit``.
+    of ``compiling``; if XLA cannot compile with it, it is left out. Further `options` are
+    those of ``jax.jit``.
     """
     lowered = jax.jit(function, donate_argnums=donate, **options).lower(*arguments)
     platform = mesh.devices.flat[0].platform
     further = _compiling.get(_Compiling({}, []))
     asked = further.options.get(platform, {})
-    usual = {**_OPTIONS.get(platform, {}), **(preferred or {}).get(platform, {})}
-    compiled = _compile(lowered, {**usual, **asked}, asked)
+    usual, wished = _OPTIONS.get(platform, {}), (preferred or {}).get(platform, {})
+    try:
+        compiled = _compile(lowered, {**usual, **wished, **asked}, asked)
+    except jax.errors.JaxRuntimeError as error:
+        if not wished:
+            raise
+        _log.info("XLA cannot compile with %s: %s", dict(wished), error)
+        compiled = _compile(lowered, {**usual, **asked}, asked)
     further.programs.append(compiled)
     return compiled
 

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from millrace.bench.config import BenchConfig
+from millrace.bench.session import Session
 from millrace.cli import main
 from millrace.host import memory_fit
 
@@ -60,6 +62,38 @@ def test_a_failing_entry_does_not_stop_the_others_but_is_the_status(measured):
         "broken": "failed",
     }
     assert "no_such_layer" in entry_of(results, "broken")["reason"]
+
+
+def test_on_an_accelerator_an_entry_is_measured_before_the_next_is_compiled(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(Session, "_side_by_side", Session._one_by_one)
+    path = tmp_path / "spec.yml"
+    path.write_text(json.dumps(SPEC))
+    words = ("infer_b2", "broken", "train", "--spec", path, "--out", tmp_path / "out")
+    assert bench(*words, "--seconds", 0.1, "--repeat", 2, "--compile-threads", 1) == 1
+    said = re.findall(
+        r"s  (\S+): (compiled|failed|[\d,.]+ samples)", capsys.readouterr().err
+    )
+    order = [(name, what.split()[-1]) for name, what in said]
+    assert order == [
+        ("infer_b2", "compiled"),
+        ("infer_b2", "samples"),
+        ("train", "compiled"),
+        ("train", "samples"),
+        ("broken", "failed"),
+    ]
+
+
+def test_options_of_xla_that_are_true_or_false_are_no_words():
+    config = BenchConfig(xla=["a=true", "b=False", "c=CONCURRENT", "d=3", "e=x=y"])
+    assert config.xla_options == {
+        "a": True,
+        "b": False,
+        "c": "CONCURRENT",
+        "d": "3",
+        "e": "x=y",
+    }
 
 
 def test_what_is_skipped_has_its_reason(measured):

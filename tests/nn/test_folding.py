@@ -125,3 +125,25 @@ def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
     jaxpr = str(jax.make_jaxpr(lambda x: logits(folded, {}, {}, x))(x))
     assert "max" in jaxpr and "select_n" not in jaxpr
     np.testing.assert_allclose(logits(folded, {}, {}, x), logits(model, {}, {}, x))
+
+
+def test_off_the_cpu_another_activation_is_kept_apart_from_a_dense_convolution(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    swish = functools.partial(layers.stateless, function=jax.nn.silu)
+    model = [
+        layers.conv("dense", 4),
+        batch_norm("dense/norm"),
+        swish("dense/swish"),
+        layers.conv("depthwise", 4, groups=4),
+        batch_norm("depthwise/norm"),
+        swish("depthwise/swish"),
+        layers.dropout("dropout", 0.5),
+    ]
+    x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)
+    params, carried = trained(model, x)
+    folded = fold(model, params, carried, x)
+    jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(x))
+    assert jaxpr.count("optimization_barrier") == 1
+    np.testing.assert_allclose(
+        logits(*folded, x), logits(model, params, carried, x), rtol=1e-4, atol=1e-5
+    )
