@@ -14,8 +14,9 @@ from millrace.apps.autoencoder.model import (
     hidden_of_known,
     hidden_ratings,
     kept_codes,
-    ratings_of,
+    ratings_by_item,
     reconstruct,
+    reconstruct_by_item,
     reconstruct_known,
 )
 from millrace.program.replicas import REPLICA_AXIS
@@ -123,17 +124,17 @@ def _joint(model: Model, num_replicas: int) -> LossFn:
 
 
 def _joint_of_known(model: Model, num_replicas: int) -> LossFn:
-    """Return the same as ``_joint``; only re-feeding makes dense rows of ratings."""
+    """Return the same as ``_joint``; only re-feeding makes dense ratings, item by item."""
 
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = known_ratings(batch), batch["user"].shape[0]
         first, second = kept_codes(model, key, 2, num_users)
         seen = hidden_ratings(model, known, key)
         hidden = hidden_of_known(model, params, seen, num_users, first)
-        output = ratings_of(model, params, hidden)
-        of_known = output[known.row, known.item]  # of filling, some other row's
+        output = ratings_by_item(model, params, hidden)
+        of_known = output[known.item, known.row]  # of filling, some other user's
         error = _error_of_known(known, of_known, num_users, num_replicas)
-        again = reconstruct(model, params, output, second)
+        again = reconstruct_by_item(model, params, output, second)
         refed = jnp.square(_wide(again) - _wide(output)).mean()
         return error + refed, (carried, {"rmse": _rmse(error, num_replicas)})
 
@@ -181,4 +182,4 @@ def masked_error(rows: jax.Array, output: jax.Array, num_replicas: int = 1) -> j
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

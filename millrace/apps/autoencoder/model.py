@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from millrace.program.rounding import random_bits
 
@@ -90,6 +91,31 @@ def ratings_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
     return activate(model, hidden @ last.kernel.T + last.bias)
 
 
+def ratings_by_item(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
+    """Return ``ratings_of`` transposed: (items, users).
+
+    On a CPU its products, and those of its gradients, are faster: every one of them has
+    a result or an argument of many rows instead of many columns.
+    """
+    last = last_layer(model, params)
+    products = _contract(last.kernel, hidden, 1)
+    return activate(model, products + last.bias[:, None])
+
+
+def reconstruct_by_item(
+    model: Model, params: Any, columns: jax.Array, kept: jax.Array | None
+) -> jax.Array:
+    """Return ``reconstruct`` of (items, users), the same way round."""
+    first = params["encoder"]["fc_1"]
+    sums = _contract(columns, first["kernel"], 0) + first["bias"]
+    return ratings_by_item(model, params, _inner(model, params, sums, kept))
+
+
+def _contract(a: jax.Array, b: jax.Array, dim: int) -> jax.Array:
+    """Multiply over the same dim of both."""
+    return lax.dot_general(a, b, (((dim,), (dim,)), ((), ())))
+
+
 class LastLayer(NamedTuple):
     """The layer whose outputs are ratings."""
 
@@ -156,7 +182,32 @@ def _inner(model: Model, params: Any, sums: jax.Array, kept: jax.Array | None) -
 
 def activate(model: Model, x: jax.Array) -> jax.Array:
     """Return the activation, or `x` itself where all is linear."""
-    return jax.nn.selu(x) if model.selu else x
+    if not model.selu:
+        return x
+    return _selu(x) if x.dtype == jnp.float32 else jax.nn.selu(x)
+
+
+_SCALE, _ALPHA = 1.0507009873554805, 1.6732632423543772
+
+
+@jax.custom_vjp
+def _selu(x: jax.Array) -> jax.Array:
+    """SELU, for less memory and time on a CPU: its gradient needs nothing but its result.
+
+    In float32 that is as exact; in 16 bits the result is too coarse.
+    """
+    return _SCALE * jnp.where(x > 0, x, _ALPHA * (jnp.exp(jnp.minimum(x, 0)) - 1))
+
+
+def _selu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return (y := _selu(x)), y
+
+
+def _selu_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    return (dy * jnp.where(y > 0, _SCALE, y + _SCALE * _ALPHA),)
+
+
+_selu.defvjp(_selu_forward, _selu_backward)
 
 
 def kept_codes(

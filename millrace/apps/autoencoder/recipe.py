@@ -15,9 +15,13 @@ _MOMENTUM = 0.9
 _CLIPPED_AT = 1.0
 
 COMPILER_OPTIONS = {
-    # Products with what surrounds them as one operation of the library: 34 ms an update
-    # instead of 40 (jax 0.10.2, two cores, size 128, batch 64, 17,736 items).
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+    # Products with what surrounds them as one operation of the library: a tenth less time
+    # (jax 0.10.2, two cores, size 128, batch 64, 17,736 items).
+    "cpu": {
+        "xla_cpu_experimental_ynn_fusion_type": (
+            "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+        )
+    }
 }
 
 

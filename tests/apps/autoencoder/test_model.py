@@ -1,5 +1,7 @@
 """The network: its size, its first weights, and what it computes."""
 
+import functools
+
 import autoencoder_oracle as oracle
 import jax
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from millrace.apps.autoencoder.model import (
     Known,
     Model,
+    activate,
     init_params,
     kept_codes,
     reconstruct,
@@ -67,14 +70,32 @@ def test_a_reconstruction_is_the_oracles(network):
 def test_known_ratings_are_reconstructed_as_in_the_whole(network):
     model, params, rows = network
     row, item = np.nonzero(rows)
-    values = np.append(rows[row, item], np.float32(0))
-    filled = Known(np.append(row, len(rows)), np.append(item, 0), values)
-    filled, params = jax.device_put((filled, params))
-    (kept,) = kept_codes(model, jax.random.key(1), 1, len(rows))
+    filled = Known(
+        np.append(row, len(rows)), np.append(item, 0), np.append(rows[row, item], 0.0)
+    )
     known = jax.jit(reconstruct_known, static_argnums=(0, 3))
-    found = known(model, params, filled, len(rows), kept)
-    expected = np.asarray(jax.jit(reconstruct, static_argnums=0)(model, params, rows, kept))
-    np.testing.assert_allclose(found[:-1], expected[row, item], rtol=1e-5, atol=1e-6)
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, params)
+        (kept,) = kept_codes(model, jax.random.key(1), 1, len(rows))
+        found = known(model, params, filled, len(rows), kept)
+        whole = jax.jit(reconstruct, static_argnums=0)
+        expected = np.asarray(whole(model, params, rows.astype(float), kept))
+    np.testing.assert_allclose(found[:-1], expected[row, item], rtol=1e-12)
+
+
+def test_an_activation_in_float32_and_its_gradient_are_those_of_selu():
+    model = Model(19, 128, 0.65)
+    x = np.concatenate([np.linspace(-30, 5, 1001), -np.logspace(-8, 0, 101), [0.0]])
+
+    def of_all(function, x):
+        return jax.vmap(jax.value_and_grad(function))(x)
+
+    found = of_all(functools.partial(activate, model), x.astype(np.float32))
+    with jax.enable_x64(True):
+        expected = of_all(jax.nn.selu, x)
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=3e-7)
 
 
 def test_dropout_keeps_its_share_and_the_mean_of_the_code():
