@@ -1,7 +1,9 @@
-"""Settings of this process that make training on CPU faster."""
+"""Settings of this process that make it faster."""
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -25,6 +27,29 @@ def tune_memory_allocation() -> bool:
         (_M_TOP_PAD, 64 << 20),
     ]
     return all([mallopt(name, value) for name, value in settings])
+
+
+def keep_compiled_programs() -> Path | None:
+    """Have JAX keep what it compiles for an accelerator, for the next run that needs it.
+
+    Trying out kernels takes most of the time: ResNet-50 is ready after 3 s instead of 16
+    on an H200, EfficientNet-B0 after 4 instead of 64. What JAX was told itself goes first:
+    JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false.
+
+    Returns:
+        The folder, if it is used from now on.
+    """
+    import jax
+
+    told = jax.config.values
+    if jax.default_backend() == "cpu" or told["jax_compilation_cache_dir"]:
+        return None
+    if not told["jax_enable_compilation_cache"]:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(cache).expanduser() / "millrace" / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
 
 
 def join_processes() -> bool:

@@ -20,6 +20,7 @@ from millrace.host.console import Console, error_line
 from millrace.host.events import Schedule
 from millrace.host.options import RunOptions
 from millrace.host.peers import communication_failed, watch_peers
+from millrace.host.process import keep_compiled_programs
 from millrace.host.run_directory import (
     FollowedDirectory,
     RunDirectory,
@@ -315,6 +316,7 @@ def _prepare_process(options: RunOptions) -> RunOptions:
         find_place(options.coordinator, options.process_id, options.num_processes)
     ):
         watch_peers()
+    keep_compiled_programs()
     noted = None if _begun else noted_run_directory()
     _begun.append(True)
     return options if noted is None else _continued(options, noted)
