@@ -25,7 +25,7 @@ _TELLING_SECONDS = 4.0
 _GRACE_SECONDS = 10.0
 """For processes that have been told to go, before they are killed."""
 _NOISE = re.compile(
-    r"\[Gloo\] Rank \d+ is connected"
+    r"\[Gloo\] Rank|[\d ]*is connected to \d+ peer ranks"  # its threads cut in
     r"|[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
     r"|\*\*\* Check failure stack trace|    @ +0x|Additional GRPC error|:UNKNOWN:Error"
 )

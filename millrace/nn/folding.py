@@ -17,6 +17,10 @@ from jax import lax
 from millrace.nn.branches import on
 from millrace.nn.layers import Call, Layer, Tree, layer_output, stateless
 
+SMALL_BATCH = 8
+"""Up to so many images, a GPU is done with a kernel before the host has started the next:
+their convolutions are compiled another way, see ``apps.cnn.inference``."""
+
 _INFERENCE = Call(training=False)
 
 
@@ -34,37 +38,40 @@ def fold(
     params, carried = dict(params), dict(carried)
     spec = jax.eval_shape(lambda x: x, example)
     folded: list[Layer] = []
-    before = _Before(None, None)
+    before: _Convolution | None = None
     for layer in layers:
         following = layer_output(layer, params, carried, spec)
         branch = _branch(layer, params, carried, spec)
-        if before.conv == (branch,) and _is_batch_norm(layer.name, params, carried):
+        conv = before if before and before.branch == branch else None
+        if conv and not conv.has_norm and _is_batch_norm(layer.name, params, carried):
             folded[-1] = _absorb(folded[-1], layer, branch, params, carried)
-            before = _Before(None, before.dense)
+            before = conv._replace(has_norm=True)
         else:
             # A layer of a block that writes no branch, such as dropout, does nothing.
             silent = branch is None and isinstance(spec, dict)
             if spec == following and not silent and not layer.branches:
-                layer = _for_inference(layer, branch, params, before)
+                layer = _for_inference(layer, branch, params, conv)
             folded.append(layer)
-            before = _Before.of(layer, branch, params)
+            before = _convolution(layer, branch, params)
         spec = following
     return folded, params, carried
 
 
-class _Before(NamedTuple):
-    """What went before a layer: the branch of a convolution, in a tuple, or None."""
+class _Convolution(NamedTuple):
+    """The convolution right before a layer."""
 
-    conv: tuple[str | None] | None
-    dense: tuple[str | None] | None
-    """The same, if every feature sees more than one channel; its norm may be folded."""
+    branch: str | None
+    has_norm: bool
+    """Whether it has been given a batch norm to absorb."""
+    is_dense: bool
+    """Whether a feature sees more than one channel."""
 
-    @classmethod
-    def of(cls, layer: Layer, branch: str | None, params: Tree) -> "_Before":
-        kernel = params.get(layer.name, {}).get("kernel")
-        if kernel is None or kernel.ndim != 4:
-            return cls(None, None)
-        return cls((branch,), (branch,) if kernel.shape[2] > 1 else None)
+
+def _convolution(layer: Layer, branch: str | None, params: Tree) -> _Convolution | None:
+    kernel = params.get(layer.name, {}).get("kernel")
+    if kernel is None or kernel.ndim != 4:
+        return None
+    return _Convolution(branch, has_norm=False, is_dense=kernel.shape[2] > 1)
 
 
 def _branch(layer: Layer, params: Tree, carried: Tree, spec: Any) -> str | None:
@@ -128,7 +135,7 @@ def _with_bias(conv: Layer, branch: str | None) -> Layer:
 
 
 def _for_inference(
-    layer: Layer, branch: str | None, params: Tree, before: _Before
+    layer: Layer, branch: str | None, params: Tree, conv: _Convolution | None
 ) -> Layer:
     """Return the form of an activation that goes best with what is before it."""
     if jax.default_backend() == "cpu" or layer.name in params:
@@ -138,8 +145,7 @@ def _for_inference(
     values = np.ravel(y if branch is None else y[branch]).tolist()
     if values == [0, 0, 2]:  # as a maximum, XLA joins it with a convolution and its bias
         return _instead(layer, branch, lambda x: jnp.maximum(x, 0))
-    if before.dense == (branch,) and values != [-1, 0, 2]:
-        # Any other XLA would try to join as well, which cuDNN does not accept.
+    if conv and conv.is_dense and values != [-1, 0, 2]:
         return _apart(layer, branch)
     return layer
 
@@ -150,13 +156,16 @@ def _instead(layer: Layer, branch: str | None, function: Callable[[Any], Any]) -
 
 
 def _apart(layer: Layer, branch: str | None) -> Layer:
-    """Keep a layer from being joined with what makes its input."""
+    """Keep XLA from joining an activation with the convolution of a small batch.
+
+    It would try, and find out that cuDNN accepts no other than a ReLU there.
+    """
+
+    def apart(x: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(x) if x.shape[0] <= SMALL_BATCH else x
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        if branch is None:
-            x = lax.optimization_barrier(x)
-        else:
-            x = {**x, branch: lax.optimization_barrier(x[branch])}
+        x = apart(x) if branch is None else {**x, branch: apart(x[branch])}
         return layer.apply(params, carried, x, call)
 
     return layer._replace(apply=apply)

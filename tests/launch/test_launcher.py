@@ -1,5 +1,6 @@
 """What the launcher makes of its words, and what it gives each process."""
 
+import io
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.command import launch
 from millrace.launch.environment import Place, find_place, given_replicas, with_replicas
 from millrace.launch.hardware import gpus_for, uses_gpu
-from millrace.launch.launcher import Launcher
+from millrace.launch.launcher import Launcher, _copy_lines
 from millrace.launch.options import LaunchConfig, split_command
 from millrace.plan import Plan
 
@@ -201,3 +202,15 @@ def test_help_is_the_launcher_s_own():
         millrace_launch("--help"), env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0 and "--max-restarts" in done.stdout
+
+
+def test_what_gloo_says_at_every_start_is_left_out_also_when_its_threads_cut_in():
+    said = [
+        b"[Gloo] Rank 1 is connected to 1 peer ranks. Expected number is : 1\n",
+        b"[Gloo] Rank [Gloo] Rank 2 is connected to 3 peer ranks. Expected\n",
+        b"3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n",
+        b"epoch 3 is connected to nothing\n",
+    ]
+    heard = io.StringIO()
+    _copy_lines(1, said, heard)
+    assert heard.getvalue() == "[1] epoch 3 is connected to nothing\n"

@@ -17,16 +17,15 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from millrace.nn.folding import fold
+from millrace.nn.folding import SMALL_BATCH, fold
 from millrace.nn.layers import Layer, Tree, apply_layers
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
 from millrace.program.step import narrow
 
-_COMPILER_OPTIONS = {
-    # Convolutions that a CUDA graph can hold, and joined with more of what follows: of a
-    # batch of one, ResNet-50 takes 0.35 ms instead of 0.52 or more on an H200, where the
-    # host had to start each of some hundred kernels.
+_SMALL_BATCH_OPTIONS = {
+    # Convolutions that a CUDA graph can hold, so that the host need not start each of some
+    # hundred kernels: a batch of one takes ResNet-50 0.35 ms on an H200 instead of 0.52.
     "gpu": {"xla_gpu_experimental_enable_conv_fusion": True}
 }
 
@@ -180,12 +179,13 @@ class Inference:
         weights = Format(Layout.AUTO, replicated(self._mesh))
         given = self.network.params, self.network.carried
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+        small = self.batch.shape[0] // self._mesh.size <= SMALL_BATCH
         self.programs[name] = compile_for(
             self._mesh,
             mapped,
             shapes,
             batch,
-            preferred=_COMPILER_OPTIONS,
+            preferred=_SMALL_BATCH_OPTIONS if small else None,
             in_shardings=(weights, batch.sharding),
         )
         self.compile_seconds += time.perf_counter() - started

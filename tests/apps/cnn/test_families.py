@@ -183,7 +183,7 @@ def test_squeeze_and_excite_weighs_channels_by_their_means():
     random = np.random.default_rng(0)
     x = random.standard_normal((3, 4, 5, 6)).astype(np.float32)
     layer = squeeze_excite("SE", 2)
-    params, carried = layer.init(jax.random.key(0), x)
+    params, carried = layer.init(x)
     params = jax.tree.map(lambda p: random.standard_normal(p.shape, np.float32), params)
     found = jax.jit(lambda *values: layer.apply(*values, Call(False))[0])(
         params, carried, x

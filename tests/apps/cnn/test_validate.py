@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from millrace.apps.cnn import inference
 from millrace.apps.cnn.validate import latency_figures
 from millrace.apps.cnn.validate_data import calls_of
 from millrace.apps.cnn.validate_options import ValidateConfig
@@ -62,6 +63,25 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
     assert "random: neither checkpoint_dir nor pretrained" in said
     assert "--half-partials changes nothing here" in said
     assert "batch 4" in said and "p99.9" in said
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "is_small"), [(8, 1, True), (9, 1, False), (16, 2, True)]
+)
+def test_small_batches_are_compiled_for_a_cuda_graph(
+    monkeypatch, batch, replicas, is_small
+):
+    asked = {}
+
+    def compile_for(mesh, function, *arguments, preferred=None, **options):
+        asked.update(preferred or {})
+
+    monkeypatch.setattr(inference, "compile_for", compile_for)
+    shape = jax.ShapeDtypeStruct((batch, 8, 8, 1), np.float32)
+    network = inference.Network([], {}, {})
+    made = inference.Inference(network, None, shape, num_replicas=replicas)
+    made.compile_one()
+    assert ("gpu" in asked) == is_small
 
 
 def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
