@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from millrace.nn.dense_convolution import computed_once
 from millrace.program.rounding import random_bits
 
 WIDTHS = {128: (128, 256, 256), 256: (256, 256, 512), 512: (512, 512, 1024)}
@@ -196,7 +197,8 @@ def _selu(x: jax.Array) -> jax.Array:
 
     In float32 that is as exact; in 16 bits the result is too coarse.
     """
-    return _SCALE * jnp.where(x > 0, x, _ALPHA * (jnp.exp(jnp.minimum(x, 0)) - 1))
+    below = _ALPHA * (jnp.exp(jnp.minimum(x, 0)) - 1)
+    return computed_once(_SCALE * jnp.where(x > 0, x, below))
 
 
 def _selu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
