@@ -79,6 +79,7 @@ class Session:
         # measured one right after the other.
         works = dict(self._works())
         with contextlib.closing(self._peer(works)) as peer:
+            self._prepare(peer)
             for name, work in works.items():
                 self._measure(name, work)
                 self._measure_peer(name, peer)
@@ -90,23 +91,25 @@ class Session:
             self._measure(name, work)
             works[name] = work
         with contextlib.closing(self._peer(works)) as peer:
+            self._prepare(peer)
             for name in works:
                 self._measure_peer(name, peer)
 
     def _peer(self, works: dict[str, Workload]) -> TorchPeer:
-        """Return PyTorch, ready for what of this it should do, if it should."""
+        """Return PyTorch for what of this it should do, if it should."""
         asked = {
             name: work.peer
             for name, work in works.items()
             if self._config.peer == "torch" and work.peer and self._entries[name].peer
         }
         device = "cpu" if self._on_cpu else "cuda"
-        peer = TorchPeer(self._config.torch_python, device, asked)
-        if asked:
+        return TorchPeer(self._config.torch_python, device, asked)
+
+    def _prepare(self, peer: TorchPeer) -> None:
+        if peer.works:
             peer.prepare(self._say)
             said = ", ".join(f"{name} {value}" for name, value in peer.facts.items())
             self._results["facts"]["PyTorch"] = said
-        return peer
 
     def _measure_limits(self) -> None:
         """Time the simplest programs; what they reached at best is the limit."""

@@ -20,7 +20,7 @@ from millrace.host.console import Console, error_line
 from millrace.host.events import Schedule
 from millrace.host.options import RunOptions
 from millrace.host.peers import communication_failed, watch_peers
-from millrace.host.process import keep_compiled_programs
+from millrace.host.process import kept_programs_folder
 from millrace.host.run_directory import (
     FollowedDirectory,
     RunDirectory,
@@ -168,7 +168,7 @@ def run_command(
         if group.is_first():
             note_run_directory(directory.path)
             writers += open_writers(options, directory, as_plain(options), command)
-        with compiling({}, programs):
+        with compiling({}, programs, kept_in=kept_programs_folder()):
             function(options, run)
         interrupted = run.summary["status"] == "interrupted"
         status = INTERRUPTED if interrupted else 0
@@ -316,7 +316,6 @@ def _prepare_process(options: RunOptions) -> RunOptions:
         find_place(options.coordinator, options.process_id, options.num_processes)
     ):
         watch_peers()
-    keep_compiled_programs()
     noted = None if _begun else noted_run_directory()
     _begun.append(True)
     return options if noted is None else _continued(options, noted)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ _OPTIONS: dict[str, Options] = {
 class _Compiling(NamedTuple):
     options: Mapping[str, Options]
     programs: list[jax.stages.Compiled]
+    kept_in: Path | None = None
 
 
 _compiling: ContextVar[_Compiling] = ContextVar("compiling")
@@ -34,17 +36,25 @@ _compiling: ContextVar[_Compiling] = ContextVar("compiling")
 
 @contextlib.contextmanager
 def compiling(
-    options: Mapping[str, Options], collected: list[jax.stages.Compiled] | None = None
+    options: Mapping[str, Options],
+    collected: list[jax.stages.Compiled] | None = None,
+    kept_in: Path | None = None,
 ) -> Iterator[list[jax.stages.Compiled]]:
     """Compile what is compiled inside with further options, and collect it.
 
     Args:
         options: For each platform ("cpu", "gpu"), XLA's options by name.
         collected: Receives all that is compiled, also inside another ``compiling``.
+        kept_in: A folder in which JAX keeps what is compiled for an accelerator, for the
+            next process that needs it. Trying out kernels takes most of the time:
+            ResNet-50 is ready after 3 s instead of 16 on an H200, EfficientNet-B0 after 4
+            instead of 64. What JAX was told itself goes first:
+            JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false.
     """
     programs: list[jax.stages.Compiled] = [] if collected is None else collected
     around = _compiling.get(None)
-    token = _compiling.set(_Compiling(options, programs))
+    kept_in = kept_in or (around and around.kept_in)
+    token = _compiling.set(_Compiling(options, programs, kept_in))
     try:
         yield programs
     finally:
@@ -70,6 +80,8 @@ def compile_for(
     lowered = jax.jit(function, donate_argnums=donate, **options).lower(*arguments)
     platform = mesh.devices.flat[0].platform
     further = _compiling.get(_Compiling({}, []))
+    if further.kept_in is not None and platform != "cpu":
+        _keep(further.kept_in)
     asked = further.options.get(platform, {})
     usual, wished = _OPTIONS.get(platform, {}), (preferred or {}).get(platform, {})
     try:
@@ -81,6 +93,13 @@ def compile_for(
         compiled = _compile(lowered, {**usual, **asked}, asked)
     further.programs.append(compiled)
     return compiled
+
+
+def _keep(folder: Path) -> None:
+    """Tell JAX where to keep what is compiled, unless it has been told."""
+    told = jax.config.values
+    if told["jax_enable_compilation_cache"] and not told["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _compile(

@@ -1,9 +1,13 @@
 """Options for the compiler, and what was compiled with them."""
 
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from millrace.program import compiling as compiling_module
 from millrace.program.compiling import compile_for, compiling, peak_bytes
 from millrace.program.replicas import replica_mesh
 
@@ -59,3 +63,46 @@ def test_what_a_program_prefers_reaches_the_compiler_and_gives_way_to_what_is_as
     assert (
         "cannot compile with {'xla_backend_optimization_level': 'high'}" in record.message
     )
+
+
+class Gpu:
+    platform = "gpu"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A mesh that says it is of a GPU, and a JAX that has been told nothing."""
+    monkeypatch.setattr(compiling_module, "_compile", lambda *_: "compiled")
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield types.SimpleNamespace(devices=np.array([Gpu()]))
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def kept() -> str | None:
+    return jax.config.values["jax_compilation_cache_dir"]
+
+
+def test_what_is_compiled_for_an_accelerator_is_kept(gpu, tmp_path):
+    with compiling({}, kept_in=tmp_path):
+        compile_for(replica_mesh(1), doubled, X)
+        assert kept() is None
+        with compiling({}):  # as an application's own
+            compile_for(gpu, doubled, X)
+    assert kept() == str(tmp_path)
+
+
+def test_what_jax_was_told_goes_before_where_to_keep_programs(gpu, tmp_path):
+    compile_for(gpu, doubled, X)
+    assert kept() is None
+    jax.config.update("jax_compilation_cache_dir", "elsewhere")
+    with compiling({}, kept_in=tmp_path):
+        compile_for(gpu, doubled, X)
+    assert kept() == "elsewhere"
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+    with compiling({}, kept_in=tmp_path):
+        compile_for(gpu, doubled, X)
+    assert kept() is None
