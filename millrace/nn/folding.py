@@ -6,7 +6,7 @@ plain pairs of functions: a batch norm has moving statistics, a convolution a ke
 four dims, and where in a residual block they stand is seen from what they pass by.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -144,21 +144,17 @@ def _for_inference(
     y, _ = layer.apply({}, {}, x if branch is None else {branch: x}, _INFERENCE)
     values = np.ravel(y if branch is None else y[branch]).tolist()
     if values == [0, 0, 2]:  # as a maximum, XLA joins it with a convolution and its bias
-        return _instead(layer, branch, lambda x: jnp.maximum(x, 0))
+        relu = stateless(layer.name, lambda x: jnp.maximum(x, 0))
+        return relu if branch is None else on(branch, relu)
     if conv and conv.is_dense and values != [-1, 0, 2]:
         return _apart(layer, branch)
     return layer
 
 
-def _instead(layer: Layer, branch: str | None, function: Callable[[Any], Any]) -> Layer:
-    new = stateless(layer.name, function)
-    return new if branch is None else on(branch, new)
-
-
 def _apart(layer: Layer, branch: str | None) -> Layer:
     """Keep XLA from joining an activation with the convolution of a small batch.
 
-    It would try, and find out that cuDNN accepts no other than a ReLU there.
+    It would try, and fail: cuDNN accepts a ReLU there, but no swish.
     """
 
     def apart(x: jax.Array) -> jax.Array:
