@@ -15,11 +15,8 @@ import numpy as np
 from jax import lax
 
 from millrace.nn.branches import on
+from millrace.nn.convolution import SMALL_BATCH
 from millrace.nn.layers import Call, Layer, Tree, layer_output, stateless
-
-SMALL_BATCH = 8
-"""Up to so many images, a GPU is done with a kernel before the host has started the next:
-their convolutions are compiled another way, see ``apps.cnn.inference``."""
 
 _INFERENCE = Call(training=False)
 
@@ -64,14 +61,15 @@ class _Convolution(NamedTuple):
     has_norm: bool
     """Whether it has been given a batch norm to absorb."""
     is_dense: bool
-    """Whether a feature sees more than one channel."""
+    """Whether a feature sees several channels of several pixels."""
 
 
 def _convolution(layer: Layer, branch: str | None, params: Tree) -> _Convolution | None:
     kernel = params.get(layer.name, {}).get("kernel")
     if kernel is None or kernel.ndim != 4:
         return None
-    return _Convolution(branch, has_norm=False, is_dense=kernel.shape[2] > 1)
+    is_dense = kernel.shape[2] > 1 and kernel.shape[:2] != (1, 1)
+    return _Convolution(branch, has_norm=False, is_dense=is_dense)
 
 
 def _branch(layer: Layer, params: Tree, carried: Tree, spec: Any) -> str | None:

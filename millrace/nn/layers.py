@@ -169,13 +169,14 @@ def conv(
         return params, {}
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del carried, call
+        del carried
         y = conv2d(
             x,
             params["kernel"],
             strides=(strides, strides),
             padding=padding,
             groups=groups,
+            for_inference=not call.training,
         )
         y = checkpoint_name(y, KEPT)
         return y + params["bias"] if bias else y, {}

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from millrace.nn.branches import closing, on, opening
-from millrace.nn.convolution import conv2d
+from millrace.nn.convolution import SMALL_BATCH, conv2d
 from millrace.nn.layers import Call, apply_layers, conv, init_layers, relu
 from millrace.nn.norms import batch_norm
 
@@ -92,6 +92,25 @@ def test_values_and_gradients_equal_xlas_own(case):
     found = with_gradients(ours, x, kernel, dy)
     for mine, expected in zip(found, with_gradients(theirs, x, kernel, dy), strict=True):
         np.testing.assert_allclose(mine, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] == (1, 1)], ids=str)
+def test_a_small_batch_to_infer_takes_pointwise_products_off_the_cpu(case, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, kernel = draw(case)
+    strides, padding, groups = case[-3:]
+    options = {"strides": strides, "padding": padding, "groups": groups}
+    is_pointwise = strides == (1, 1) and padding == "SAME" and groups == 1
+
+    def is_product(x, **more):
+        jaxpr = jax.make_jaxpr(lambda x: conv2d(x, kernel, **options, **more))(x)
+        return "conv_general_dilated" not in str(jaxpr)
+
+    assert is_product(x, for_inference=True) == is_pointwise
+    assert not is_product(x)
+    assert not is_product(jnp.zeros((SMALL_BATCH + 1, *x.shape[1:])), for_inference=True)
+    y = conv2d(x, kernel, **options, for_inference=True)
+    np.testing.assert_allclose(y, plain(x, kernel, strides, padding, groups), atol=2e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

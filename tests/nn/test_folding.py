@@ -11,7 +11,8 @@ from millrace.apps.cnn import models
 from millrace.apps.cnn.families import find_size
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
-from millrace.nn.folding import SMALL_BATCH, fold
+from millrace.nn.convolution import SMALL_BATCH
+from millrace.nn.folding import fold
 from millrace.nn.layers import apply_layers, init_layers
 from millrace.nn.norms import batch_norm, group_norm
 
@@ -137,6 +138,9 @@ def test_off_the_cpu_another_activation_is_kept_apart_from_a_dense_convolution(m
         layers.conv("depthwise", 4, groups=4),
         batch_norm("depthwise/norm"),
         swish("depthwise/swish"),
+        layers.conv("pointwise", 8, 1),
+        batch_norm("pointwise/norm"),
+        swish("pointwise/swish"),
         layers.dropout("dropout", 0.5),
     ]
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)

@@ -82,7 +82,7 @@ def reconstruct(
         kept: What dropout keeps of the codes; None for all, as outside training.
     """
     first = params["encoder"]["fc_1"]
-    hidden = _inner(model, params, rows @ first["kernel"] + first["bias"], kept)
+    hidden = inner_layers(model, params, rows @ first["kernel"] + first["bias"], kept)
     return ratings_of(model, params, hidden)
 
 
@@ -108,7 +108,7 @@ def reconstruct_by_item(
     """Return ``reconstruct`` of (items, users), the same way round."""
     first = params["encoder"]["fc_1"]
     sums = _over_items(columns, first["kernel"]) + first["bias"]
-    return ratings_by_item(model, params, _inner(model, params, sums, kept))
+    return ratings_by_item(model, params, inner_layers(model, params, sums, kept))
 
 
 @jax.custom_vjp
@@ -183,13 +183,21 @@ def hidden_of_known(
 ) -> jax.Array:
     """Return what enters the last layer, from the known ratings alone."""
     first = params["encoder"]["fc_1"]
-    terms = first["kernel"][known.item] * known.value[:, None]
+    sums = sums_of_known(first["kernel"], known, num_users).astype(first["bias"].dtype)
+    return inner_layers(model, params, sums + first["bias"], kept)
+
+
+def sums_of_known(kernel: jax.Array, known: Known, num_users: int) -> jax.Array:
+    """Return the product of dense ratings and the first layer's weights, in float32."""
+    terms = kernel[known.item] * known.value[:, None]
     # In float32, as a product of matrices would add them up.
-    sums = jnp.zeros((num_users, terms.shape[1])).at[known.row].add(terms, mode="drop")
-    return _inner(model, params, sums.astype(terms.dtype) + first["bias"], kept)
+    sums = jnp.zeros((num_users, terms.shape[1]))
+    return sums.at[known.row].add(terms, mode="drop")
 
 
-def _inner(model: Model, params: Any, sums: jax.Array, kept: jax.Array | None) -> jax.Array:
+def inner_layers(
+    model: Model, params: Any, sums: jax.Array, kept: jax.Array | None
+) -> jax.Array:
     """From what enters the first layer's activation to what enters the last layer."""
     hidden = activate(model, sums)
     for name in _LAYERS[1:]:
@@ -220,8 +228,18 @@ def _selu(x: jax.Array) -> jax.Array:
 
     In float32 that is as exact; in 16 bits the result is too coarse.
     """
+    return computed_once(selu_value(x))
+
+
+def selu_value(x: jax.Array) -> jax.Array:
+    """Return SELU itself."""
     below = _ALPHA * (jnp.exp(jnp.minimum(x, 0)) - 1)
-    return computed_once(_SCALE * jnp.where(x > 0, x, below))
+    return _SCALE * jnp.where(x > 0, x, below)
+
+
+def selu_slope(y: jax.Array) -> jax.Array:
+    """Return SELU's derivative where its result is `y`."""
+    return jnp.where(y > 0, _SCALE, y + _SCALE * _ALPHA)
 
 
 def _selu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +247,7 @@ def _selu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _selu_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    return (dy * jnp.where(y > 0, _SCALE, y + _SCALE * _ALPHA),)
+    return (dy * selu_slope(y),)
 
 
 _selu.defvjp(_selu_forward, _selu_backward)

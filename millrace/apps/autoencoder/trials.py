@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.apps.autoencoder import kernels
 from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model
@@ -91,12 +92,15 @@ def trials_program(
     device: Any,
 ) -> TrainingProgram:
     """Return one compiled loop that trains a model for each of the learning rates."""
-    first = 2.0 ** np.array(exponents) * config.resolved_batch_size
+    batch_size = config.resolved_batch_size
+    first = 2.0 ** np.array(exponents) * batch_size
+    loss_fn = loss_of(model, config.refeeding, platform=device.platform)
+    if config.refeeding == "joint" and kernels.are_for(
+        model, batch_size, len(exponents), device
+    ):
+        loss_fn = kernels.joint_loss(model)
     return training_program(
-        together(
-            loss_of(model, config.refeeding, platform=device.platform),
-            steps.updates_per_step,
-        ),
+        together(loss_fn, steps.updates_per_step),
         optimiser_of(config, learning_rate_of(config, first, steps)),
         config.plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},

@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from millrace.nn.folding import SMALL_BATCH, fold
+from millrace.nn.convolution import SMALL_BATCH
+from millrace.nn.folding import fold
 from millrace.nn.layers import Layer, Tree, apply_layers
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated

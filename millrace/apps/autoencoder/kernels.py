@@ -1,0 +1,266 @@
+"""The joint loss in four kernels of our own, for many small models at once on a GPU.
+
+One small model is a chain of short kernels, whoever writes them. Sixteen at once are
+bound by memory: XLA writes every reconstruction, and what is derived from it, and reads
+it again in the next kernel. Here a kernel goes over the items once, tile by tile, and
+does all that can be done while a tile is on the chip. Models are one more dim of the
+grid, which ``jax.vmap`` adds.
+
+With W the tied weights, c the last bias, g what enters the last layer and X the ratings,
+all by item, the passes are
+
+    y = selu(W g1' + c),  a = y' W          the reconstruction, and into the first layer
+    z = selu(W g2' + c),  d = z - y         the same of the reconstruction
+
+and the loss is the mean of (y - X)^2 over what is known plus the mean of d^2 over all.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from millrace.apps.autoencoder.loss import known_ratings
+from millrace.apps.autoencoder.model import (
+    Model,
+    inner_layers,
+    kept_codes,
+    selu_slope,
+    selu_value,
+    sums_of_known,
+)
+from millrace.program.step import LossFn
+
+_TILE = 64
+"""Items at a time."""
+_PARTS = 16
+"""Programs that share a model's items: of 16 models, two for every part of an H200."""
+_COMPILED = triton.CompilerParams(num_warps=4, num_stages=3)
+
+
+def are_for(model: Model, num_users: int, num_models: int, device: Any) -> bool:
+    """Whether the kernels can do it, and have been seen to do it faster.
+
+    On an H200 sixteen models of size 128 with 64 users took 0.55 of XLA's time, one took
+    1.3 of it. What a program keeps on the chip fits that GPU's, and not every other's.
+    """
+    is_hopper = getattr(device, "compute_capability", None) == "9.0"
+    fits = num_users in (16, 32, 64) and model.size == 128
+    plain = model.selu and model.tied and not model.input_dropout_rate
+    return is_hopper and fits and plain and num_models >= 8
+
+
+def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
+    """Return ``loss.loss_of(model, "joint")`` for one replica.
+
+    Args:
+        model: Tied, with SELU, and all of its ratings seen.
+        interpret: Whether to do without a GPU, slowly: for tests.
+    """
+    over_items = functools.partial(_over_items, interpret=interpret)
+
+    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+        num_users = batch["user"].shape[0]
+        known = known_ratings(batch)
+        nothing = jnp.zeros((model.num_items, num_users), known.value.dtype)
+        ratings = nothing.at[known.item, known.row].set(known.value, mode="drop")
+        count = jnp.maximum((known.row < num_users).sum(), 1).astype(_wide_type(nothing))
+        all_places = num_users * model.num_items
+        kept = kept_codes(model, key, 2, num_users)
+        # How much more an error of a known rating weighs than one of re-feeding. Gradients
+        # are computed in a unit between both, so that neither leaves float16's range.
+        weight = jnp.sqrt(all_places / count)
+        unit = weight * count / 2
+
+        @jax.custom_vjp
+        def joint(params: Any) -> tuple[jax.Array, jax.Array]:
+            return forward(params)[0]
+
+        def forward(params: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+            kernel = params["encoder"]["fc_1"]["kernel"]
+            bias = params["decoder"]["fc_3"]["bias"]
+            kind = kernel.dtype
+            inner = _without_outer(params)
+
+            def hidden(inner: Any, sums: jax.Array, kept: Any) -> jax.Array:
+                entering = sums.astype(kind) + inner["encoder"]["fc_1"]["bias"]
+                return inner_layers(model, inner, entering, kept)
+
+            into_first = functools.partial(hidden, kept=kept[0])
+            into_second = functools.partial(hidden, kept=kept[1])
+            sums = sums_of_known(kernel, known, num_users)
+            g1, pull_first = jax.vjp(into_first, inner, sums)
+            (y,), (a, errors) = over_items(_first, (kernel, bias, ratings), (g1,))
+            g2, pull_second = jax.vjp(into_second, inner, a)
+            (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), (g2,))
+            d_inner_2, da = pull_second((dg2 / weight).astype(kind))
+            da = da.astype(kind)
+            (p,), (dg1,) = over_items(_back, (kernel, y, d, ratings), (da, weight))
+            d_inner_1, dsums = pull_first(dg1.astype(kind))
+            both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
+            saved = y, d, p, da, g1, g2, dsums.astype(kind), both
+            error = errors.sum() / count
+            return (error + refed.sum() / all_places, error), saved
+
+        def backward(saved: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any]:
+            y, d, p, da, g1, g2, dsums, both = saved
+            factor = given[0] / unit
+            whole = (da, g1, g2, dsums, weight, factor)
+            (d_kernel, d_bias), _ = over_items(_weights, (y, d, p, ratings), whole)
+            grads = jax.tree.map(lambda x: (x * factor).astype(y.dtype), both)
+            grads["encoder"]["fc_1"]["kernel"] = d_kernel
+            grads["decoder"]["fc_3"]["bias"] = d_bias
+            return (grads,)
+
+        joint.defvjp(forward, backward)
+        loss, error = joint(params)
+        return loss, (carried, {"rmse": jnp.sqrt(lax.stop_gradient(error))})
+
+    return loss_fn
+
+
+def _without_outer(params: Any) -> Any:
+    """Return weights without those that are as large as there are items."""
+    encoder, decoder = params["encoder"], params["decoder"]
+    return {
+        "encoder": encoder | {"fc_1": {"bias": encoder["fc_1"]["bias"]}},
+        "decoder": decoder | {"fc_3": {}},
+    }
+
+
+def _first(items: Any, whole: Any) -> Any:
+    """Reconstruct, and add up what enters the first layer again and the errors."""
+    (w, c, x), (g,) = items, whole
+    y = selu_value(_dot(w, g, 1, 1) + _wide(c)[:, None]).astype(w.dtype)
+    error = jnp.where(x != 0, jnp.square(_wide(y) - _wide(x)), 0)
+    return [y], [_dot(y, w, 0, 0), error.sum(1)]
+
+
+def _second(items: Any, whole: Any) -> Any:
+    """Reconstruct the reconstruction; add up its gradient to what entered, and errors."""
+    (w, c, y), (g,) = items, whole
+    z = selu_value(_dot(w, g, 1, 1) + _wide(c)[:, None])
+    exact = z - _wide(y)
+    d = exact.astype(w.dtype)
+    e = _refed_gradient(d, y).astype(w.dtype)
+    return [d], [_dot(e, w, 0, 0), jnp.square(exact).sum(1)]
+
+
+def _back(items: Any, whole: Any) -> Any:
+    """Find the gradient of what the first reconstruction's SELU got."""
+    (w, y, d, x), (da, weight) = items, whole
+    y = _wide(y)
+    known = jnp.where(x != 0, weight * (y - _wide(x)), 0)
+    p = (known - _wide(d) / weight + _dot(w, da, 1, 1)) * selu_slope(y)
+    p = p.astype(w.dtype)
+    return [p], [_dot(p, w, 0, 0)]
+
+
+def _weights(items: Any, whole: Any) -> Any:
+    """Add up the gradient of the tied weights' four uses, and of the last bias's two."""
+    (y, d, p, x), (da, g1, g2, dsums, weight, factor) = items, whole
+    e = _refed_gradient(d, y) / weight
+    w = _dot(y, da, 1, 0) + _dot(p, g1, 1, 0) + _dot(x, dsums, 1, 0)
+    w += _dot(e.astype(y.dtype), g2, 1, 0)
+    bias = (_wide(p) + e).sum(1)
+    return [(w * factor).astype(y.dtype), (bias * factor).astype(y.dtype)], []
+
+
+def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
+    return _wide(d) * selu_slope(_wide(d) + _wide(y))
+
+
+def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int) -> jax.Array:
+    """Multiply matrices over one dim of each, adding up in float32."""
+    dims = (((of_x,), (of_y,)), ((), ()))
+    return lax.dot_general(x, y, dims, preferred_element_type=_wide_type(x))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(_wide_type(x))
+
+
+def _wide_type(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _over_items(
+    function: Callable[[Any, Any], tuple[list[jax.Array], list[jax.Array]]],
+    by_item: Sequence[jax.Array],
+    whole: Sequence[jax.Array],
+    *,
+    interpret: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Run a function of tiles of items in one kernel.
+
+    Args:
+        function: From tiles of `by_item`, and `whole`, to tiles of results by item, and
+            to what is added up over all of them.
+        by_item: Arrays whose dim 0 is the items.
+        whole: Numbers and small arrays that every tile needs.
+        interpret: Whether to do without a GPU.
+    """
+    num_items = by_item[0].shape[0]
+    num_tiles = pl.cdiv(num_items, _TILE)
+    parts = min(_PARTS, num_tiles)
+    steps = pl.cdiv(num_tiles, parts)
+    tiles = [jax.ShapeDtypeStruct((_TILE, *x.shape[1:]), x.dtype) for x in by_item]
+    made, added = jax.eval_shape(function, tiles, whole)
+    arrays = [*by_item, *(x if x.ndim else x[None] for x in whole)]
+    shapes = [(num_items, *x.shape[1:]) for x in made] + [(parts, *x.shape) for x in added]
+    kinds = [x.dtype for x in (*made, *added)]
+    ends = [len(by_item), len(by_item) + len(whole)]
+    ends.append(ends[-1] + len(made))
+
+    def kernel(*refs: Any) -> None:
+        given, others = refs[: ends[0]], refs[ends[0] : ends[1]]
+        results, totals = refs[ends[1] : ends[2]], refs[ends[2] :]
+        values = [
+            ref[...] if x.ndim else ref[0] for ref, x in zip(others, whole, strict=True)
+        ]
+        part = pl.program_id(0)
+
+        def step(number: jax.Array, sums: Any) -> Any:
+            start = (part * steps + number) * _TILE
+
+            def place(ref: Any) -> tuple[Any, jax.Array]:
+                """Return a tile of it, and which of it there are."""
+                shape = (_TILE, *ref.shape[1:])
+                item = start + lax.broadcasted_iota(jnp.int32, shape, 0)
+                return ref.at[pl.ds(start, _TILE)], item < num_items
+
+            tiles = []
+            for ref in given:
+                tile, exists = place(ref)
+                tiles.append(triton.load(tile, mask=exists, other=0))
+            made, added = function(tiles, values)
+            for ref, value in zip(results, made, strict=True):
+                tile, exists = place(ref)
+                triton.store(tile, value, mask=exists)
+            return [x + y for x, y in zip(sums, added, strict=True)]
+
+        sums = [jnp.zeros(x.shape, x.dtype) for x in added]
+        for ref, value in zip(totals, lax.fori_loop(0, steps, step, sums), strict=True):
+            ref[0] = value
+
+    def block(shape: tuple[int, ...], by_part: bool) -> pl.BlockSpec:
+        rest = (0,) * (len(shape) - 1)
+        if by_part:
+            return pl.BlockSpec((1, *shape[1:]), lambda part: (part, *rest))
+        return pl.BlockSpec(shape, lambda part: (0, *rest))
+
+    outputs = pl.pallas_call(
+        kernel,
+        grid=(parts,),
+        in_specs=[block(x.shape, by_part=False) for x in arrays],
+        out_specs=[block(s, by_part=n >= len(made)) for n, s in enumerate(shapes)],
+        out_shape=[jax.ShapeDtypeStruct(*each) for each in zip(shapes, kinds, strict=True)],
+        interpret=interpret,
+        compiler_params=None if interpret else _COMPILED,
+    )(*arrays)
+    return outputs[: len(made)], [x.sum(0) for x in outputs[len(made) :]]

@@ -1,0 +1,144 @@
+"""The joint loss in kernels of our own, interpreted: what XLA's own form gives."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from millrace.apps.autoencoder import kernels
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.loss import loss_of
+from millrace.apps.autoencoder.model import Model, init_params
+from millrace.apps.autoencoder.recipe import model_of
+from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.train import first_weights
+from millrace.apps.autoencoder.trials import first_state, trials_program
+
+USERS, ITEMS = 16, 77
+MODEL = Model(ITEMS, 128, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles in each of several parts, the last one not full."""
+    monkeypatch.setattr(kernels, "_TILE", 16)
+    monkeypatch.setattr(kernels, "_PARTS", 2)
+
+
+def batch(dtype, num_updates=None):
+    """Users with 1 to 16 ratings each, and eight places of filling."""
+    rng = np.random.default_rng(0)
+    rows = np.repeat(np.arange(USERS), np.arange(1, USERS + 1))
+    items = np.concatenate([rng.permutation(ITEMS)[: n + 1] for n in range(USERS)])
+    values = rng.integers(1, 6, len(rows))
+
+    def filled(x, filling, dtype=np.int32):
+        return np.append(x, [filling] * 8).astype(dtype).reshape(USERS, -1)
+
+    made = {
+        "user": np.arange(USERS, dtype=np.int32),
+        "row": filled(rows, USERS),
+        "item": filled(items, 0),
+        "value": filled(values, 0, dtype),
+    }
+    if num_updates:
+        return {name: np.stack([x] * num_updates) for name, x in made.items()}
+    return made
+
+
+@functools.cache
+def weights():
+    """In float32 whatever is enabled: wider ones would be others."""
+    with jax.enable_x64(False):
+        return jax.device_get(init_params(MODEL, jax.random.key(1)))
+
+
+def value_and_grad(loss_fn, dtype):
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), weights())
+    key = jax.random.fold_in(jax.random.key(2), 3)
+    loss = lambda params: loss_fn(params, None, batch(dtype), key)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@functools.cache
+def truth():
+    with jax.enable_x64(True):
+        found = value_and_grad(loss_of(MODEL, "joint"), jnp.float64)
+        return jax.tree.map(np.asarray, found)
+
+
+def distances(found):
+    """How far each gradient is from the true one, in proportion to it."""
+    (_, exact), (_, gradient) = truth(), found
+    return [
+        np.linalg.norm(np.asarray(ours, np.float64) - theirs) / np.linalg.norm(theirs)
+        for ours, theirs in zip(
+            jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True
+        )
+    ]
+
+
+def test_loss_and_gradient_are_exact_to_what_float32_can_say():
+    found = value_and_grad(kernels.joint_loss(MODEL, interpret=True), jnp.float32)
+    (loss, (_, told)), (exact, (_, expected)) = found[0], truth()[0]
+    np.testing.assert_allclose(loss, exact, rtol=1e-6)
+    np.testing.assert_allclose(told["rmse"], expected["rmse"], rtol=1e-6)
+    assert max(distances(found)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_sixteen_bits_the_gradient_is_on_the_whole_as_exact_as_xlas(dtype):
+    ours = distances(value_and_grad(kernels.joint_loss(MODEL, interpret=True), dtype))
+    xlas = distances(value_and_grad(loss_of(MODEL, "joint"), dtype))
+    assert np.mean(ours) < 1.05 * np.mean(xlas)
+
+
+def test_models_trained_together_become_what_they_become_without(monkeypatch):
+    config = AutoencoderConfig(
+        size=128, batch_size=USERS, precision="32.32", loss_scaling=1, batches_per_step=3
+    )
+    model = model_of(config, ITEMS)
+    steps = steps_of(config, USERS)
+    device = jax.devices()[0]
+
+    def trained():
+        program = trials_program(config, model, steps, [-10.0, -9.0], device)
+        state = program.init(*first_state(first_weights(config, model), 2))
+        chunk = jax.device_put(batch(np.float32, 3))
+        return jax.device_get(program.run(state, chunk)[0].params)
+
+    expected = trained()
+    calls = []
+
+    def joint_loss(model):
+        calls.append(model)
+        return kernels_joint_loss(model, interpret=True)
+
+    kernels_joint_loss = kernels.joint_loss
+    monkeypatch.setattr(kernels, "are_for", lambda *_: True)
+    monkeypatch.setattr(kernels, "joint_loss", joint_loss)
+    found = trained()
+    assert calls == [model]
+    start = first_weights(config, model)[0]
+    for ours, theirs, first in zip(
+        *map(jax.tree.leaves, (found, expected, start)), strict=True
+    ):
+        moved = np.abs(theirs - np.asarray(first)).max()
+        assert moved > 0
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * moved)
+
+
+def test_they_are_for_what_they_can_do_on_the_gpu_they_were_measured_on():
+    hopper = types.SimpleNamespace(compute_capability="9.0")
+    are_for = functools.partial(kernels.are_for, num_users=64, num_models=16)
+    assert are_for(MODEL, device=hopper)
+    assert not are_for(MODEL, device=jax.devices("cpu")[0])
+    assert not are_for(MODEL, device=types.SimpleNamespace(compute_capability="8.9"))
+    assert not are_for(MODEL, device=hopper, num_models=1)
+    assert not are_for(MODEL, device=hopper, num_users=48)
+    for other in ({"tied": False}, {"selu": False}, {"size": 512}):
+        assert not are_for(MODEL._replace(**other), device=hopper)
+    assert not are_for(MODEL._replace(input_dropout_rate=0.2), device=hopper)
