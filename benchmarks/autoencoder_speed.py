@@ -6,7 +6,8 @@ One run measures, in turn and round after round, for a small and a large model:
 - training end to end: users drawn, their ratings gathered by the host, moved and made
   dense on the device ("from the host"), or gathered on the device from all ratings, which
   lie there ("ratings on the device", what a GPU does by itself);
-- sixteen learning rates at once, as ``autoencoder sweep`` trains them;
+- sixteen learning rates at once, as ``autoencoder sweep`` trains them, and one of them
+  alone; on a GPU in 16.16 as well, which is what the command does by itself;
 - PyTorch, eager and compiled, on a dense batch that lies on the device.
 
 All have the same network, batch, re-feeding and optimiser. Everything is compiled and warm
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,21 +136,38 @@ def variants_of_ours(
         run = functools.partial(alone.fed, infeed(on_device), load.per_call, load.calls)
         made[name] = functools.partial(lambda run: users / seconds(run), run)
     if load.num_trials:
-        made[f"{load.num_trials} learning rates at once"] = sweep_of(
-            load, config, model, steps, weights, chunk
-        )
+        for precision in sweep_precisions(args):
+            own = dataclasses.replace(config, precision=precision)
+            one = Training(program_of(own, model, steps, device), *weights)
+            counts = {f"one in {precision}": (one, 1)}
+            many = sweep_of(load, own, model, steps, weights)
+            counts[sweep_name(load, precision)] = many, load.num_trials
+            for name, (training, count) in counts.items():
+                made[name] = functools.partial(
+                    lambda training, count: (
+                        count * users / seconds(training.on_device, chunk, load.calls)
+                    ),
+                    training,
+                    count,
+                )
     return {f"millrace, {load.name}, {name}": run for name, run in made.items()}
 
 
-def sweep_of(
-    load: Workload, config: Any, model: Any, steps: Any, weights: Any, chunk: Any
-) -> Callable[[], float]:
-    """Return what measures the users per second of many models together."""
+def sweep_precisions(args: argparse.Namespace) -> list[str]:
+    """Return the precisions in which many models are trained at once."""
+    return [args.precision, *(["16.16"] if on_gpu() else [])]
+
+
+def sweep_name(load: Workload, precision: str) -> str:
+    """Name the training of many models in a precision."""
+    return f"{load.num_trials} learning rates at once in {precision}"
+
+
+def sweep_of(load: Workload, config: Any, model: Any, steps: Any, weights: Any) -> Training:
+    """Return the training of many models together."""
     exponents = [-20.0 - number / 2 for number in range(load.num_trials)]
     program = trials_program(config, model, steps, exponents, jax.devices()[0])
-    together = Training(program, *first_state(weights, load.num_trials))
-    users = load.num_trials * load.updates * load.batch
-    return lambda: users / seconds(together.on_device, chunk, load.calls)
+    return Training(program, *first_state(weights, load.num_trials))
 
 
 def torch_settings(
@@ -172,7 +190,9 @@ def torch_settings(
 
 
 def ratios_of(
-    loads: tuple[Workload, ...], speeds: dict[str, list[float]]
+    loads: tuple[Workload, ...],
+    speeds: dict[str, list[float]],
+    precisions: Sequence[str],
 ) -> dict[str, tuple[float, float | None]]:
     """Return the ratios by name, each with its target where there is one."""
     found: dict[str, tuple[float, float | None]] = {}
@@ -194,11 +214,14 @@ def ratios_of(
             usual = (way == "ratings on the device") == on_gpu()
             target = 0.8 if usual else None
             found[f"{load.name}: end to end, {way}"] = paired_ratio(fed, ours), target
-        if load.num_trials:
-            name = f"{load.num_trials} learning rates at once"
-            together = speeds[f"millrace, {load.name}, {name}"]
+        for precision in precisions if load.num_trials else ():
+            name = sweep_name(load, precision)
+            many, one = (
+                speeds[f"millrace, {load.name}, {variant}"]
+                for variant in (name, f"one in {precision}")
+            )
             target = 6.0 if on_gpu() else None
-            found[f"{load.name}: {name} / one"] = paired_ratio(together, ours), target
+            found[f"{load.name}: {name} / one"] = paired_ratio(many, one), target
     return found
 
 
@@ -207,10 +230,10 @@ def report(
     speeds: dict[str, list[float]],
     sizes: dict[str, int],
     facts: str,
-    precision: str,
+    args: argparse.Namespace,
 ) -> Result:
     """Lay the speeds and their ratios out."""
-    ratios = ratios_of(loads, speeds)
+    ratios = ratios_of(loads, speeds, sweep_precisions(args))
     against = "torch.compile" if on_gpu() else "eager"
     main = f"{loads[0].name}: millrace / {against}"
     ratio, target = ratios.get(main, (None, None))
@@ -233,7 +256,7 @@ def report(
         target=target or (10.0 if on_gpu() else 2.0),
         explanation=(
             f"{sizes['num_items']:,} items, {sizes['rated']} ratings of a user, joint "
-            f"re-feeding, precision {precision} (bfloat16). {facts}.\n\n"
+            f"re-feeding, precision {args.precision} (bfloat16). {facts}.\n\n"
             + "\n".join(f"- {line}" for line in lines)
         ),
         numbers={
@@ -287,7 +310,7 @@ def main() -> None:
                         load,
                     )
         speeds = interleave(variants, args.rounds)
-    publish(report(loads, speeds, sizes, torch.facts, args.precision), args)
+    publish(report(loads, speeds, sizes, torch.facts, args), args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from millrace.nn.dense_convolution import LAYOUT, Pads, Pair, dense_conv2d
 from millrace.nn.grouped_convolution import grouped_conv2d
 from millrace.nn.strided_convolution import folded_conv2d, is_worth_folding
 
-SMALL_BATCH = 8
+SMALL_BATCH = 32
 """Up to so many images, a GPU is done with a kernel before the host has started the next:
 their inference is compiled another way, see ``apps.cnn.inference``."""
 

@@ -104,8 +104,8 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             d_inner_1, dsums = pull_first(dg1.astype(kind))
             both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
             saved = y, d, p, da, g1, g2, dsums.astype(kind), both
-            error = errors.sum() / count
-            return (error + refed.sum() / all_places, error), saved
+            error = errors / count
+            return (error + refed / all_places, error), saved
 
         def backward(saved: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any]:
             y, d, p, da, g1, g2, dsums, both = saved
@@ -200,7 +200,7 @@ def _over_items(
 
     Args:
         function: From tiles of `by_item`, and `whole`, to tiles of results by item, and
-            to what is added up over all of them.
+            to what is added up over all of them; of vectors all values are.
         by_item: Arrays whose dim 0 is the items.
         whole: Numbers and small arrays that every tile needs.
         interpret: Whether to do without a GPU.
@@ -263,4 +263,5 @@ def _over_items(
         interpret=interpret,
         compiler_params=None if interpret else _COMPILED,
     )(*arrays)
-    return outputs[: len(made)], [x.sum(0) for x in outputs[len(made) :]]
+    sums = [x.sum(0) if x.ndim > 2 else x.sum() for x in outputs[len(made) :]]
+    return outputs[: len(made)], sums
