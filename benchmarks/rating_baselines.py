@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings import biases
+from millrace.data.ratings.matrix import Biases, Ratings
 
-_BIAS_ROUNDS, _FACTOR_ROUNDS = 15, 12
+_FACTOR_ROUNDS = 12
 _BIAS_STRENGTHS = (2.0, 5.0, 10.0, 25.0)
 _FACTOR_STRENGTHS = (0.05, 0.08, 0.12, 0.2)
 
@@ -52,10 +53,10 @@ def best_biases(training: Ratings, validation: Events) -> Fitted:
 
 def best_factors(training: Ratings, validation: Events, rank: int = 50) -> Fitted:
     """Fit biases, and of what they leave a product of `rank` factors."""
-    biases = best_biases(training, validation).predict
+    by_biases = best_biases(training, validation).predict
     return _best(
         _FACTOR_STRENGTHS,
-        lambda strength: fit_factors(training, biases, rank, strength),
+        lambda strength: fit_factors(training, by_biases, rank, strength),
         validation,
     )
 
@@ -74,29 +75,20 @@ def _best(
 
 def fit_biases(training: Ratings, strength: float) -> Callable[[Events], np.ndarray]:
     """Fit biases, each drawn to 0 as by so many ratings of 0."""
-    events = events_of(training)
-    mean = events.value.mean()
-    left = events.value - mean
-    of_user, of_item = np.zeros(training.num_users), np.zeros(training.num_items)
-    num_by_user = np.bincount(events.user, minlength=len(of_user)) + strength
-    num_by_item = np.bincount(events.item, minlength=len(of_item)) + strength
-    for _ in range(_BIAS_ROUNDS):
-        rest = left - of_user[events.user]
-        of_item = np.bincount(events.item, rest, len(of_item)) / num_by_item
-        rest = left - of_item[events.item]
-        of_user = np.bincount(events.user, rest, len(of_user)) / num_by_user
-    return lambda e: mean + of_user[e.user] + of_item[e.item]
+    fitted = biases.fit_biases(training, strength)
+    found = Biases(fitted.mean, fitted.of_rows(training), fitted.of_column)
+    return lambda e: found.of(e.user, e.item)
 
 
 def fit_factors(
     training: Ratings,
-    biases: Callable[[Events], np.ndarray],
+    by_biases: Callable[[Events], np.ndarray],
     rank: int,
     strength: float,
 ) -> Callable[[Events], np.ndarray]:
     """Fit factors, each user's and item's drawn to 0 by `strength` per rating."""
     events = events_of(training)
-    rest = events.value - biases(events)
+    rest = events.value - by_biases(events)
     generator = np.random.default_rng(0)
     users = np.zeros((training.num_users, rank))
     items = generator.normal(0, 0.1, (training.num_items, rank))
@@ -105,7 +97,7 @@ def fit_factors(
     for _ in range(_FACTOR_ROUNDS):
         _solve(users, items, by_user, strength)
         _solve(items, users, by_item, strength)
-    return lambda e: biases(e) + np.einsum("ij,ij->i", users[e.user], items[e.item])
+    return lambda e: by_biases(e) + np.einsum("ij,ij->i", users[e.user], items[e.item])
 
 
 def _grouped(

@@ -1,13 +1,18 @@
 """Ratings to train on, to validate with and to test with, from files or made up.
 
 Where rows are to be items, the ratings are turned when they are loaded: from there on
-items take the users' part, and the rest of the application need not know.
+items take the users' part, and the rest of the application need not know. Where biases are
+to be subtracted, that is done here too: errors are the same, and only what shows ratings
+has to add them again.
 """
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from millrace.apps.autoencoder.data_options import DataOptions
+from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.generated import generated_ratings, random_ratings
 from millrace.data.ratings.matrix import Ratings, Unseen, transposed
@@ -29,12 +34,31 @@ class RatingData(NamedTuple):
     """What was left out of validation."""
     noise: float | None = None
     """Of generated ratings: no model foretells better than this RMSE."""
+    biases: ColumnBiases | None = None
+    """What has been subtracted, where something has."""
 
 
 def load(config: DataOptions, seed: int) -> RatingData:
     """Load the ratings that the configuration names, or make them up; rows as it says."""
     ratings = _by_user(config, seed)
-    return turned(ratings) if config.rows == "items" else ratings
+    ratings = turned(ratings) if config.rows == "items" else ratings
+    if not config.subtract_biases:
+        return ratings
+    return without_biases(ratings, fit_biases(ratings.training))
+
+
+def without_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
+    """Subtract the columns' biases, and the rows' as the training ratings tell them."""
+    known = ratings.training
+    training, *others = (
+        None if part is None else biases.subtracted(part, known)
+        for part in (known, ratings.validation, ratings.test)
+    )
+    assert training is not None
+    validation, test = others
+    return ratings._replace(
+        training=training, validation=validation, test=test, biases=biases
+    )
 
 
 def turned(ratings: RatingData) -> RatingData:
@@ -93,6 +117,9 @@ def describe(ratings: RatingData, config: DataOptions) -> str:
     )
     if validation is not None:
         line += f", {validation.num_ratings:,} to validate with"
+        if ratings.biases is not None:
+            alone = np.sqrt(np.mean(np.square(validation.values)))
+            line += f" (RMSE of the biases alone: {alone:.4f})"
     return line
 
 

@@ -45,6 +45,9 @@ class DataOptions:
     """Whose ratings the network reads at a time, and reconstructs: a user's, of all
     items, or an item's, by all users. Rows of items foretold MovieLens better; they know
     no other users than those in training."""
+    subtract_biases: bool = False
+    """Have the network learn what is left of ratings without the mean, the user's bias and
+    the item's, and add these to what it foretells."""
     rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
     """The smallest and the largest that a rating in a file may be."""
     num_users: int | None = None

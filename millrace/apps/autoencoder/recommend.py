@@ -19,7 +19,7 @@ from millrace.apps.autoencoder.feeding import ByUser
 from millrace.apps.autoencoder.loss import dense_rows
 from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.recommend_options import RecommendConfig
-from millrace.apps.autoencoder.scoring import top_items
+from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
 from millrace.apps.autoencoder.validate import ratings_for
@@ -112,7 +112,13 @@ def recommendations(
         titles: What items are called, as far as is known.
     """
     foretell, weights = _foreteller(trained, ratings)
-    for found in top_streamed(foretell, weights, ratings, users, top, batch_size):
+    add_biases = adding(ratings.biases)
+
+    def with_biases(weights: Any, rows: jax.Array, users: jax.Array) -> jax.Array:
+        output = foretell(weights, rows, users).astype(jnp.float32)
+        return add_biases(output, users)
+
+    for found in top_streamed(with_biases, weights, ratings, users, top, batch_size):
         for place, is_real in enumerate(found["valid"]):
             if not is_real:
                 continue
@@ -155,7 +161,7 @@ def top_streamed(
         batch = element["batch"]
         rows = dense_rows(batch, ratings.num_items)
         rows = rows.astype(jax.tree.leaves(weights)[0].dtype)
-        output = foretell(weights, rows, batch["user"]).astype(jnp.float32)
+        output = foretell(weights, rows, batch["user"])
         rating, item = top_items(output, rows, top)
         valid = element["valid"]
         return weights, {

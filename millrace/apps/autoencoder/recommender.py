@@ -15,8 +15,10 @@ from millrace.apps.autoencoder.recommend import (
     rated_before,
     recommendations,
 )
+from millrace.apps.autoencoder.scoring import adding
 from millrace.apps.autoencoder.trained import find_trained
-from millrace.data.ratings.matrix import find
+from millrace.data.ratings.biases import ColumnBiases
+from millrace.data.ratings.matrix import find, from_events
 
 
 class Recommender(NamedTuple):
@@ -30,6 +32,7 @@ class Recommender(NamedTuple):
     params: Any
     item_ids: np.ndarray
     checkpoint: Path
+    biases: ColumnBiases | None
 
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
         """Return the rating that a user would give to each item."""
@@ -43,10 +46,20 @@ class Recommender(NamedTuple):
         if (places < 0).any():
             unknown = ids[places < 0][0]
             raise ValueError(f"The model was trained without the item {unknown}.")
+        given = from_events(
+            np.zeros(len(places), int),
+            places,
+            np.array(list(ratings.values()), np.float32),
+            user_ids=np.zeros(1, int),
+            item_ids=self.item_ids,
+        )
+        if self.biases is not None:
+            given = self.biases.subtracted(given, given)
         row = np.zeros((1, self.model.num_items), np.float32)
-        row[0, places] = list(ratings.values())
+        row[0, given.items] = given.values
         params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
-        output = np.asarray(reconstruct(self.model, params, jnp.asarray(row)))[0]
+        foretold = reconstruct(self.model, params, jnp.asarray(row))
+        output = np.asarray(adding(given.biases)(foretold, jnp.zeros(1, int)))[0]
         return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
 
     def recommend(
@@ -71,5 +84,10 @@ def load_recommender(path: Path | str) -> Recommender:
     trained = find_trained(Path(path))
     params, _ = trained.weights()
     return Recommender(
-        trained.config, trained.model, params, trained.item_ids, trained.checkpoint
+        trained.config,
+        trained.model,
+        params,
+        trained.item_ids,
+        trained.checkpoint,
+        trained.biases,
     )

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.apps.autoencoder.feeding import ForEvaluation
 from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.data.ratings.matrix import Biases
 from millrace.data.stream import EvaluationBatches
 from millrace.program.step import narrow
 from millrace.report.parts import Histogram, save_part
@@ -22,9 +23,23 @@ _MOST_PLACES = 10
 
 
 def residuals(
-    model: Model, params: Any, users: ForEvaluation, batch_size: int, compute: str
+    model: Model,
+    params: Any,
+    users: ForEvaluation,
+    batch_size: int,
+    compute: str,
+    biases: Biases | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the errors (foretold less rated) and the ratings that were to be foretold."""
+    """Return the errors (foretold less rated) and the ratings that were to be foretold.
+
+    Args:
+        model: The choices.
+        params: The weights.
+        users: With what they have rated, and what is to be foretold.
+        batch_size: Users at a time.
+        compute: The type to compute in.
+        biases: What the ratings are without.
+    """
 
     @jax.jit
     def errors_of(params: Any, batch: Any) -> jax.Array:
@@ -46,8 +61,15 @@ def residuals(
         batch = element["batch"]
         error = jax.device_get(errors_of(params, jax.device_put(batch, device)))
         # Filling has a row past the end, and what fills up the last batch is not valid.
-        counts = np.append(element["valid"], False)[batch["target_row"].reshape(-1)]
-        found.append((error[counts], batch["target_value"].reshape(-1)[counts]))
+        row, item, value = (
+            batch[f"target_{name}"].reshape(-1) for name in ("row", "item", "value")
+        )
+        counts = np.append(element["valid"], False)[row]
+        error, row, item, value = (x[counts] for x in (error, row, item, value))
+        if biases is not None:
+            # Twice rounded to float32, they are whole or half stars all the same.
+            value = np.round(value + biases.of(batch["user"][row], item), 3)
+        found.append((error, value))
         seen += int(counts.sum())
     errors, ratings = map(np.concatenate, zip(*found, strict=True))
     return errors, ratings

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,14 @@ from millrace.apps.autoencoder.columns import Columns, foretold
 from millrace.apps.autoencoder.feeding import ForEvaluation
 from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.data.ratings.matrix import Biases
 from millrace.host.finite import NotFinite
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
+
+_ROUNDING = 0.02
+"""A rating without its biases, in 16 bits, and with them again may be off by that."""
 
 
 class Weights(NamedTuple):
@@ -89,13 +94,19 @@ class Validator:
         return scores(self.means(params))
 
 
-def errors_of(model: Model, ranking: Ranking | None = None) -> MetricFn:
+def errors_of(
+    model: Model, ranking: Ranking | None = None, biases: Biases | None = None
+) -> MetricFn:
     """Return what is measured of each row; `scores` makes metrics of the means.
 
     Args:
         model: Whose weights will be given.
         ranking: How to judge rankings, where rows are users.
+        biases: What the ratings are without; only rankings depend on it.
     """
+    if ranking is not None:
+        ranking = _rounded(ranking, biases)
+    add_biases = adding(biases)
 
     def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
         del carried
@@ -103,25 +114,51 @@ def errors_of(model: Model, ranking: Ranking | None = None) -> MetricFn:
         output = reconstruct(model, params, rows).astype(jnp.float32)
         found = rating_errors(output, batch)
         if ranking is not None:
-            found |= ranking_quality(output, rows, batch, ranking)
+            found |= ranking_quality(output, rows, batch, ranking, add_biases)
         return found
 
     return metric_fn
 
 
-def rankings_of(model: Model, ranking: Ranking) -> MetricFn:
+def rankings_of(model: Model, ranking: Ranking, biases: Biases | None = None) -> MetricFn:
     """Return what is measured of each user's ranking where rows are items.
 
-    It is given `Columns` in place of weights.
+    It is given `Columns` in place of weights. `biases` are what the ratings, by user, are
+    without.
     """
+    ranking = _rounded(ranking, biases)
+    add_biases = adding(biases)
 
     def metric_fn(columns: Columns, carried: Any, batch: Any) -> dict[str, jax.Array]:
         del carried
         output = foretold(model, columns, batch["user"]).astype(jnp.float32)
         rows = dense_rows(batch, output.shape[1])
-        return ranking_quality(output, rows, batch, ranking)
+        return ranking_quality(output, rows, batch, ranking, add_biases)
 
     return metric_fn
+
+
+def _rounded(ranking: Ranking, biases: Biases | None) -> Ranking:
+    """Allow for what rounding does to ratings whose biases are added again."""
+    if biases is None:
+        return ranking
+    return ranking._replace(relevant_from=ranking.relevant_from - _ROUNDING)
+
+
+AddBiases = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(values, users) -> ratings``, both (users, items)."""
+
+
+def adding(biases: Biases | None) -> AddBiases:
+    """Return what adds to values what had been subtracted from ratings."""
+    if biases is None:
+        return lambda values, users: values
+    of_item = biases.mean + biases.of_item
+
+    def add(values: jax.Array, users: jax.Array) -> jax.Array:
+        return values + jnp.asarray(biases.of_user)[users][:, None] + of_item
+
+    return add
 
 
 def rating_errors(output: jax.Array, batch: Any) -> dict[str, jax.Array]:
@@ -147,17 +184,24 @@ def rating_errors(output: jax.Array, batch: Any) -> dict[str, jax.Array]:
 
 
 def ranking_quality(
-    output: jax.Array, rows: jax.Array, batch: Any, ranking: Ranking
+    output: jax.Array,
+    rows: jax.Array,
+    batch: Any,
+    ranking: Ranking,
+    add_biases: AddBiases,
 ) -> dict[str, jax.Array]:
     """Return each user's recall and NDCG over the items that they had not rated.
 
     Both are 0 for a user without relevant items, who does not count. NDCG's gain is 1
     for a relevant item and 0 for another.
     """
-    _, best = top_items(output, rows, ranking.top)
+    users = batch["user"]
+    _, best = top_items(add_biases(output, users), rows, ranking.top)
     targets = dense_rows(batch, output.shape[1], "target_")
-    relevant = targets >= jnp.asarray(ranking.relevant_from, targets.dtype)
-    relevant &= rows == 0  # one that is rated again cannot be recommended
+    ratings = add_biases(targets, users)
+    relevant = ratings >= jnp.asarray(ranking.relevant_from, ratings.dtype)
+    # What is rated again cannot be recommended.
+    relevant &= (targets != 0) & (rows == 0)
     hit = jnp.take_along_axis(relevant, best, axis=1).astype(jnp.float32)
     count = relevant.sum(1)
     discount = 1 / jnp.log2(jnp.arange(2, best.shape[1] + 2))

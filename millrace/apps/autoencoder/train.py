@@ -24,6 +24,7 @@ from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
 from millrace.apps.autoencoder.trained import (
     best_checkpoint,
     better,
+    keep_biases,
     keep_names,
     weights_in,
 )
@@ -56,6 +57,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     )
     state = program.init(*first_weights(config, model), seed=config.seed)
     keep_names(run.directory.path, ratings.training, config.rows)
+    keep_biases(run.directory.path, ratings.biases)
     describe(config, run, program.devices, ratings, state.params, steps)
     folder = run.directory.checkpoints
     opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)
@@ -228,7 +230,7 @@ def _report_best(
         batch_size = config.resolved_validation_batch_size
         rows = validation_users(ratings.training, targets, batch_size)
         compute = config.plan.types.compute
-        missed = residuals(model, params, rows, batch_size, compute)
+        missed = residuals(model, params, rows, batch_size, compute, targets.biases)
         keep_residuals(run.directory.path, *missed)
     tester = validator_of(config, model, ratings.training, ratings.test, device)
     if tester is not None:

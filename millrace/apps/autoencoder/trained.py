@@ -1,5 +1,6 @@
 """What a training run has left behind: its configuration, its items and its weights."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.config import ConfigurationError, build, load_yaml
+from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.matrix import Ratings, find, from_events
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
 
@@ -22,6 +24,8 @@ ITEMS = "items.npy"
 """In the run directory: what the model's items are called, in order."""
 USERS = "users.npy"
 """Where rows are items: what the users are called, who are the columns."""
+BIASES = "biases.npz"
+"""Where biases are subtracted: the mean, and those of the columns."""
 
 
 _COLUMNS: dict[Rows, str] = {"users": ITEMS, "items": USERS}
@@ -37,6 +41,8 @@ class Trained(NamedTuple):
     """What the network's columns are called: the items, or where these are rows, the
     users."""
     checkpoint: Path
+    biases: ColumnBiases | None
+    """What is to be subtracted from ratings first, if anything."""
 
     def weights(self) -> tuple[Any, dict[str, Any]]:
         """Read the weights, and what the checkpoint says about itself."""
@@ -86,8 +92,19 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
     columns = np.load(folder / _COLUMNS[config.rows])
     is_one = path.name.startswith("update-") and path.is_dir()
     checkpoint = path if is_one else _choose(folder / "checkpoints", newest)
-    items = np.load(folder / ITEMS)
-    return Trained(config, model_of(config, len(columns)), items, columns, checkpoint)
+    return Trained(
+        config,
+        model_of(config, len(columns)),
+        np.load(folder / ITEMS),
+        columns,
+        checkpoint,
+        _biases_in(folder) if config.subtract_biases else None,
+    )
+
+
+def _biases_in(folder: Path) -> ColumnBiases:
+    with np.load(folder / BIASES) as kept:
+        return ColumnBiases(float(kept["mean"]), kept["of_column"], float(kept["strength"]))
 
 
 def _config_of(folder: Path) -> AutoencoderConfig:
@@ -138,6 +155,12 @@ def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
         user_ids=ratings.user_ids,
         item_ids=trained.column_ids,
     )
+
+
+def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
+    """Write what is subtracted from ratings; it stays when a run is resumed."""
+    if biases is not None and not (folder / BIASES).exists():
+        np.savez(folder / BIASES, **dataclasses.asdict(biases))
 
 
 def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:

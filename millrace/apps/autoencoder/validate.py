@@ -43,7 +43,8 @@ def validate(config: ValidateConfig, run: Run) -> None:
             at = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
             run.summary["metrics"][f"{kind}_{name}{at}"] = value
         compute = trained.config.plan.types.compute
-        missed = residuals(trained.model, params, rows, batch_size, compute)
+        biases = targets.biases
+        missed = residuals(trained.model, params, rows, batch_size, compute, biases)
         keep_residuals(run.directory.path, *missed)
     event |= {"time": round(time.perf_counter() - started, 3), **run.summary["metrics"]}
     for writer in run.writers:
@@ -61,15 +62,17 @@ def _scores(
 ) -> dict[str, float]:
     """Return the metrics of weights; whatever the rows are, it is users who rank items."""
     model, plan, device = trained.model, trained.config.plan, jax.devices()[0]
-    by_user = trained.config.rows == "users"
+    rows_are_users = trained.config.rows == "users"
     rows = validation_users(known, targets, batch_size)
-    errors = errors_of(model, ranking if by_user else None)
+    errors = errors_of(model, ranking if rows_are_users else None, known.biases)
     found = Validator(errors, plan, rows, batch_size, device).of_weights(params)
-    if by_user:
+    if rows_are_users:
         return found
     columns = columns_of(model, params, known, batch_size, plan.types.compute)
-    users = validation_users(transposed(known), transposed(targets), batch_size)
-    ranked = Validator(rankings_of(model, ranking), plan, users, batch_size, device)
+    by_user = transposed(known)
+    users = validation_users(by_user, transposed(targets), batch_size)
+    rankings = rankings_of(model, ranking, by_user.biases)
+    ranked = Validator(rankings, plan, users, batch_size, device)
     return found | ranked.of_weights(columns)
 
 
@@ -111,13 +114,18 @@ def ratings_for(
         given |= dict.fromkeys(("data", "num_users", "num_items", "num_ratings"))
     # A file of another name says nothing about the size of this model.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
-    loaded = data.load(dataclasses.replace(config, **sizes, **given), config.seed)
+    # The model's own biases are subtracted once the columns are the model's.
+    asked = dataclasses.replace(config, subtract_biases=False, **sizes, **given)
+    loaded = data.load(asked, config.seed)
     known = with_columns_of_model(loaded.training, trained)
-    return loaded._replace(
+    aligned = loaded._replace(
         training=known,
         validation=_aligned(loaded.validation, known),
         test=_aligned(loaded.test, known),
     )
+    if trained.biases is None:
+        return aligned
+    return data.without_biases(aligned, trained.biases)
 
 
 def _aligned(targets: Ratings | None, known: Ratings) -> Ratings | None:

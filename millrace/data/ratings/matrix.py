@@ -6,6 +6,20 @@ from typing import NamedTuple
 import numpy as np
 
 
+class Biases(NamedTuple):
+    """What has been subtracted from ratings."""
+
+    mean: float
+    of_user: np.ndarray
+    """float32[num_users]"""
+    of_item: np.ndarray
+    """float32[num_items]"""
+
+    def of(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Return what was subtracted from ratings of these users for these items."""
+        return self.mean + self.of_user[users] + self.of_item[items]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ratings:
     """Ratings by user: user u's lie at ``starts[u]:starts[u + 1]`` of items and values.
@@ -27,6 +41,8 @@ class Ratings:
     largest: float
     num_duplicates: int = 0
     """Ratings replaced by a later one of the same user and item."""
+    biases: Biases | None = None
+    """What the values are without, if anything."""
 
     @property
     def num_users(self) -> int:
@@ -60,6 +76,7 @@ def transposed(ratings: Ratings) -> Ratings:
     np.cumsum(np.bincount(ratings.items, minlength=ratings.num_items), out=starts[1:])
     order = _order_of(ratings.items, ratings.num_items)
     users = np.arange(ratings.num_users, dtype=np.int32)
+    biases = ratings.biases
     return replace(
         ratings,
         starts=starts,
@@ -67,6 +84,7 @@ def transposed(ratings: Ratings) -> Ratings:
         values=ratings.values[order],
         user_ids=ratings.item_ids,
         item_ids=ratings.user_ids,
+        biases=biases and Biases(biases.mean, biases.of_item, biases.of_user),
     )
 
 

@@ -1,0 +1,138 @@
+"""Biases subtracted: the network learns the rest, and ratings come out whole."""
+
+import csv
+
+import numpy as np
+import pytest
+from autoencoder_runs import (
+    ITEMS,
+    SMALL,
+    USERS,
+    command,
+    summary_of,
+    write_ratings,
+)
+
+import millrace as mr
+from millrace.apps.autoencoder.model import reconstruct
+from millrace.apps.autoencoder.trained import BIASES, find_trained
+from millrace.data.ratings.biases import fit_biases
+from millrace.data.ratings.file import load_ratings
+from millrace.data.ratings.matrix import align, transposed
+
+RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
+RECIPE += "--no-dense-refeeding --epochs 8 --subtract-biases "
+TOP = 4
+
+
+def dense(ratings):
+    rows = np.zeros((ratings.num_users, ratings.num_items), np.float32)
+    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
+    rows[users, ratings.items] = ratings.values
+    return rows
+
+
+@pytest.fixture(scope="module", params=["users", "items"])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    words = f"train {RECIPE}{write_ratings(folder)}--rows {request.param} "
+    assert command(None, words + f"--run-dir {folder}/run").status == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(trained):
+    """Return ratings, what is to be foretold, and what NumPy foretells: (users, items)."""
+    found = find_trained(trained)
+    params, _ = found.weights()
+    known = load_ratings(trained.parent / "train.txt")
+    later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
+    turn = transposed if found.config.rows == "items" else lambda ratings: ratings
+    biases = fit_biases(turn(known))
+    left = biases.subtracted(turn(known), turn(known))
+    output = np.asarray(reconstruct(found.model, params, dense(left)))
+    output = output + biases.mean + biases.of_rows(turn(known))[:, None] + biases.of_column
+    output = output.T if found.config.rows == "items" else output
+    return known, later, output
+
+
+def test_errors_are_those_of_whole_ratings_and_the_biases_own_are_said(trained, expected):
+    known, later, output = expected
+    wanted = dense(later)
+    error = (output - wanted)[wanted != 0]
+    found = summary_of(trained)["best"]["validation_rmse"]
+    assert found == pytest.approx(np.sqrt(np.square(error).mean()), rel=1e-4)
+    biases = fit_biases(known)
+    alone = np.sqrt(np.square(biases.subtracted(later, known).values).mean())
+    said = summary_of(trained)["facts"]["ratings"].split("RMSE of the biases alone: ")[1]
+    assert float(said.rstrip(")")) == pytest.approx(alone, abs=0.01)
+
+
+def test_validation_ranks_whole_ratings(trained, expected, tmp_path):
+    words = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --top {TOP} --quiet"
+    assert command(None, words).status == 0
+    found = summary_of(tmp_path / "v")["metrics"]
+    assert found["validation_rmse"] == pytest.approx(
+        summary_of(trained)["best"]["validation_rmse"], rel=1e-5
+    )
+    known, later, output = expected
+    rows, wanted = dense(known), dense(later)
+    scores = np.where(rows == 0, output, -np.inf)
+    recalls = []
+    for row, target, score in zip(rows, wanted, scores, strict=True):
+        relevant = (target >= 4) & (row == 0)
+        if relevant.any():
+            recalls.append(relevant[np.argsort(-score)[:TOP]].sum() / relevant.sum())
+    assert found[f"validation_recall_at_{TOP}"] == pytest.approx(np.mean(recalls), rel=1e-5)
+    parts = (tmp_path / "v" / "report.html").read_text()
+    assert "Rating residuals" in parts
+
+
+def test_whole_ratings_are_recommended(trained, expected, tmp_path):
+    out = tmp_path / "best.csv"
+    words = f"recommend --checkpoint {trained} --all --top {TOP} --batch-size 7 --out {out}"
+    assert command(None, words).status == 0
+    known, _, output = expected
+    scores = np.where(dense(known) == 0, output, -np.inf)
+    order = np.argsort(-scores, axis=1)
+    with out.open() as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == TOP * USERS
+    for place, row in enumerate(found):
+        user, rank = divmod(place, TOP)
+        best = order[user, rank]
+        assert row["item"] == str(known.item_ids[best])
+        assert float(row["rating"]) == pytest.approx(scores[user, best], abs=2e-3)
+
+
+def test_python_foretells_whole_ratings_of_a_user(trained, expected):
+    known, _, output = expected
+    model = mr.autoencoder.load(trained)
+    if model.config.rows == "items":
+        user = known.user_ids[3].item()
+        best = model.recommend_to(user, top=1)[0]
+        scores = np.where(dense(known)[3] == 0, output[3], -np.inf)
+        assert best[1] == pytest.approx(scores.max(), abs=2e-3)
+        return
+    items, values = known.of_user(3)
+    names = known.item_ids[items].tolist()
+    rated = dict(zip(names, map(float, values), strict=True))
+    found = model.predict(rated)
+    assert len(found) == ITEMS
+    np.testing.assert_allclose(list(found.values()), output[3], atol=2e-3)
+    of_nobody = np.array(list(model.predict({}).values()))
+    assert abs(of_nobody.mean() - known.values.mean()) < 1
+
+
+def test_a_resumed_run_keeps_its_biases(trained, capsys):
+    kept = (trained / BIASES).read_bytes()
+    folder = trained.parent
+    rows = find_trained(trained).config.rows
+    files = f"--training-data-file {folder}/train.txt "
+    files += f"--validation-data-file {folder}/valid.txt "
+    words = f"train {RECIPE}{files}--rows {rows} --run-dir {trained} --resume"
+    ended = command(capsys, words)
+    assert ended.status == 0, ended.err
+    assert (trained / BIASES).read_bytes() == kept
+    ended = command(capsys, words.replace("--subtract-biases ", ""))
+    assert ended.status == 2 and "subtract_biases" in ended.err.replace("-", "_")
