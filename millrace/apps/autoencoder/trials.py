@@ -95,8 +95,9 @@ def trials_program(
     batch_size = config.resolved_batch_size
     first = 2.0 ** np.array(exponents) * batch_size
     loss_fn = loss_of(model, config.refeeding, platform=device.platform)
+    compute = config.plan.types.compute
     if config.refeeding == "joint" and kernels.are_for(
-        model, batch_size, len(exponents), device
+        model, batch_size, len(exponents), compute, device
     ):
         loss_fn = kernels.joint_loss(model)
     return training_program(

@@ -133,12 +133,14 @@ def test_models_trained_together_become_what_they_become_without(monkeypatch):
 
 def test_they_are_for_what_they_can_do_on_the_gpu_they_were_measured_on():
     hopper = types.SimpleNamespace(compute_capability="9.0")
-    are_for = functools.partial(kernels.are_for, num_users=64, num_models=16)
+    usual = {"num_users": 64, "num_models": 16, "compute": "bfloat16"}
+    are_for = functools.partial(kernels.are_for, **usual)
     assert are_for(MODEL, device=hopper)
     assert not are_for(MODEL, device=jax.devices("cpu")[0])
     assert not are_for(MODEL, device=types.SimpleNamespace(compute_capability="8.9"))
     assert not are_for(MODEL, device=hopper, num_models=1)
     assert not are_for(MODEL, device=hopper, num_users=48)
+    assert not are_for(MODEL, device=hopper, compute="float32")
     for other in ({"tied": False}, {"selu": False}, {"size": 512}):
         assert not are_for(MODEL._replace(**other), device=hopper)
     assert not are_for(MODEL._replace(input_dropout_rate=0.2), device=hopper)
