@@ -14,6 +14,7 @@ from millrace.apps.cnn.validate_data import calls_of
 from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
+from millrace.nn.convolution import SMALL_BATCH
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,8 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("batch", "replicas", "is_small"), [(8, 1, True), (9, 1, False), (16, 2, True)]
+    ("batch", "replicas", "is_small"),
+    [(SMALL_BATCH, 1, True), (SMALL_BATCH + 1, 1, False), (2 * SMALL_BATCH, 2, True)],
 )
 def test_small_batches_are_compiled_for_a_cuda_graph(
     monkeypatch, batch, replicas, is_small
