@@ -107,10 +107,10 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             (y,), (a, errors) = over_items(_first, (kernel, bias, ratings), (g1,))
             g2, pull_second = jax.vjp(into_second, inner, a)
             (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), (g2,))
-            d_inner_2, da = pull_second((dg2 / weight).astype(kind))
+            d_inner_2, da = pull_second(_narrow(dg2 / weight, kind))
             da = da.astype(kind)
             (p,), (dg1,) = over_items(_back, (kernel, y, d, ratings), (da, weight))
-            d_inner_1, dsums = pull_first(dg1.astype(kind))
+            d_inner_1, dsums = pull_first(_narrow(dg1, kind))
             both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
             saved = y, d, p, da, g1, g2, dsums.astype(kind), both
             error = errors / count
@@ -121,7 +121,7 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             factor = given[0] / unit
             whole = (da, g1, g2, dsums, weight, factor)
             (d_kernel, d_bias), _ = over_items(_weights, (y, d, p, ratings), whole)
-            grads = jax.tree.map(lambda x: (x * factor).astype(y.dtype), both)
+            grads = jax.tree.map(lambda x: _narrow(x * factor, y.dtype), both)
             grads["encoder"]["fc_1"]["kernel"] = d_kernel
             grads["decoder"]["fc_3"]["bias"] = d_bias
             return (grads,)
@@ -145,7 +145,7 @@ def _without_outer(params: Any) -> Any:
 def _first(items: Any, whole: Any) -> Any:
     """Reconstruct, and add up what enters the first layer again and the errors."""
     (w, c, x), (g,) = items, whole
-    y = selu_value(_dot(w, g, 1, 1) + _wide(c)[:, None]).astype(w.dtype)
+    y = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype).astype(w.dtype)
     error = jnp.where(x != 0, jnp.square(_wide(y) - _wide(x)), 0)
     return [y], [_dot(y, w, 0, 0), error.sum(1)]
 
@@ -153,10 +153,10 @@ def _first(items: Any, whole: Any) -> Any:
 def _second(items: Any, whole: Any) -> Any:
     """Reconstruct the reconstruction; add up its gradient to what entered, and errors."""
     (w, c, y), (g,) = items, whole
-    z = selu_value(_dot(w, g, 1, 1) + _wide(c)[:, None])
+    z = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype)
     exact = z - _wide(y)
-    d = exact.astype(w.dtype)
-    e = _refed_gradient(d, y).astype(w.dtype)
+    d = _narrow(exact, w.dtype)
+    e = _narrow(_refed_gradient(d, y), w.dtype)
     return [d], [_dot(e, w, 0, 0), jnp.square(exact).sum(1)]
 
 
@@ -165,8 +165,8 @@ def _back(items: Any, whole: Any) -> Any:
     (w, y, d, x), (da, weight) = items, whole
     y = _wide(y)
     known = jnp.where(x != 0, weight * (y - _wide(x)), 0)
-    p = (known - _wide(d) / weight + _dot(w, da, 1, 1)) * selu_slope(y)
-    p = p.astype(w.dtype)
+    p = (known - _wide(d) / weight + _dot(w, da, 1, 1)) * _slope(y, w.dtype)
+    p = _narrow(p, w.dtype)
     return [p], [_dot(p, w, 0, 0)]
 
 
@@ -175,13 +175,31 @@ def _weights(items: Any, whole: Any) -> Any:
     (y, d, p, x), (da, g1, g2, dsums, weight, factor) = items, whole
     e = _refed_gradient(d, y) / weight
     w = _dot(y, da, 1, 0) + _dot(p, g1, 1, 0) + _dot(x, dsums, 1, 0)
-    w += _dot(e.astype(y.dtype), g2, 1, 0)
+    w += _dot(_narrow(e, y.dtype), g2, 1, 0)
     bias = (_wide(p) + e).sum(1)
-    return [(w * factor).astype(y.dtype), (bias * factor).astype(y.dtype)], []
+    return [_narrow(w * factor, y.dtype), _narrow(bias * factor, y.dtype)], []
 
 
 def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
-    return _wide(d) * selu_slope(_wide(d) + _wide(y))
+    return _wide(d) * _slope(_wide(d) + _wide(y), y.dtype)
+
+
+# float16 alone ends where sums over all items may get to: see ``model.saturated``.
+_LARGEST = float(jnp.finfo(jnp.float16).max)
+
+
+def _activated(x: jax.Array, kind: Any) -> jax.Array:
+    y = selu_value(x)
+    return jnp.minimum(y, _LARGEST) if kind == jnp.float16 else y
+
+
+def _slope(y: jax.Array, kind: Any) -> jax.Array:
+    slope = selu_slope(y)
+    return jnp.where(y < _LARGEST, slope, 0) if kind == jnp.float16 else slope
+
+
+def _narrow(x: jax.Array, kind: Any) -> jax.Array:
+    return (jnp.clip(x, -_LARGEST, _LARGEST) if kind == jnp.float16 else x).astype(kind)
 
 
 def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int) -> jax.Array:

@@ -216,7 +216,16 @@ def activate(model: Model, x: jax.Array) -> jax.Array:
     """Return the activation, or `x` itself where all is linear."""
     if not model.selu:
         return x
-    return _selu(x) if x.dtype == jnp.float32 else jax.nn.selu(x)
+    return _selu(x) if x.dtype == jnp.float32 else saturated(jax.nn.selu(x))
+
+
+def saturated(x: jax.Array) -> jax.Array:
+    """Stop at float16's largest number, as the reference's hardware does.
+
+    A reconstruction has hundreds of times the ratings that were known, and re-feeding adds
+    all of them up: after some epochs of Netflix' ratings that is beyond it.
+    """
+    return jnp.minimum(x, jnp.finfo(x.dtype).max) if x.dtype == jnp.float16 else x
 
 
 _SCALE, _ALPHA = 1.0507009873554805, 1.6732632423543772

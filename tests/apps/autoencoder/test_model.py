@@ -98,6 +98,23 @@ def test_an_activation_in_float32_and_its_gradient_are_those_of_selu():
         np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=3e-7)
 
 
+def test_in_float16_what_is_too_large_stops_at_the_largest_number():
+    model = Model(900, 128, 0.0)
+    params = init_params(model, jax.random.key(0))
+    params["encoder"]["fc_1"]["kernel"] = jax.numpy.full((900, 128), 30.0)
+    params = jax.tree.map(lambda x: x.astype("float16"), params)
+    rows = jax.numpy.full((2, 900), 5.0, "float16")
+
+    def total(params):
+        return reconstruct(model, params, rows).astype("float32").mean()
+
+    value, gradient = jax.value_and_grad(total)(params)
+    assert 0 < value <= np.finfo(np.float16).max
+    assert all(np.isfinite(each).all() for each in jax.tree.leaves(gradient))
+    largest = jax.numpy.asarray([3e38], "bfloat16")
+    assert activate(model, largest) > 65504
+
+
 def test_dropout_keeps_its_share_and_the_mean_of_the_code():
     model = Model(19, 128, 0.65)
     keys = [jax.random.fold_in(jax.random.key(0), number) for number in range(2)]
