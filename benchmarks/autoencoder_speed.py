@@ -155,7 +155,7 @@ def variants_of_ours(
 
 def sweep_precisions(args: argparse.Namespace) -> list[str]:
     """Return the precisions in which many models are trained at once."""
-    return [args.precision, *(["16.16"] if on_gpu() else [])]
+    return list(dict.fromkeys([args.precision, *(["16.16"] if on_gpu() else [])]))
 
 
 def sweep_name(load: Workload, precision: str) -> str:

@@ -16,7 +16,7 @@ from millrace.apps.autoencoder.loss import known_ratings
 from millrace.apps.autoencoder.model import (
     LastLayer,
     Model,
-    activate,
+    activate_output,
     hidden_of_known,
     last_layer,
 )
@@ -68,4 +68,4 @@ def columns_of(
 def foretold(model: Model, columns: Columns, users: jax.Array) -> jax.Array:
     """Return what some users would rate: (users, items)."""
     products = columns.last.kernel[users] @ columns.hidden.T
-    return activate(model, products + columns.last.bias[users][:, None])
+    return activate_output(model, products + columns.last.bias[users][:, None])

@@ -34,7 +34,7 @@ class RatingData(NamedTuple):
     """What was left out of validation."""
     noise: float | None = None
     """Of generated ratings: no model foretells better than this RMSE."""
-    biases: ColumnBiases | None = None
+    column_biases: ColumnBiases | None = None
     """What has been subtracted, where something has."""
 
 
@@ -57,7 +57,7 @@ def without_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
     assert training is not None
     validation, test = others
     return ratings._replace(
-        training=training, validation=validation, test=test, biases=biases
+        training=training, validation=validation, test=test, column_biases=biases
     )
 
 
@@ -117,7 +117,7 @@ def describe(ratings: RatingData, config: DataOptions) -> str:
     )
     if validation is not None:
         line += f", {validation.num_ratings:,} to validate with"
-        if ratings.biases is not None:
+        if ratings.column_biases is not None:
             alone = np.sqrt(np.mean(np.square(validation.values)))
             line += f" (RMSE of the biases alone: {alone:.4f})"
     return line

@@ -61,6 +61,7 @@ def are_for(
     is_hopper = getattr(device, "compute_capability", None) == "9.0"
     fits = num_users in (16, 32, 64) and model.size == 128 and compute != "float32"
     plain = model.selu and model.tied and not model.input_dropout_rate
+    plain = plain and not model.linear_output
     return is_hopper and fits and plain and num_models >= 8
 
 
@@ -68,7 +69,7 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
     """Return ``loss.loss_of(model, "joint")`` for one replica.
 
     Args:
-        model: Tied, with SELU, and all of its ratings seen.
+        model: Tied, with SELU everywhere, and all of its ratings seen.
         interpret: Whether to do without a GPU, slowly: for tests.
     """
     over_items = functools.partial(_over_items, interpret=interpret)
@@ -81,10 +82,9 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
         count = jnp.maximum((known.row < num_users).sum(), 1).astype(_wide_type(nothing))
         all_places = num_users * model.num_items
         kept = kept_codes(model, key, 2, num_users)
-        # How much more an error of a known rating weighs than one of re-feeding. Gradients
-        # are computed in a unit between both, so that neither leaves float16's range.
-        weight = jnp.sqrt(all_places / count)
-        unit = weight * count / 2
+        # How much less an error of re-feeding weighs than one of a known rating, which is
+        # the unit that gradients are computed in.
+        share = count / all_places
 
         @jax.custom_vjp
         def joint(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -107,10 +107,10 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             (y,), (a, errors) = over_items(_first, (kernel, bias, ratings), (g1,))
             g2, pull_second = jax.vjp(into_second, inner, a)
             (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), (g2,))
-            d_inner_2, da = pull_second(_narrow(dg2 / weight, kind))
+            d_inner_2, da = pull_second((dg2 * share).astype(kind))
             da = da.astype(kind)
-            (p,), (dg1,) = over_items(_back, (kernel, y, d, ratings), (da, weight))
-            d_inner_1, dsums = pull_first(_narrow(dg1, kind))
+            (p,), (dg1,) = over_items(_back, (kernel, y, d, ratings), (da, share))
+            d_inner_1, dsums = pull_first(dg1.astype(kind))
             both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
             saved = y, d, p, da, g1, g2, dsums.astype(kind), both
             error = errors / count
@@ -118,10 +118,10 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
 
         def backward(saved: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any]:
             y, d, p, da, g1, g2, dsums, both = saved
-            factor = given[0] / unit
-            whole = (da, g1, g2, dsums, weight, factor)
+            factor = given[0] * 2 / count
+            whole = (da, g1, g2, dsums, share, factor)
             (d_kernel, d_bias), _ = over_items(_weights, (y, d, p, ratings), whole)
-            grads = jax.tree.map(lambda x: _narrow(x * factor, y.dtype), both)
+            grads = jax.tree.map(lambda x: (x * factor).astype(y.dtype), both)
             grads["encoder"]["fc_1"]["kernel"] = d_kernel
             grads["decoder"]["fc_3"]["bias"] = d_bias
             return (grads,)
@@ -155,29 +155,29 @@ def _second(items: Any, whole: Any) -> Any:
     (w, c, y), (g,) = items, whole
     z = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype)
     exact = z - _wide(y)
-    d = _narrow(exact, w.dtype)
-    e = _narrow(_refed_gradient(d, y), w.dtype)
+    d = exact.astype(w.dtype)
+    e = _refed_gradient(d, y).astype(w.dtype)
     return [d], [_dot(e, w, 0, 0), jnp.square(exact).sum(1)]
 
 
 def _back(items: Any, whole: Any) -> Any:
     """Find the gradient of what the first reconstruction's SELU got."""
-    (w, y, d, x), (da, weight) = items, whole
+    (w, y, d, x), (da, share) = items, whole
     y = _wide(y)
-    known = jnp.where(x != 0, weight * (y - _wide(x)), 0)
-    p = (known - _wide(d) / weight + _dot(w, da, 1, 1)) * _slope(y, w.dtype)
-    p = _narrow(p, w.dtype)
+    known = jnp.where(x != 0, y - _wide(x), 0)
+    p = (known - _wide(d) * share + _dot(w, da, 1, 1)) * _slope(y, w.dtype)
+    p = p.astype(w.dtype)
     return [p], [_dot(p, w, 0, 0)]
 
 
 def _weights(items: Any, whole: Any) -> Any:
     """Add up the gradient of the tied weights' four uses, and of the last bias's two."""
-    (y, d, p, x), (da, g1, g2, dsums, weight, factor) = items, whole
-    e = _refed_gradient(d, y) / weight
+    (y, d, p, x), (da, g1, g2, dsums, share, factor) = items, whole
+    e = _refed_gradient(d, y) * share
     w = _dot(y, da, 1, 0) + _dot(p, g1, 1, 0) + _dot(x, dsums, 1, 0)
-    w += _dot(_narrow(e, y.dtype), g2, 1, 0)
+    w += _dot(e.astype(y.dtype), g2, 1, 0)
     bias = (_wide(p) + e).sum(1)
-    return [_narrow(w * factor, y.dtype), _narrow(bias * factor, y.dtype)], []
+    return [(w * factor).astype(y.dtype), (bias * factor).astype(y.dtype)], []
 
 
 def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
@@ -195,11 +195,8 @@ def _activated(x: jax.Array, kind: Any) -> jax.Array:
 
 def _slope(y: jax.Array, kind: Any) -> jax.Array:
     slope = selu_slope(y)
-    return jnp.where(y < _LARGEST, slope, 0) if kind == jnp.float16 else slope
-
-
-def _narrow(x: jax.Array, kind: Any) -> jax.Array:
-    return (jnp.clip(x, -_LARGEST, _LARGEST) if kind == jnp.float16 else x).astype(kind)
+    # What is a sum of two numbers of that type may miss its largest by a rounding or two.
+    return jnp.where(y < _LARGEST - 64, slope, 0) if kind == jnp.float16 else slope
 
 
 def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int) -> jax.Array:

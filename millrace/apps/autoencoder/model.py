@@ -35,6 +35,8 @@ class Model(NamedTuple):
     """0 for none."""
     selu: bool = True
     """Whether every layer, the last included, ends in a SELU; if not, all is linear."""
+    linear_output: bool = False
+    """Whether the last layer does not: SELU foretells nothing below -1.76."""
     tied: bool = True
     input_dropout_rate: float = 0.0
     """The share of a user's ratings that are hidden from the network in training."""
@@ -89,7 +91,7 @@ def reconstruct(
 def ratings_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
     """Return what the last layer makes of what enters it: (users, items)."""
     last = last_layer(model, params)
-    return activate(model, hidden @ last.kernel.T + last.bias)
+    return activate_output(model, hidden @ last.kernel.T + last.bias)
 
 
 def ratings_by_item(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
@@ -99,7 +101,7 @@ def ratings_by_item(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
     a result or an argument of many rows instead of many columns.
     """
     last = last_layer(model, params)
-    return activate(model, _by_item(last.kernel, hidden) + last.bias[:, None])
+    return activate_output(model, _by_item(last.kernel, hidden) + last.bias[:, None])
 
 
 def reconstruct_by_item(
@@ -175,7 +177,7 @@ def reconstruct_known(
     hidden = hidden_of_known(model, params, known, num_users, kept)[known.row]
     last = last_layer(model, params)
     products = jnp.einsum("ij,ij->i", hidden, last.kernel[known.item])
-    return activate(model, products + last.bias[known.item])
+    return activate_output(model, products + last.bias[known.item])
 
 
 def hidden_of_known(
@@ -217,6 +219,11 @@ def activate(model: Model, x: jax.Array) -> jax.Array:
     if not model.selu:
         return x
     return _selu(x) if x.dtype == jnp.float32 else saturated(jax.nn.selu(x))
+
+
+def activate_output(model: Model, x: jax.Array) -> jax.Array:
+    """Return the activation of the last layer, whose results are ratings."""
+    return x if model.linear_output else activate(model, x)
 
 
 def saturated(x: jax.Array) -> jax.Array:

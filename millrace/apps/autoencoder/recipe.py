@@ -36,6 +36,8 @@ def model_of(config: TrainingOptions, num_items: int) -> Model:
         size=size,
         dropout_rate=rate,
         selu=not config.no_selu,
+        # What is left of ratings without their biases is as often below 0 as above.
+        linear_output=config.subtract_biases,
         tied=not config.untied_decoder,
         input_dropout_rate=config.input_dropout_rate,
     )

@@ -32,7 +32,7 @@ class Recommender(NamedTuple):
     params: Any
     item_ids: np.ndarray
     checkpoint: Path
-    biases: ColumnBiases | None
+    column_biases: ColumnBiases | None
 
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
         """Return the rating that a user would give to each item."""
@@ -53,8 +53,8 @@ class Recommender(NamedTuple):
             user_ids=np.zeros(1, int),
             item_ids=self.item_ids,
         )
-        if self.biases is not None:
-            given = self.biases.subtracted(given, given)
+        if self.column_biases is not None:
+            given = self.column_biases.subtracted(given, given)
         row = np.zeros((1, self.model.num_items), np.float32)
         row[0, given.items] = given.values
         params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
@@ -89,5 +89,5 @@ def load_recommender(path: Path | str) -> Recommender:
         params,
         trained.item_ids,
         trained.checkpoint,
-        trained.biases,
+        trained.column_biases,
     )

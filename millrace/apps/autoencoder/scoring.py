@@ -18,9 +18,6 @@ from millrace.host.validation import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 
-_ROUNDING = 0.02
-"""A rating without its biases, in 16 bits, and with them again may be off by that."""
-
 
 class Weights(NamedTuple):
     """The part of a training state that is needed to foretell."""
@@ -104,9 +101,6 @@ def errors_of(
         ranking: How to judge rankings, where rows are users.
         biases: What the ratings are without; only rankings depend on it.
     """
-    if ranking is not None:
-        ranking = _rounded(ranking, biases)
-    add_biases = adding(biases)
 
     def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
         del carried
@@ -114,7 +108,7 @@ def errors_of(
         output = reconstruct(model, params, rows).astype(jnp.float32)
         found = rating_errors(output, batch)
         if ranking is not None:
-            found |= ranking_quality(output, rows, batch, ranking, add_biases)
+            found |= ranking_quality(output, rows, batch, ranking, biases)
         return found
 
     return metric_fn
@@ -126,23 +120,14 @@ def rankings_of(model: Model, ranking: Ranking, biases: Biases | None = None) ->
     It is given `Columns` in place of weights. `biases` are what the ratings, by user, are
     without.
     """
-    ranking = _rounded(ranking, biases)
-    add_biases = adding(biases)
 
     def metric_fn(columns: Columns, carried: Any, batch: Any) -> dict[str, jax.Array]:
         del carried
         output = foretold(model, columns, batch["user"]).astype(jnp.float32)
         rows = dense_rows(batch, output.shape[1])
-        return ranking_quality(output, rows, batch, ranking, add_biases)
+        return ranking_quality(output, rows, batch, ranking, biases)
 
     return metric_fn
-
-
-def _rounded(ranking: Ranking, biases: Biases | None) -> Ranking:
-    """Allow for what rounding does to ratings whose biases are added again."""
-    if biases is None:
-        return ranking
-    return ranking._replace(relevant_from=ranking.relevant_from - _ROUNDING)
 
 
 AddBiases = Callable[[jax.Array, jax.Array], jax.Array]
@@ -188,17 +173,21 @@ def ranking_quality(
     rows: jax.Array,
     batch: Any,
     ranking: Ranking,
-    add_biases: AddBiases,
+    biases: Biases | None = None,
 ) -> dict[str, jax.Array]:
     """Return each user's recall and NDCG over the items that they had not rated.
 
     Both are 0 for a user without relevant items, who does not count. NDCG's gain is 1
     for a relevant item and 0 for another.
     """
-    users = batch["user"]
+    users, add_biases = batch["user"], adding(biases)
     _, best = top_items(add_biases(output, users), rows, ranking.top)
     targets = dense_rows(batch, output.shape[1], "target_")
     ratings = add_biases(targets, users)
+    if biases is not None:
+        # What rounding may have taken of them.
+        ratings += jnp.abs(targets) * jnp.finfo(targets.dtype).eps
+        ratings += ranking.relevant_from * 1e-6
     relevant = ratings >= jnp.asarray(ranking.relevant_from, ratings.dtype)
     # What is rated again cannot be recommended.
     relevant &= (targets != 0) & (rows == 0)

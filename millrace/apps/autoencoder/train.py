@@ -57,7 +57,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     )
     state = program.init(*first_weights(config, model), seed=config.seed)
     keep_names(run.directory.path, ratings.training, config.rows)
-    keep_biases(run.directory.path, ratings.biases)
+    keep_biases(run.directory.path, ratings.column_biases)
     describe(config, run, program.devices, ratings, state.params, steps)
     folder = run.directory.checkpoints
     opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)

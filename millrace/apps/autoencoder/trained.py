@@ -41,7 +41,7 @@ class Trained(NamedTuple):
     """What the network's columns are called: the items, or where these are rows, the
     users."""
     checkpoint: Path
-    biases: ColumnBiases | None
+    column_biases: ColumnBiases | None
     """What is to be subtracted from ratings first, if anything."""
 
     def weights(self) -> tuple[Any, dict[str, Any]]:
@@ -103,7 +103,12 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
 
 
 def _biases_in(folder: Path) -> ColumnBiases:
-    with np.load(folder / BIASES) as kept:
+    path = folder / BIASES
+    if not path.is_file():
+        raise ConfigurationError(
+            f"There is no {path}, and the model foretells only what ratings are beyond it."
+        )
+    with np.load(path) as kept:
         return ColumnBiases(float(kept["mean"]), kept["of_column"], float(kept["strength"]))
 
 
@@ -137,6 +142,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
     """Number columns as a model does, leaving out those that it does not know."""
+    assert ratings.biases is None, "they are subtracted when columns are the model's"
     if np.array_equal(ratings.item_ids, trained.column_ids):
         return ratings
     places = find(trained.column_ids, ratings.item_ids)[ratings.items]
@@ -159,8 +165,17 @@ def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
 
 def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
     """Write what is subtracted from ratings; it stays when a run is resumed."""
-    if biases is not None and not (folder / BIASES).exists():
-        np.savez(folder / BIASES, **dataclasses.asdict(biases))
+    if biases is None:
+        return
+    if not (folder / BIASES).exists():
+        partial = folder / f".{BIASES}"
+        np.savez(partial, **dataclasses.asdict(biases))
+        partial.rename(folder / BIASES)
+    elif not np.array_equal(_biases_in(folder).of_column, biases.of_column):
+        raise ConfigurationError(
+            f"The training ratings have changed since the run in {folder} was started: "
+            "their biases are others. Start a new run."
+        )
 
 
 def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:

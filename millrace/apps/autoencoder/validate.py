@@ -123,9 +123,9 @@ def ratings_for(
         validation=_aligned(loaded.validation, known),
         test=_aligned(loaded.test, known),
     )
-    if trained.biases is None:
+    if trained.column_biases is None:
         return aligned
-    return data.without_biases(aligned, trained.biases)
+    return data.without_biases(aligned, trained.column_biases)
 
 
 def _aligned(targets: Ratings | None, known: Ratings) -> Ratings | None:

@@ -183,6 +183,7 @@ def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def align(ratings: Ratings, like: Ratings) -> tuple[Ratings, Unseen]:
     """Number users and items as in `like`, leaving out and counting what it lacks."""
+    assert ratings.biases is None, "they are subtracted when all is numbered alike"
     users = find(like.user_ids, ratings.user_ids)
     items = find(like.item_ids, ratings.item_ids)
     user_of = np.repeat(users, ratings.num_ratings_by_user)
