@@ -203,17 +203,29 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
 
 def as_plain(config: Any) -> dict[str, Any]:
     """Return a dataclass as plain YAML-able values, for ``config.yml``."""
+    return {name: _plain(getattr(config, name)) for name in _fields(type(config))}
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        return str(value)
 
-    return {name: plain(getattr(config, name)) for name in _fields(type(config))}
+def plain_defaults(config_type: Any) -> dict[str, Any]:
+    """Return the options that have a default, as plain values."""
+    missing = dataclasses.MISSING
+    found = {}
+    for name, field in _fields(config_type).items():
+        if field.default is not missing:
+            found[name] = _plain(field.default)
+        elif field.default_factory is not missing:
+            found[name] = _plain(field.default_factory())
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
 
 
 def _fields(config_type: Any) -> dict[str, dataclasses.Field]:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from millrace.batching import Batching, resolve_batching
-from millrace.config import ConfigurationError, as_plain, load_yaml
+from millrace.config import ConfigurationError, as_plain, load_yaml, plain_defaults
 from millrace.host import group
 
 _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
@@ -184,7 +184,8 @@ def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> N
         raise ConfigurationError(
             f"{path} holds a run of {old.get('command')}, not of {command}."
         )
-    new = as_plain(config)
+    # What the run did not know when it was started was as it is by default.
+    old, new = plain_defaults(type(config)) | old, as_plain(config)
     shared_out = _how_batches_are_shared_out(old, config)
     differing = [
         f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"

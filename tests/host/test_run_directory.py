@@ -117,6 +117,16 @@ def test_the_same_configuration_resumes(tmp_path):
     assert (tmp_path / "config.yml").read_bytes() == record
 
 
+def test_a_run_from_before_an_option_existed_resumes_with_its_default(tmp_path):
+    start(tmp_path)
+    record = yaml.safe_load((tmp_path / "config.yml").read_text())
+    del record["precision"], record["splits"]
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(record))
+    assert start(tmp_path, resume=True).path == tmp_path
+    message = refusal(tmp_path, Options(precision="32.32"), resume=True)
+    assert "precision was '16.16', now '32.32'" in message
+
+
 def test_another_configuration_is_refused_naming_every_option_that_differs(tmp_path):
     start(tmp_path)
     other = Options(learning_rate=0.5, splits=("a",))

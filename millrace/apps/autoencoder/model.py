@@ -303,4 +303,4 @@ def _is_kept(bits: jax.Array, rate: float) -> jax.Array:
 
 def _dropout(x: jax.Array, kept: jax.Array, rate: float) -> jax.Array:
     """Set the others to 0 and enlarge what is kept, so that the mean stays."""
-    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
+    return jnp.where(kept, saturated(x / (1 - rate)), jnp.zeros((), x.dtype))
