@@ -2,6 +2,8 @@
 
 import csv
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from autoencoder_runs import (
@@ -14,11 +16,16 @@ from autoencoder_runs import (
 )
 
 import millrace as mr
+from millrace.apps.autoencoder.feeding import validation_users
+from millrace.apps.autoencoder.loss import dense_rows
 from millrace.apps.autoencoder.model import reconstruct
+from millrace.apps.autoencoder.scoring import Ranking, ranking_quality
 from millrace.apps.autoencoder.trained import BIASES, find_trained
 from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.file import load_ratings
 from millrace.data.ratings.matrix import align, transposed
+from millrace.program.step import narrow
+from millrace.report.parts import read_parts
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 8 --subtract-biases "
@@ -84,8 +91,9 @@ def test_validation_ranks_whole_ratings(trained, expected, tmp_path):
         if relevant.any():
             recalls.append(relevant[np.argsort(-score)[:TOP]].sum() / relevant.sum())
     assert found[f"validation_recall_at_{TOP}"] == pytest.approx(np.mean(recalls), rel=1e-5)
-    parts = (tmp_path / "v" / "report.html").read_text()
-    assert "Rating residuals" in parts
+    residuals = read_parts(tmp_path / "v")["residuals"]
+    stars = [star for star, _ in residuals.quantiles]
+    assert stars == np.unique(later.values).tolist()
 
 
 def test_whole_ratings_are_recommended(trained, expected, tmp_path):
@@ -124,6 +132,40 @@ def test_python_foretells_whole_ratings_of_a_user(trained, expected):
     assert abs(of_nobody.mean() - known.values.mean()) < 1
 
 
+def test_in_sixteen_bits_the_same_is_relevant(trained):
+    """What is left of a rating is rounded; four stars must stay four."""
+    ranking = Ranking(TOP, relevant_from=4.0)
+    known = load_ratings(trained.parent / "train.txt")
+    later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
+    biases = fit_biases(known)
+    left, targets = (biases.subtracted(part, known) for part in (known, later))
+    batch = validation_users(left, targets, USERS)[np.arange(USERS)]
+    counts = set()
+    for dtype in ("float32", "float16", "bfloat16"):
+        rounded = narrow(jax.tree.map(jnp.asarray, batch), dtype)
+        rows = dense_rows(rounded, ITEMS)
+        quality = ranking_quality(rows, rows, rounded, ranking, left.biases)
+        counts.add(int(quality["has_relevant"].sum()))
+    relevant = (dense(later) >= 4) & (dense(known) == 0)
+    assert counts == {int(relevant.any(1).sum())}
+
+
+def test_another_file_of_ratings_has_its_own_users_biases(trained, capsys, tmp_path):
+    found = find_trained(trained)
+    if found.config.rows == "items":
+        return
+    lines = (trained.parent / "train.txt").read_text().splitlines()
+    user = lines[0].split()[0]
+    own = [line for line in lines if line.split()[0] == user]
+    (tmp_path / "new.txt").write_text("\n".join(own).replace(user, "77"))
+    words = f"recommend --checkpoint {trained} --top 3 --user "
+    known = command(capsys, words + user).out.splitlines()[1:]
+    words += f"77 --training-data-file {tmp_path}/new.txt"
+    ended = command(capsys, words)
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines()[1:] == known
+
+
 def test_a_resumed_run_keeps_its_biases(trained, capsys):
     kept = (trained / BIASES).read_bytes()
     folder = trained.parent
@@ -134,5 +176,11 @@ def test_a_resumed_run_keeps_its_biases(trained, capsys):
     ended = command(capsys, words)
     assert ended.status == 0, ended.err
     assert (trained / BIASES).read_bytes() == kept
+    train = folder / "train.txt"
+    before = train.read_text()
+    train.write_text(before.replace("\t5\n", "\t4.5\n"))
+    ended = command(capsys, words)
+    train.write_text(before)
+    assert ended.status == 2 and "their biases are others" in ended.err
     ended = command(capsys, words.replace("--subtract-biases ", ""))
     assert ended.status == 2 and "subtract_biases" in ended.err.replace("-", "_")
