@@ -230,7 +230,7 @@ def saturated(x: jax.Array) -> jax.Array:
     """Stop at float16's largest number, as the reference's hardware does.
 
     A reconstruction has hundreds of times the ratings that were known, and re-feeding adds
-    all of them up: after some epochs of Netflix' ratings that is beyond it.
+    all of them up: after an epoch of Netflix' ratings to a thousand, and they grow.
     """
     return jnp.minimum(x, jnp.finfo(x.dtype).max) if x.dtype == jnp.float16 else x
 
