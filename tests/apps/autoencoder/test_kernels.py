@@ -93,7 +93,9 @@ def test_loss_and_gradient_are_exact_to_what_float32_can_say():
     assert max(distances(found)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 def test_in_sixteen_bits_the_gradient_is_on_the_whole_as_exact_as_xlas(dtype):
     ours = distances(value_and_grad(kernels.joint_loss(MODEL, interpret=True), dtype))
     xlas = distances(value_and_grad(loss_of(MODEL, "joint"), dtype))
@@ -113,9 +115,9 @@ def test_in_float16_a_reconstruction_stops_at_the_largest_number():
 
 
 def test_what_overflows_is_seen_to():
-    for loss_fn in (kernels.joint_loss(MODEL, interpret=True), loss_of(MODEL, "joint")):
-        _, gradient = value_and_grad(loss_fn, jnp.float16, scale=2.0**24)
-        assert not all(np.isfinite(each).all() for each in jax.tree.leaves(gradient))
+    loss_fn = kernels.joint_loss(MODEL, interpret=True)
+    _, gradient = value_and_grad(loss_fn, jnp.float16, scale=2.0**24)
+    assert not all(np.isfinite(each).all() for each in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize("precision", ["32.32", "16.32"])

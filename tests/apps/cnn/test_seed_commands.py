@@ -152,7 +152,10 @@ def test_all_of_cifar_is_cut_into_the_executions_that_the_readme_says(
             marks=pytest.mark.slow,
         ),
         pytest.param("0.5", (22, 44, 66), None, marks=pytest.mark.slow),
-        ("0", (66,), "all 66 updates run on the device without returning to the host"),
+        pytest.param(
+            *("0", (66,), "all 66 updates run on the device without returning to the host"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_logs_come_as_often_as_they_can(train, cifar, logs, updates_of_logs, warning):
