@@ -30,6 +30,17 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 
+_LONGEST = {
+    *("test_readme.py", "test_cli.py", "test_examples.py", "test_code_blocks.py"),
+    *("test_faults.py", "test_processes.py", "test_kill_and_resume.py"),
+}
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Begin with the longest files: at the end, one process would wait for another."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 def pytest_unconfigure() -> None:
     """Leave nothing behind."""
     if _made is not None:

@@ -83,7 +83,15 @@ def test_each_feature_gives_the_plain_loops_weights(feature, oracle):
     assert_same(train_with(plan_of(feature)), oracle)
 
 
-@pytest.mark.parametrize("pair", [*itertools.combinations(FEATURES, 2)], ids="+".join)
+def as_often_as_needed(pair):
+    """Mark those as slow of which one only scales gradients, or only looks at them."""
+    rarely = {"static_loss_scale", "fp_exceptions"} & set(pair)
+    return pytest.param(pair, marks=pytest.mark.slow if rarely else (), id="+".join(pair))
+
+
+@pytest.mark.parametrize(
+    "pair", map(as_often_as_needed, itertools.combinations(FEATURES, 2))
+)
 def test_each_pair_of_features_gives_the_plain_loops_weights(pair, oracle):
     assert_same(train_with(plan_of(*pair)), oracle)
 

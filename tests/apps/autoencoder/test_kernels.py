@@ -120,7 +120,9 @@ def test_what_overflows_is_seen_to():
     assert not all(np.isfinite(each).all() for each in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("precision", ["32.32", "16.32"])
+@pytest.mark.parametrize(
+    "precision", ["16.32", pytest.param("32.32", marks=pytest.mark.slow)]
+)
 def test_models_trained_together_become_what_they_become_without(monkeypatch, precision):
     """In float16 the scale of the loss falls from where it is too large for both."""
     scaling = {"32.32": 1, "16.32": "dynamic"}[precision]
