@@ -90,7 +90,7 @@ def as_often_as_needed(pair):
 
 
 @pytest.mark.parametrize(
-    "pair", map(as_often_as_needed, itertools.combinations(FEATURES, 2))
+    "pair", [as_often_as_needed(pair) for pair in itertools.combinations(FEATURES, 2)]
 )
 def test_each_pair_of_features_gives_the_plain_loops_weights(pair, oracle):
     assert_same(train_with(plan_of(*pair)), oracle)
