@@ -39,6 +39,14 @@ def command(capsys, words):
     return SimpleNamespace(status=left.value.code, out=said.out, err=said.err)
 
 
+def dense(ratings):
+    """Return ratings as (users, items), 0 where there is none."""
+    rows = np.zeros((ratings.num_users, ratings.num_items), np.float32)
+    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
+    rows[users, ratings.items] = ratings.values
+    return rows
+
+
 def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 

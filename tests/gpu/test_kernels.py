@@ -11,7 +11,7 @@ from millrace.apps.autoencoder.model import Model, init_params
 
 pytestmark = pytest.mark.gpu
 
-USERS, ITEMS, MODELS, RATED = 64, 1777, 8, 20
+USERS, ITEMS, MODELS, RATED = 64, 1777, 16, 20
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

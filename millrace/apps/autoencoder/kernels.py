@@ -59,10 +59,10 @@ def are_for(
         device: Where.
     """
     is_hopper = getattr(device, "compute_capability", None) == "9.0"
-    fits = num_users in (16, 32, 64) and model.size == 128 and compute != "float32"
+    fits = num_users == 64 and model.size == 128 and compute != "float32"
     plain = model.selu and model.tied and not model.input_dropout_rate
     plain = plain and not model.linear_output
-    return is_hopper and fits and plain and num_models >= 8
+    return is_hopper and fits and plain and num_models >= 16
 
 
 def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:

@@ -11,6 +11,7 @@ from autoencoder_runs import (
     SMALL,
     USERS,
     command,
+    dense,
     summary_of,
     write_ratings,
 )
@@ -30,13 +31,6 @@ from millrace.report.parts import read_parts
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "
 TOP = 4
-
-
-def dense(ratings):
-    rows = np.zeros((ratings.num_users, ratings.num_items), np.float32)
-    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
-    rows[users, ratings.items] = ratings.values
-    return rows
 
 
 @pytest.fixture(scope="module", params=["users", "items"])
@@ -113,15 +107,19 @@ def test_whole_ratings_are_recommended(trained, expected, tmp_path):
         assert float(row["rating"]) == pytest.approx(scores[user, best], abs=2e-3)
 
 
+@pytest.mark.parametrize("trained", ["items"], indirect=True)
+def test_python_recommends_by_whole_ratings(trained, expected):
+    known, _, output = expected
+    user = known.user_ids[3].item()
+    best = mr.autoencoder.load(trained).recommend_to(user, top=1)[0]
+    scores = np.where(dense(known)[3] == 0, output[3], -np.inf)
+    assert best[1] == pytest.approx(scores.max(), abs=2e-3)
+
+
+@pytest.mark.parametrize("trained", ["users"], indirect=True)
 def test_python_foretells_whole_ratings_of_a_user(trained, expected):
     known, _, output = expected
     model = mr.autoencoder.load(trained)
-    if model.config.rows == "items":
-        user = known.user_ids[3].item()
-        best = model.recommend_to(user, top=1)[0]
-        scores = np.where(dense(known)[3] == 0, output[3], -np.inf)
-        assert best[1] == pytest.approx(scores.max(), abs=2e-3)
-        return
     items, values = known.of_user(3)
     names = known.item_ids[items].tolist()
     rated = dict(zip(names, map(float, values), strict=True))
@@ -132,10 +130,9 @@ def test_python_foretells_whole_ratings_of_a_user(trained, expected):
     assert abs(of_nobody.mean() - known.values.mean()) < 1
 
 
+@pytest.mark.parametrize("trained", ["users"], indirect=True)
 def test_in_sixteen_bits_the_same_is_relevant(trained):
     """What is left of a rating is rounded; four stars must stay four."""
-    if find_trained(trained).config.rows == "items":
-        return
     ranking = Ranking(TOP, relevant_from=4.0)
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
@@ -152,10 +149,8 @@ def test_in_sixteen_bits_the_same_is_relevant(trained):
     assert counts == {int(relevant.any(1).sum())}
 
 
+@pytest.mark.parametrize("trained", ["users"], indirect=True)
 def test_another_file_of_ratings_has_its_own_users_biases(trained, capsys, tmp_path):
-    found = find_trained(trained)
-    if found.config.rows == "items":
-        return
     lines = (trained.parent / "train.txt").read_text().splitlines()
     user = lines[0].split()[0]
     own = [line for line in lines if line.split()[0] == user]

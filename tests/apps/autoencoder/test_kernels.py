@@ -173,8 +173,8 @@ def test_they_are_for_what_they_can_do_on_the_gpu_they_were_measured_on():
     assert are_for(MODEL, device=hopper)
     assert not are_for(MODEL, device=jax.devices("cpu")[0])
     assert not are_for(MODEL, device=types.SimpleNamespace(compute_capability="8.9"))
-    assert not are_for(MODEL, device=hopper, num_models=1)
-    assert not are_for(MODEL, device=hopper, num_users=48)
+    assert not are_for(MODEL, device=hopper, num_models=15)
+    assert not are_for(MODEL, device=hopper, num_users=32)
     assert not are_for(MODEL, device=hopper, compute="float32")
     for other in ({"tied": False}, {"selu": False}, {"size": 512}):
         assert not are_for(MODEL._replace(**other), device=hopper)

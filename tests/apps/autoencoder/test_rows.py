@@ -13,6 +13,7 @@ from autoencoder_runs import (
     SMALL,
     USERS,
     command,
+    dense,
     events_of,
     summary_of,
     write_ratings,
@@ -67,13 +68,6 @@ def expected(trained):
     output = np.asarray(reconstruct(found.model, params, rows.T)).T
     scores = np.where(rows == 0, output, -np.inf)
     return SimpleNamespace(ratings=known, rows=rows, wanted=wanted, output=scores)
-
-
-def dense(ratings):
-    rows = np.zeros((ratings.num_users, ratings.num_items), np.float32)
-    users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
-    rows[users, ratings.items] = ratings.values
-    return rows
 
 
 def weights_of(run):
