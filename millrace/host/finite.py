@@ -17,6 +17,16 @@ class NotFinite(FloatingPointError):
     """A loss or gradient was not a finite number, and the run is to stop then."""
 
 
+def _remedy(plan: Plan) -> str:
+    """Say what to do about a training that has diverged."""
+    if plan.types.compute != "float16" or plan.loss_scaling == "dynamic":
+        return "Start again with a smaller learning rate."
+    return (
+        "Start again with a smaller learning rate, or with loss_scaling dynamic, which "
+        "leaves out an update that is too large for float16."
+    )
+
+
 class FiniteWatch:
     """Looks at every update's loss; warns once, or stops if it is told to.
 
@@ -72,9 +82,7 @@ class FiniteWatch:
             raise NotFinite(f"{where}; fp_exceptions stops there.")
         may_be_lost = _MOST_SKIPPED if self._plan.loss_scaling == "dynamic" else 0
         if self._stops_diverged and self._lost > may_be_lost:
-            raise NotFinite(
-                f"{where}: training has diverged. Start again with a smaller learning rate."
-            )
+            raise NotFinite(f"{where}: training has diverged. {_remedy(self._plan)}")
         if not self._warned:
             self._warned = True
             _log.warning(

@@ -30,7 +30,7 @@ def on(branch: str, layer: Layer) -> Layer:
         y, carried = layer.apply(params, carried, x[branch], call)
         return {**x, branch: y}, carried
 
-    return Layer(layer.name, init, apply)
+    return Layer(layer.name, init, apply, groups=layer.groups)
 
 
 def closing(name: str) -> Layer:

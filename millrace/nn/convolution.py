@@ -13,10 +13,6 @@ from millrace.nn.dense_convolution import LAYOUT, Pads, Pair, dense_conv2d
 from millrace.nn.grouped_convolution import grouped_conv2d
 from millrace.nn.strided_convolution import folded_conv2d, is_worth_folding
 
-SMALL_BATCH = 32
-"""Up to so many images, a GPU is done with a kernel before the host has started the next:
-their inference is compiled another way, see ``apps.cnn.inference``."""
-
 
 def conv2d(
     x: jax.Array,
@@ -25,14 +21,14 @@ def conv2d(
     strides: Pair = (1, 1),
     padding: str | Pads = "SAME",
     groups: int = 1,
-    for_inference: bool = False,
+    as_product: bool = False,
 ) -> jax.Array:
     """Convolve images (batch, height, width, channels) with a (h, w, in, out) kernel.
 
     With groups, channels and features are divided into that many parts, and each part
     of the features sees only its part of the channels: the kernel is (h, w, in / groups,
-    out). As many groups as channels is a depthwise convolution. What will not be
-    differentiated is `for_inference`.
+    out). As many groups as channels is a depthwise convolution. One of single pixels can,
+    off the CPU, be computed `as_product`, which XLA joins with what is around it.
     """
     check_groups(x.shape[-1], kernel.shape[3], groups)
     if kernel.shape[2] * groups != x.shape[-1]:
@@ -50,9 +46,7 @@ def conv2d(
         if groups == 1 and is_worth_folding(x.shape[-1], strides):
             return folded_conv2d(x, kernel, strides, pads)
         is_pointwise = kernel.shape[:2] == strides == (1, 1) and not any(map(any, pads))
-        if is_pointwise and groups == 1 and for_inference and len(x) <= SMALL_BATCH:
-            # XLA joins it with whatever comes before and after, which it cannot do with a
-            # convolution: EfficientNet-B0 with a batch of one took 0.37 ms, not 0.41.
+        if as_product and is_pointwise and groups == 1:
             return jnp.tensordot(x, kernel[0, 0], 1)
         return lax.conv_general_dilated(
             x,

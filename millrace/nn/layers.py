@@ -28,6 +28,8 @@ class Call(NamedTuple):
 
     training: bool
     key: jax.Array | None = None
+    as_product: bool = False
+    """Whether a convolution of single pixels is to be a product, see ``conv2d``."""
 
 
 class Layer(NamedTuple):
@@ -41,6 +43,8 @@ class Layer(NamedTuple):
     """``(params, carried, input, call) -> (output, carried)``."""
     branches: "tuple[tuple[Layer, ...], ...]" = ()
     """Of a ``concurrent`` layer, which has only these."""
+    groups: int = 1
+    """Of a convolution: how many parts its channels are divided into."""
 
 
 def init_layers(layers: Sequence[Layer], key: jax.Array, example: Any) -> tuple[Tree, Tree]:
@@ -170,18 +174,20 @@ def conv(
 
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         del carried
+        weights = params["kernel"]
+        merged = max(1, x.shape[-1] // weights.shape[2])  # by ``folding``, or all of them
         y = conv2d(
             x,
-            params["kernel"],
+            weights,
             strides=(strides, strides),
             padding=padding,
-            groups=groups,
-            for_inference=not call.training,
+            groups=groups if groups % merged else merged,
+            as_product=call.as_product,
         )
         y = checkpoint_name(y, KEPT)
         return y + params["bias"] if bias else y, {}
 
-    return Layer(name, init, apply)
+    return Layer(name, init, apply, groups=groups)
 
 
 def dense(name: str, features: int) -> Layer:

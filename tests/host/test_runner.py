@@ -121,13 +121,20 @@ def test_a_loss_that_stays_lost_stops_a_run_that_is_told_to():
         watch.check({"loss": np.array([1.0, np.inf, np.nan])})
 
 
+def test_in_float16_a_lost_run_is_told_of_dynamic_loss_scaling():
+    plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling=1000.0)
+    watch = FiniteWatch(plan, 0, stops_diverged=True)
+    with pytest.raises(NotFinite, match="or with loss_scaling dynamic"):
+        watch.check({"loss": np.array([np.nan])})
+
+
 def test_dynamic_loss_scaling_may_skip_some_updates_before_a_run_is_lost():
     plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling="dynamic")
     watch = FiniteWatch(plan, 0, stops_diverged=True)
     bad = np.full(12, np.nan)
     watch.check({"loss": bad})
     watch.check({"loss": bad})
-    with pytest.raises(NotFinite, match="has diverged"):
+    with pytest.raises(NotFinite, match=r"has diverged\. .* learning rate\.$"):
         watch.check({"loss": np.array([np.nan])})
     watch.check({"loss": np.append(bad, 1.0)})
     watch.check({"loss": bad})

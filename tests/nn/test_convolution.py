@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from millrace.nn.branches import closing, on, opening
-from millrace.nn.convolution import SMALL_BATCH, conv2d
+from millrace.nn.convolution import conv2d
 from millrace.nn.layers import Call, apply_layers, conv, init_layers, relu
 from millrace.nn.norms import batch_norm
 
@@ -95,7 +95,7 @@ def test_values_and_gradients_equal_xlas_own(case):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[3] == (1, 1)], ids=str)
-def test_a_small_batch_to_infer_takes_pointwise_products_off_the_cpu(case, monkeypatch):
+def test_off_the_cpu_a_pointwise_convolution_can_be_a_product(case, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x, kernel = draw(case)
     strides, padding, groups = case[-3:]
@@ -106,10 +106,9 @@ def test_a_small_batch_to_infer_takes_pointwise_products_off_the_cpu(case, monke
         jaxpr = jax.make_jaxpr(lambda x: conv2d(x, kernel, **options, **more))(x)
         return "conv_general_dilated" not in str(jaxpr)
 
-    assert is_product(x, for_inference=True) == is_pointwise
+    assert is_product(x, as_product=True) == is_pointwise
     assert not is_product(x)
-    assert not is_product(jnp.zeros((SMALL_BATCH + 1, *x.shape[1:])), for_inference=True)
-    y = conv2d(x, kernel, **options, for_inference=True)
+    y = conv2d(x, kernel, **options, as_product=True)
     np.testing.assert_allclose(y, plain(x, kernel, strides, padding, groups), atol=2e-5)
 
 

@@ -11,8 +11,7 @@ from millrace.apps.cnn import models
 from millrace.apps.cnn.families import find_size
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
-from millrace.nn.convolution import SMALL_BATCH
-from millrace.nn.folding import fold
+from millrace.nn.folding import SMALL_BATCH, fold
 from millrace.nn.layers import apply_layers, init_layers
 from millrace.nn.norms import batch_norm, group_norm
 
@@ -128,7 +127,10 @@ def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
     np.testing.assert_allclose(logits(folded, {}, {}, x), logits(model, {}, {}, x))
 
 
-def test_off_the_cpu_another_activation_is_kept_apart_from_a_dense_convolution(monkeypatch):
+def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
+    """In a small batch a pointwise one is a product, and an activation that cuDNN does not
+    join is kept apart from a dense one.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     swish = functools.partial(layers.stateless, function=jax.nn.silu)
     model = [
@@ -148,8 +150,32 @@ def test_off_the_cpu_another_activation_is_kept_apart_from_a_dense_convolution(m
     folded = fold(model, params, carried, x)
     jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(x))
     assert jaxpr.count("optimization_barrier") == 1
+    assert jaxpr.count("conv_general_dilated[") == 2 and "dot_general" in jaxpr
     large = jax.ShapeDtypeStruct((SMALL_BATCH + 1, 6, 6, 3), np.float32)
-    assert "barrier" not in str(jax.make_jaxpr(lambda x: logits(*folded, x))(large))
+    jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(large))
+    assert jaxpr.count("conv_general_dilated[") == 3 and "barrier" not in jaxpr
     np.testing.assert_allclose(
         logits(*folded, x), logits(model, params, carried, x), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_off_the_cpu_narrow_groups_are_merged(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = [
+        opening(layers.conv("first", 32, 1)),
+        on("main", layers.conv("narrow", 32, groups=8)),
+        on("main", batch_norm("narrow/norm")),
+        on("main", layers.conv("wide", 64, groups=2)),
+        on("main", layers.conv("back", 3, 1)),
+        closing("add"),
+    ]
+    x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)
+    params, carried = trained(model, x)
+    folded = fold(model, params, carried, x)
+    assert folded[1]["narrow"]["kernel"].shape == (3, 3, 16, 32)
+    assert folded[1]["wide"]["kernel"].shape == (3, 3, 16, 64)
+    jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(x))
+    assert "dot_general" not in jaxpr and "barrier" not in jaxpr
+    np.testing.assert_allclose(
+        logits(*folded, x), logits(model, params, carried, x), rtol=1e-4, atol=1e-4
     )

@@ -17,7 +17,7 @@ and the loss is the mean of (y - X)^2 over what is known plus the mean of d^2 ov
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,16 @@ from millrace.apps.autoencoder.model import (
 )
 from millrace.program.step import LossFn
 
-_TILE = 64
-"""Items at a time."""
-_PARTS = 16
-"""Programs that share a model's items: of 16 models, two for every part of an H200."""
-_COMPILED = triton.CompilerParams(num_warps=4, num_stages=3)
+
+class _Tiling(NamedTuple):
+    """How a kernel goes over the items."""
+
+    tile: int = 64
+    """Items at a time."""
+    parts: int = 16
+    """Programs that share a model's items."""
+    num_warps: int = 4
+    num_stages: int = 2
 
 
 def are_for(
@@ -104,12 +109,12 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             into_second = functools.partial(hidden, kept=kept[1])
             sums = sums_of_known(kernel, known, num_users)
             g1, pull_first = jax.vjp(into_first, inner, sums)
-            (y,), (a, errors) = over_items(_first, (kernel, bias, ratings), (g1,))
+            (y,), (a,) = over_items(_first, (kernel, bias), (g1,))
             g2, pull_second = jax.vjp(into_second, inner, a)
             (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), (g2,))
             d_inner_2, da = pull_second((dg2 * share).astype(kind))
             da = da.astype(kind)
-            (p,), (dg1,) = over_items(_back, (kernel, y, d, ratings), (da, share))
+            (p,), (dg1, errors) = over_items(_back, (kernel, y, d, ratings), (da, share))
             d_inner_1, dsums = pull_first(dg1.astype(kind))
             both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
             saved = y, d, p, da, g1, g2, dsums.astype(kind), both
@@ -143,11 +148,10 @@ def _without_outer(params: Any) -> Any:
 
 
 def _first(items: Any, whole: Any) -> Any:
-    """Reconstruct, and add up what enters the first layer again and the errors."""
-    (w, c, x), (g,) = items, whole
+    """Reconstruct, and add up what enters the first layer again."""
+    (w, c), (g,) = items, whole
     y = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype).astype(w.dtype)
-    error = jnp.where(x != 0, jnp.square(_wide(y) - _wide(x)), 0)
-    return [y], [_dot(y, w, 0, 0), error.sum(1)]
+    return [y], [_dot(y, w, 0, 0)]
 
 
 def _second(items: Any, whole: Any) -> Any:
@@ -161,13 +165,13 @@ def _second(items: Any, whole: Any) -> Any:
 
 
 def _back(items: Any, whole: Any) -> Any:
-    """Find the gradient of what the first reconstruction's SELU got."""
+    """Find the gradient of what the first reconstruction's SELU got; add up its errors."""
     (w, y, d, x), (da, share) = items, whole
     y = _wide(y)
     known = jnp.where(x != 0, y - _wide(x), 0)
     p = (known - _wide(d) * share + _dot(w, da, 1, 1)) * _slope(y, w.dtype)
     p = p.astype(w.dtype)
-    return [p], [_dot(p, w, 0, 0)]
+    return [p], [_dot(p, w, 0, 0), jnp.square(known).sum(1)]
 
 
 def _weights(items: Any, whole: Any) -> Any:
@@ -183,6 +187,15 @@ def _weights(items: Any, whole: Any) -> Any:
 def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
     return _wide(d) * _slope(_wide(d) + _wide(y), y.dtype)
 
+
+_TILINGS: dict[Callable[..., Any], _Tiling] = {
+    _first: _Tiling(parts=24, num_stages=1),
+    _second: _Tiling(num_stages=1),
+    _back: _Tiling(),
+    _weights: _Tiling(),
+}
+"""The fastest of some twenty for sixteen models on an H200; for three of them two programs
+for every part of it. Tiles of 32 or 128 items, or 8 warps, took up to twice the time."""
 
 # float16 alone ends where sums over all items may get to: see ``model.saturated``.
 _LARGEST = float(jnp.finfo(jnp.float16).max)
@@ -229,11 +242,12 @@ def _over_items(
         whole: Numbers and small arrays that every tile needs.
         interpret: Whether to do without a GPU.
     """
+    tile_size, most_parts, num_warps, num_stages = _TILINGS[function]
     num_items = by_item[0].shape[0]
-    num_tiles = pl.cdiv(num_items, _TILE)
-    parts = min(_PARTS, num_tiles)
+    num_tiles = pl.cdiv(num_items, tile_size)
+    parts = min(most_parts, num_tiles)
     steps = pl.cdiv(num_tiles, parts)
-    tiles = [jax.ShapeDtypeStruct((_TILE, *x.shape[1:]), x.dtype) for x in by_item]
+    tiles = [jax.ShapeDtypeStruct((tile_size, *x.shape[1:]), x.dtype) for x in by_item]
     made, added = jax.eval_shape(function, tiles, whole)
     arrays = [*by_item, *(x if x.ndim else x[None] for x in whole)]
     shapes = [(num_items, *x.shape[1:]) for x in made] + [(parts, *x.shape) for x in added]
@@ -250,13 +264,13 @@ def _over_items(
         part = pl.program_id(0)
 
         def step(number: jax.Array, sums: Any) -> Any:
-            start = (part * steps + number) * _TILE
+            start = (part * steps + number) * tile_size
 
             def place(ref: Any) -> tuple[Any, jax.Array]:
                 """Return a tile of it, and which of it there are."""
-                shape = (_TILE, *ref.shape[1:])
+                shape = (tile_size, *ref.shape[1:])
                 item = start + lax.broadcasted_iota(jnp.int32, shape, 0)
-                return ref.at[pl.ds(start, _TILE)], item < num_items
+                return ref.at[pl.ds(start, tile_size)], item < num_items
 
             tiles = []
             for ref in given:
@@ -278,6 +292,7 @@ def _over_items(
             return pl.BlockSpec((1, *shape[1:]), lambda part: (part, *rest))
         return pl.BlockSpec(shape, lambda part: (0, *rest))
 
+    options = triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
     outputs = pl.pallas_call(
         kernel,
         grid=(parts,),
@@ -285,7 +300,7 @@ def _over_items(
         out_specs=[block(s, by_part=n >= len(made)) for n, s in enumerate(shapes)],
         out_shape=[jax.ShapeDtypeStruct(*each) for each in zip(shapes, kinds, strict=True)],
         interpret=interpret,
-        compiler_params=None if interpret else _COMPILED,
+        compiler_params=None if interpret else options,
     )(*arrays)
     sums = [x.sum(0) if x.ndim > 2 else x.sum() for x in outputs[len(made) :]]
     return outputs[: len(made)], sums

@@ -24,8 +24,8 @@ MODEL = Model(ITEMS, 128, 0.5)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles in each of several parts, the last one not full."""
-    monkeypatch.setattr(kernels, "_TILE", 16)
-    monkeypatch.setattr(kernels, "_PARTS", 2)
+    small = {each: kernels._Tiling(tile=16, parts=2) for each in kernels._TILINGS}
+    monkeypatch.setattr(kernels, "_TILINGS", small)
 
 
 def batch(dtype, num_updates=None):

@@ -14,7 +14,8 @@ from millrace.apps.cnn.validate_data import calls_of
 from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
-from millrace.nn.convolution import SMALL_BATCH
+from millrace.nn import layers
+from millrace.nn.folding import SMALL_BATCH
 
 
 @pytest.fixture(autouse=True)
@@ -67,23 +68,32 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("batch", "replicas", "is_small"),
-    [(SMALL_BATCH, 1, True), (SMALL_BATCH + 1, 1, False), (2 * SMALL_BATCH, 2, True)],
+    ("groups", "batch", "replicas", "joined"),
+    [
+        (1, 1, 1, False),
+        (4, SMALL_BATCH, 1, True),
+        (4, SMALL_BATCH + 1, 1, False),
+        (4, 2 * SMALL_BATCH, 2, True),
+    ],
 )
-def test_small_batches_are_compiled_for_a_cuda_graph(
-    monkeypatch, batch, replicas, is_small
+def test_a_network_is_compiled_for_one_cuda_graph(
+    monkeypatch, groups, batch, replicas, joined
 ):
+    """Small batches through depthwise convolutions with these joined with their bias."""
     asked = {}
 
     def compile_for(mesh, function, *arguments, preferred=None, **options):
         asked.update(preferred or {})
 
     monkeypatch.setattr(inference, "compile_for", compile_for)
-    shape = jax.ShapeDtypeStruct((batch, 8, 8, 1), np.float32)
-    network = inference.Network([], {}, {})
+    shape = jax.ShapeDtypeStruct((batch, 8, 8, 4), np.float32)
+    model = [layers.conv("conv", 4, groups=groups)]
+    params = {"conv": {"kernel": np.zeros((3, 3, 4 // groups, 4), np.float32)}}
+    network = inference.Network(model, params, {})
     made = inference.Inference(network, None, shape, num_replicas=replicas)
     made.compile_one()
-    assert ("gpu" in asked) == is_small
+    option = "conv_fusion" if joined else "CONVOLUTION"
+    assert option in str(asked["gpu"])
 
 
 def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
