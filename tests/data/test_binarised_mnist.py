@@ -77,6 +77,7 @@ def test_a_folder_without_it_says_how_to_get_it(tmp_path):
         load_binarised_mnist(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_published_files_have_the_catalogues_checksums(tmp_path):
     packed = np.load(real_data("binarized_mnist") / "binarized_mnist_packed.npz")
     known = CATALOGUE["binarized-mnist"]

@@ -251,6 +251,7 @@ def test_a_damaged_or_foreign_archive_is_named(tmp_path):
         load_cifar10(path)
 
 
+@pytest.mark.slow
 def test_the_real_test_pictures_have_the_published_statistics(tmp_path):
     folder = real_data("cifar10")
     spec = importlib.util.spec_from_file_location("shared", folder / "load_cifar10.py")

@@ -106,6 +106,7 @@ def test_killed_twice_it_still_arrives(undisturbed, tmp_path):
     assert_same_run(directory, expected)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_time_but_not_the_result(undisturbed, tmp_path):
     expected, _ = undisturbed
     directory = tmp_path / "run"

@@ -12,6 +12,7 @@ from millrace.apps.autoencoder.model_options import ModelOptions
 from millrace.apps.autoencoder.recipe_options import RecipeOptions
 from millrace.host.options import RunOptions
 from millrace.plan import Plan
+from millrace.precision import resolve_precision
 
 _MAY_CHANGE = {"may_change": True}
 
@@ -93,12 +94,15 @@ class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
     def plan(self) -> Plan:
         """How the runtime carries out an update."""
         scaling = self.loss_scaling
+        compute = resolve_precision(self.precision, self.half_type).compute
+        if scaling == 1 or (scaling == "dynamic" and compute != "float16"):
+            scaling = 0.0
         return Plan(
             micro_batch_size=self.resolved_batch_size,
             precision=self.precision,
             half_type=self.half_type,
             stochastic_rounding=self.precision == "16.16" and not self.no_prng,
-            loss_scaling=0.0 if scaling == 1 else scaling,
+            loss_scaling=scaling,
             fp_exceptions=self.fp_exceptions,
         )
 

@@ -4,12 +4,14 @@ All have the same first weights, batches and dropout, so each becomes what it wo
 become alone, and what differs in the end is due to the learning rate.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from millrace.apps.autoencoder import kernels
 from millrace.apps.autoencoder.config import TrainingOptions
@@ -25,6 +27,9 @@ from millrace.apps.autoencoder.steps import Steps
 from millrace.program.evaluate import MetricFn
 from millrace.program.step import LossFn
 from millrace.program.training import TrainingProgram, training_program
+
+_LOSS_SCALE = 1000.0
+"""The reference's, for models whose loss should be scaled dynamically."""
 
 
 def label(exponent: float) -> str:
@@ -92,22 +97,50 @@ def trials_program(
     device: Any,
 ) -> TrainingProgram:
     """Return one compiled loop that trains a model for each of the learning rates."""
-    batch_size = config.resolved_batch_size
+    batch_size, plan = config.resolved_batch_size, config.plan
     first = 2.0 ** np.array(exponents) * batch_size
+    optimiser = optimiser_of(config, learning_rate_of(config, first, steps))
+    if plan.loss_scaling == "dynamic":
+        # One scale for all: with a model that diverges, no other would learn any more.
+        plan = dataclasses.replace(plan, loss_scaling=_LOSS_SCALE)
+        optimiser = each_if_finite(optimiser)
     loss_fn = loss_of(model, config.refeeding, platform=device.platform)
-    compute = config.plan.types.compute
     if config.refeeding == "joint" and kernels.are_for(
-        model, batch_size, len(exponents), compute, device
+        model, batch_size, len(exponents), plan.types.compute, device
     ):
         loss_fn = kernels.joint_loss(model)
     return training_program(
         together(loss_fn, steps.updates_per_step),
-        optimiser_of(config, learning_rate_of(config, first, steps)),
-        config.plan,
+        optimiser,
+        plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
         devices=[device],
         compiler_options=COMPILER_OPTIONS,
     )
+
+
+def each_if_finite(
+    optimiser: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Leave an update out for those models along dim 0 whose gradients are not finite."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        leaves = jax.tree.leaves(updates)
+        each = [jnp.isfinite(x).reshape(x.shape[0], -1).all(1) for x in leaves]
+        finite = jnp.stack(each).all(0)
+
+        def chosen(new: jax.Array, old: Any) -> jax.Array:
+            # What has one value for all models, the count of updates, moves on.
+            shape = (-1, *[1] * (new.ndim - 1))
+            return jnp.where(finite.reshape(shape), new, old) if new.ndim else new
+
+        new, moved = optimiser.update(updates, state, params)
+        return (
+            jax.tree.map(lambda x: chosen(x, 0), new),
+            jax.tree.map(chosen, moved, state),
+        )
+
+    return optax.GradientTransformation(optimiser.init, update)
 
 
 def trials_errors(model: Model, labels: Sequence[str]) -> MetricFn:

@@ -74,6 +74,13 @@ def test_random_ratings_have_the_references_settings():
     assert config.resolved_validation_batch_size == 128
 
 
+def test_a_loss_is_scaled_dynamically_in_float16_alone():
+    words = "--size 128 --batch-size 8 --loss-scaling dynamic "
+    assert read(words).plan.loss_scaling == "dynamic"
+    for other in ("--precision 32.32", "--precision 16.32 --half-type bfloat16"):
+        assert read(words + other).plan.loss_scaling == 0
+
+
 @pytest.mark.parametrize("name", load_yaml(RUNS))
 def test_every_named_configuration_is_whole(name):
     config = build(AutoencoderConfig, load_named(RUNS, name))

@@ -4,11 +4,17 @@ import math
 from xml.etree import ElementTree
 
 import jax
+import numpy as np
+import optax
 import pytest
 import yaml
 from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
+from millrace.apps.autoencoder.trials import each_if_finite, trials_program
 from millrace.report.drawings import points_chart
 from millrace.report.plots import Picture
 
@@ -48,6 +54,36 @@ def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys
     trial = summary_of(swept)["best"]
     assert found["train_loss"] == pytest.approx(trial["loss"], rel=1e-4)
     assert found["train_rmse"] == pytest.approx(trial["rmse"], rel=1e-4)
+
+
+def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
+    plain = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -1.0))
+    params = {"a": np.ones((3, 2)), "b": np.ones(3)}
+    good = {"a": np.full((3, 2), 0.5), "b": np.arange(3.0)}
+    bad = {
+        "a": np.where([[False] * 2, [True, False], [False] * 2], np.inf, 0.5),
+        "b": good["b"],
+    }
+    careful = each_if_finite(plain)
+    _, before = careful.update(good, careful.init(params), params)
+    updates, after = careful.update(bad, before, params)
+    expected, moved = plain.update(good, before, params)
+    assert not np.any(updates["a"][1]) and updates["b"][1] == 0
+    for name in params:
+        np.testing.assert_array_equal(after[0].trace[name][1], before[0].trace[name][1])
+        for model in (0, 2):
+            np.testing.assert_array_equal(updates[name][model], expected[name][model])
+            np.testing.assert_array_equal(
+                after[0].trace[name][model], moved[0].trace[name][model]
+            )
+    assert after[1].count == 2
+
+
+def test_models_do_not_share_a_scale_that_adapts_itself():
+    config = AutoencoderConfig(size=128, batch_size=4, loss_scaling="dynamic")
+    steps = steps_of(config, 8)
+    made = trials_program(config, Model(6, 128, 0.0), steps, [-2.0, -9.0], jax.devices()[0])
+    assert made.plan.loss_scaling == 1000
 
 
 @pytest.mark.slow  # programs are spread in test_spread.py; this compiles two large ones

@@ -158,6 +158,7 @@ def test_the_loss_is_the_cross_entropy_with_the_blended_labels():
     assert float(info["accuracy"]) == pytest.approx(right)
 
 
+@pytest.mark.slow
 def test_a_pipeline_blends_the_labels_that_go_with_its_pictures():
     """Pictures are blended in the first stage, labels in the last."""
     options = {"micro_batch_size": 3, "gradient_accumulation_count": 4}

@@ -29,10 +29,12 @@ def run(directory, **options):
     [
         {},
         {"num_replicas": 4, "micro_batch_size": 8, "dbn_replica_group_size": 2},
-        {"optimizer": "lars", "optimizer_params": {
-            "momentum": 0.9, "weight_decay": 1e-4, "eeta": 0.01, "epsilon": 0}},
         {"norm_layer": {"name": "group_norm", "num_groups": 4}, "label_smoothing": 0.1},
-        {"accelerator_side_preprocess": True, "l2_regularization": 1e-4},
+        pytest.param({"optimizer": "lars", "optimizer_params": {
+            "momentum": 0.9, "weight_decay": 1e-4, "eeta": 0.01, "epsilon": 0}},
+            marks=pytest.mark.slow),
+        pytest.param({"accelerator_side_preprocess": True, "l2_regularization": 1e-4},
+            marks=pytest.mark.slow),
     ],
     ids=str,
 )  # fmt: skip
