@@ -150,7 +150,8 @@ def test_models_trained_together_become_what_they_become_without(monkeypatch, pr
     monkeypatch.setattr(kernels, "joint_loss", interpreted)
     found = trained()
     assert calls == [model]
-    near = {"32.32": 1e-5, "16.32": 0.03}[precision]
+    # In float16 a gradient of either is up to 0.022 from the truth, in its own direction.
+    near = {"32.32": 1e-5, "16.32": 2 * 0.022}[precision]
     for ours, theirs, first in zip(
         *map(jax.tree.leaves, (found, expected, start)), strict=True
     ):
