@@ -48,6 +48,7 @@ def test_numbers_may_differ_but_words_may_not():
     told = ["loss 0.25  in 3 s", "…", "done"]
     assert alike(told, ["loss 1.5e-3  in 12,000 s", "any", "line", "done"])
     assert alike(told, ["loss 1 in 2 s", "done"])
+    assert alike(told, ["loss nan in 2 s", "done"])
     assert not alike(told, ["cost 0.25  in 3 s", "done"])
     assert not alike(told, ["loss 0.25  in 3 s", "undone"])
     assert not alike([], ["something"])
