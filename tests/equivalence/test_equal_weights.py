@@ -166,7 +166,10 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
     "precision",
     [
         {"precision": "16.16", "stochastic_rounding": True},
-        {"precision": "16.32", "half_type": "float16", "loss_scaling": "dynamic"},
+        pytest.param(
+            {"precision": "16.32", "half_type": "float16", "loss_scaling": "dynamic"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"precision": "16.16"}, marks=pytest.mark.slow),
         pytest.param(
             {"precision": "16.16", "half_type": "float16", "loss_scaling": 64.0},

@@ -74,7 +74,7 @@ def test_the_usual_cases_have_every_pair_of_features():
     [
         ([0, 1, 0], "grouped"),
         ([0, 0, 1], "interleaved"),
-        ([0, 0, 0], "sequential"),
+        pytest.param([0, 0, 0], "sequential", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "sequential", marks=pytest.mark.slow),
         pytest.param([0, 0, 1], "grouped", marks=pytest.mark.slow),

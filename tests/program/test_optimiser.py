@@ -327,7 +327,13 @@ def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
     assert sum(map(bool, groups)) == len(jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name != "sgd" else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMISERS
+    ],
+)
 def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
     steps = {"boundaries": [0, 1], "values": [0.5, 0.1, 0.3]}
     rate = learning_rate_schedule(

@@ -212,7 +212,9 @@ def test_a_schedule_is_known_in_any_case_and_a_typo_is_told_the_nearest():
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize("mapping", [None, [0] * 64])
+@pytest.mark.parametrize(
+    "mapping", [None, pytest.param([0] * 64, marks=pytest.mark.slow)], ids=["own", "one"]
+)
 def test_a_large_pipeline_is_laid_out_in_seconds(schedule, mapping):
     start = time.process_time()
     table = build_table(schedule, place_stages([1] * 64, mapping), 512)
