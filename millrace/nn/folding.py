@@ -24,7 +24,8 @@ depthwise convolutions, which is then made to have fewer of them."""
 
 _INFERENCE = Call(training=False)
 _FEWEST_CHANNELS = 16
-"""Of a group: with fewer, a GPU is faster with several groups as one, zeros among them."""
+"""Of a group: with fewer, several groups become one, zeros among them. For 16 images that
+takes an H200 25 us instead of 28 (56 x 56 x 128) and 16 instead of 19 (28 x 28 x 256)."""
 _MERGED = 4
 """Groups that become one."""
 

@@ -175,7 +175,8 @@ def conv(
     def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         del carried
         weights = params["kernel"]
-        merged = max(1, x.shape[-1] // weights.shape[2])  # by ``folding``, or all of them
+        # Folding may have merged some groups: the kernel says how many there are.
+        merged = max(1, x.shape[-1] // weights.shape[2])
         y = conv2d(
             x,
             weights,
