@@ -48,14 +48,22 @@ class Peers:
         self._answered = now
         self._over = threading.Event()
         self._leaving = threading.Lock()
-        for target in (self._beat, self._look, self._listen):
+        self._threads = [
             threading.Thread(
                 target=target, name=f"millrace-peers{target.__name__}", daemon=True
-            ).start()
+            )
+            for target in (self._beat, self._look, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop watching: from here on, processes may leave."""
         self._over.set()
+        # One that comes back from the store while Python ends would abort the process. The
+        # last waits for the launcher, in no such call.
+        for thread in self._threads[:-1]:
+            thread.join(_GOOD_BYE_SECONDS)
 
     def tell_failure(self, message: str, status: int) -> None:
         """Let the others know that this process has failed, and why.
