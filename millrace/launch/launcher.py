@@ -25,12 +25,16 @@ _TELLING_SECONDS = 4.0
 _GRACE_SECONDS = 10.0
 """For processes that have been told to go, before they are killed."""
 _NOISE = re.compile(
-    r"\[Gloo\] Rank|[\d ]*is connected to \d+ peer ranks"  # its threads cut in
-    r"|[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
+    r"[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
     r"|\*\*\* Check failure stack trace|    @ +0x|Additional GRPC error|:UNKNOWN:Error"
 )
-"""What the libraries below print at every start, and when the first process is gone: that
-one is named by us."""
+"""What libraries below print when the first process is gone: that one is named by us."""
+_GREETING = "[Gloo] Rank "
+_GREETING_PIECES = re.compile(
+    rf"({re.escape(_GREETING)}|\d+| is connected to | peer ranks\. "
+    r"|Expected number of connected peer ranks is : )*"
+)
+"""What Gloo prints at every start, piece by piece: its threads cut in on each other."""
 
 
 class Instance(NamedTuple):
@@ -241,8 +245,16 @@ def _kill(instance: Instance) -> None:
 
 def _copy_lines(number: int, source: Any, target: Any) -> None:
     """Copy a process's output line by line, saying whose it is."""
+    greetings = 0  # begun, and not yet ended
     for raw in source:
         text = raw.decode(errors="replace").rstrip("\n")
+        greetings += text.count(_GREETING)
+        if greetings:
+            pieces = _GREETING_PIECES.match(text)
+            text = text[pieces.end() :] if pieces else text
+            if not text:
+                greetings -= 1
+                continue
         if _NOISE.match(text):
             continue
         target.write(f"[{number}] {text}\n")

@@ -205,13 +205,29 @@ def test_help_is_the_launcher_s_own():
     assert done.returncode == 0 and "--max-restarts" in done.stdout
 
 
-def test_what_gloo_says_at_every_start_is_left_out_also_when_its_threads_cut_in():
-    said = [
-        b"[Gloo] Rank 1 is connected to 1 peer ranks. Expected number is : 1\n",
-        b"[Gloo] Rank [Gloo] Rank 2 is connected to 3 peer ranks. Expected\n",
-        b"3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n",
-        b"epoch 3 is connected to nothing\n",
-    ]
+END = b" is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+
+
+def heard_of(*said: bytes) -> str:
     heard = io.StringIO()
     _copy_lines(1, said, heard)
-    assert heard.getvalue() == "[1] epoch 3 is connected to nothing\n"
+    return heard.getvalue()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (b"[Gloo] Rank 1" + END,),
+        (b"[Gloo] Rank [Gloo] Rank 23" + END, END),
+        (b"[Gloo] Rank 2[Gloo] Rank 3" + END[:-2] + END[:-1] + b"3\n", b"\n"),
+        (b"[Gloo] Rank [Gloo] Rank 2" + END, b"3" + END),
+        (b"[Gloo] Rank 1[Gloo] Rank 1 is connected to " + END[:-2], b"33\n"),
+    ],
+)
+def test_what_gloo_says_at_every_start_is_left_out_also_when_its_threads_cut_in(said):
+    assert heard_of(*said, b"\n", b"3 is connected\n") == "[1] \n[1] 3 is connected\n"
+
+
+def test_a_line_that_comes_in_the_middle_of_what_gloo_says_is_kept():
+    said = heard_of(b"[Gloo] Rank [Gloo] Rank 2" + END, b"3compiling\n", END, b"7\n")
+    assert said == "[1] compiling\n[1] 7\n"
