@@ -54,10 +54,12 @@ class SweepConfig(TrainingOptions):
         return [-value for value in found]
 
     def _spread(self, text: str) -> list[float]:
-        ends = numbers("base_learning_rates", text.replace("..", ",", 1))
-        if len(ends) != 2:
-            raise ValueError(f"base_learning_rates must be like 16..20, got {text!r}.")
-        low, high = ends
+        try:
+            low, high = numbers("base_learning_rates", text.replace("..", ",", 1))
+        except ValueError:
+            raise ValueError(
+                f"base_learning_rates must be like 16..20, got {text!r}."
+            ) from None
         count = self.num_ipus
         if count is None:
             count = int(abs(high - low)) + 1

@@ -153,9 +153,10 @@ def test_a_sweeps_learning_rates_are_read_as_the_seed_says(words, exponents):
     [
         ("--num-ipus 3 --base-learning-rates 16,17", "has 2 values, but num_ipus is 3"),
         ("--base-learning-rates=-16", "without their signs"),
+        ("--base-learning-rates 16..x", "must be like 16..20, got '16..x'"),
         ("--base-learning-rates 16,16", "more than once"),
         ("--base-learning-rates 16..18.5", "say how many values"),
-        ("--base-learning-rates 16..", "numbers with commas"),
+        ("--base-learning-rates 16..", "must be like 16..20, got '16..'"),
         ("--base-learning-rates 16,17 --num-devices 3", "more than the 2 learning rates"),
     ],
 )
