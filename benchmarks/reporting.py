@@ -115,12 +115,16 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
 def interleave(
     variants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Measure the variants in turn, round after round; the first round is dropped."""
+    """Measure the variants in turn, round after round; the first round is dropped.
+
+    Each value goes to standard error as it comes: a run that is cut off has said something.
+    """
     measured: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, measure in variants.items():
             time.sleep(_PAUSE)
             value = measure()
+            print(f"round {number} of {rounds}: {name}: {value:.6g}", file=sys.stderr)
             if number:
                 measured[name].append(value)
     return measured
