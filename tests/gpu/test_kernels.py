@@ -9,7 +9,10 @@ from millrace.apps.autoencoder import kernels
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model, init_params
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 USERS, ITEMS, MODELS, RATED = 64, 1777, 16, 20
 

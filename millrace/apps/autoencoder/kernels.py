@@ -1,10 +1,11 @@
-"""The joint loss in four kernels of our own, for many small models at once on a GPU.
+"""The joint loss in kernels of our own, for many small models at once on a GPU.
 
 One small model is a chain of short kernels, whoever writes them. Sixteen at once are
 bound by memory: XLA writes every reconstruction, and what is derived from it, and reads
 it again in the next kernel. Here a kernel goes over the items once, tile by tile, and
-does all that can be done while a tile is on the chip. Models are one more dim of the
-grid, which ``jax.vmap`` adds.
+does all that can be done while a tile is on the chip; four times in an update. Between
+them, all inner layers of a few users are one kernel. Models are one more dim of the grid,
+which ``jax.vmap`` adds.
 
 With W the tied weights, c the last bias, g what enters the last layer and X the ratings,
 all by item, the passes are
@@ -16,7 +17,7 @@ and the loss is the mean of (y - X)^2 over what is known plus the mean of d^2 ov
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from millrace.apps.autoencoder import inner
+from millrace.apps.autoencoder.inner import LARGEST, dot, wide, wide_type
 from millrace.apps.autoencoder.loss import known_ratings
 from millrace.apps.autoencoder.model import (
     Model,
-    inner_layers,
     kept_codes,
     selu_slope,
     selu_value,
@@ -38,10 +40,10 @@ from millrace.program.step import LossFn
 
 
 class _Tiling(NamedTuple):
-    """How a kernel goes over the items."""
+    """How a kernel goes over the items, or the users."""
 
     tile: int = 64
-    """Items at a time."""
+    """Of them at a time."""
     parts: int = 16
     """Programs that share a model's items."""
     num_warps: int = 4
@@ -78,15 +80,20 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
         interpret: Whether to do without a GPU, slowly: for tests.
     """
     over_items = functools.partial(_over_items, interpret=interpret)
+    over_users = functools.partial(_over_users, interpret=interpret)
+    enlarged = 1 / (1 - model.dropout_rate)
 
     def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         num_users = batch["user"].shape[0]
         known = known_ratings(batch)
         nothing = jnp.zeros((model.num_items, num_users), known.value.dtype)
         ratings = nothing.at[known.item, known.row].set(known.value, mode="drop")
-        count = jnp.maximum((known.row < num_users).sum(), 1).astype(_wide_type(nothing))
+        count = jnp.maximum((known.row < num_users).sum(), 1).astype(wide_type(nothing))
         all_places = num_users * model.num_items
-        kept = kept_codes(model, key, 2, num_users)
+        scales = [
+            None if kept is None else jnp.where(kept, enlarged, 0.0)
+            for kept in kept_codes(model, key, 2, num_users)
+        ]
         # How much less an error of re-feeding weighs than one of a known rating, which is
         # the unit that gradients are computed in.
         share = count / all_places
@@ -98,37 +105,38 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
         def forward(params: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
             kernel = params["encoder"]["fc_1"]["kernel"]
             bias = params["decoder"]["fc_3"]["bias"]
-            kind = kernel.dtype
-            inner = _without_outer(params)
-
-            def hidden(inner: Any, sums: jax.Array, kept: Any) -> jax.Array:
-                entering = sums.astype(kind) + inner["encoder"]["fc_1"]["bias"]
-                return inner_layers(model, inner, entering, kept)
-
-            into_first = functools.partial(hidden, kept=kept[0])
-            into_second = functools.partial(hidden, kept=kept[1])
+            weights = inner.weights_of(params)
             sums = sums_of_known(kernel, known, num_users)
-            g1, pull_first = jax.vjp(into_first, inner, sums)
-            (y,), (a,) = over_items(_first, (kernel, bias), (g1,))
-            g2, pull_second = jax.vjp(into_second, inner, a)
-            (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), (g2,))
-            d_inner_2, da = pull_second((dg2 * share).astype(kind))
-            da = da.astype(kind)
-            (p,), (dg1, errors) = over_items(_back, (kernel, y, d, ratings), (da, share))
-            d_inner_1, dsums = pull_first(dg1.astype(kind))
-            both = jax.tree.map(lambda x, y: _wide(x) + _wide(y), d_inner_1, d_inner_2)
-            saved = y, d, p, da, g1, g2, dsums.astype(kind), both
-            error = errors / count
-            return (error + refed / all_places, error), saved
+
+            def forth(sums: jax.Array, scale: jax.Array | None) -> inner.Pass:
+                return inner.Pass.of(over_users(inner.forward, (sums, scale), weights))
+
+            def back(gradient: jax.Array, passed: inner.Pass) -> list[jax.Array]:
+                given = (gradient, passed.slopes)
+                return over_users(inner.backward, given, weights)[::-1]
+
+            first = forth(sums, scales[0])
+            (y,), (a,) = over_items(_first, (kernel, bias), (first.values[-1],))
+            second = forth(a, scales[1])
+            whole = (second.values[-1],)
+            (d,), (dg2, refed) = over_items(_second, (kernel, bias, y), whole)
+            second_errors = back(dg2 * share, second)
+            whole = (second_errors[0], share)
+            (p,), (dg1, squares) = over_items(_back, (kernel, y, d, ratings), whole)
+            errors = back(dg1, first), second_errors
+            error = squares / count
+            return (error + refed / all_places, error), (y, d, p, (first, second), errors)
 
         def backward(saved: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any]:
-            y, d, p, da, g1, g2, dsums, both = saved
+            y, d, p, passes, errors = saved
             factor = given[0] * 2 / count
+            (dsums, *_), (da, *_) = errors
+            g1, g2 = (each.values[-1] for each in passes)
             whole = (da, g1, g2, dsums, share, factor)
             (d_kernel, d_bias), _ = over_items(_weights, (y, d, p, ratings), whole)
-            grads = jax.tree.map(lambda x: (x * factor).astype(y.dtype), both)
+            grads = inner.gradients(passes, errors, factor)
             grads["encoder"]["fc_1"]["kernel"] = d_kernel
-            grads["decoder"]["fc_3"]["bias"] = d_bias
+            grads["decoder"]["fc_3"] = {"bias": d_bias}
             return (grads,)
 
         joint.defvjp(forward, backward)
@@ -138,54 +146,45 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
     return loss_fn
 
 
-def _without_outer(params: Any) -> Any:
-    """Return weights without those that are as large as there are items."""
-    encoder, decoder = params["encoder"], params["decoder"]
-    return {
-        "encoder": encoder | {"fc_1": {"bias": encoder["fc_1"]["bias"]}},
-        "decoder": decoder | {"fc_3": {}},
-    }
-
-
 def _first(items: Any, whole: Any) -> Any:
     """Reconstruct, and add up what enters the first layer again."""
     (w, c), (g,) = items, whole
-    y = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype).astype(w.dtype)
-    return [y], [_dot(y, w, 0, 0)]
+    y = _activated(dot(w, g, 1, 1) + wide(c)[:, None], w.dtype).astype(w.dtype)
+    return [y], [dot(y, w, 0, 0)]
 
 
 def _second(items: Any, whole: Any) -> Any:
     """Reconstruct the reconstruction; add up its gradient to what entered, and errors."""
     (w, c, y), (g,) = items, whole
-    z = _activated(_dot(w, g, 1, 1) + _wide(c)[:, None], w.dtype)
-    exact = z - _wide(y)
+    z = _activated(dot(w, g, 1, 1) + wide(c)[:, None], w.dtype)
+    exact = z - wide(y)
     d = exact.astype(w.dtype)
     e = _refed_gradient(d, y).astype(w.dtype)
-    return [d], [_dot(e, w, 0, 0), jnp.square(exact).sum(1)]
+    return [d], [dot(e, w, 0, 0), jnp.square(exact).sum(1)]
 
 
 def _back(items: Any, whole: Any) -> Any:
     """Find the gradient of what the first reconstruction's SELU got; add up its errors."""
     (w, y, d, x), (da, share) = items, whole
-    y = _wide(y)
-    known = jnp.where(x != 0, y - _wide(x), 0)
-    p = (known - _wide(d) * share + _dot(w, da, 1, 1)) * _slope(y, w.dtype)
+    y = wide(y)
+    known = jnp.where(x != 0, y - wide(x), 0)
+    p = (known - wide(d) * share + dot(w, da, 1, 1)) * _slope(y, w.dtype)
     p = p.astype(w.dtype)
-    return [p], [_dot(p, w, 0, 0), jnp.square(known).sum(1)]
+    return [p], [dot(p, w, 0, 0), jnp.square(known).sum(1)]
 
 
 def _weights(items: Any, whole: Any) -> Any:
     """Add up the gradient of the tied weights' four uses, and of the last bias's two."""
     (y, d, p, x), (da, g1, g2, dsums, share, factor) = items, whole
     e = _refed_gradient(d, y) * share
-    w = _dot(y, da, 1, 0) + _dot(p, g1, 1, 0) + _dot(x, dsums, 1, 0)
-    w += _dot(e.astype(y.dtype), g2, 1, 0)
-    bias = (_wide(p) + e).sum(1)
+    w = dot(y, da, 1, 0) + dot(p, g1, 1, 0) + dot(x, dsums, 1, 0)
+    w += dot(e.astype(y.dtype), g2, 1, 0)
+    bias = (wide(p) + e).sum(1)
     return [(w * factor).astype(y.dtype), (bias * factor).astype(y.dtype)], []
 
 
 def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
-    return _wide(d) * _slope(_wide(d) + _wide(y), y.dtype)
+    return wide(d) * _slope(wide(d) + wide(y), y.dtype)
 
 
 _TILINGS: dict[Callable[..., Any], _Tiling] = {
@@ -196,34 +195,72 @@ _TILINGS: dict[Callable[..., Any], _Tiling] = {
 }
 """The fastest of some twenty for sixteen models in bfloat16 on an H200. Tiles of 32 or 128
 items, or 8 warps, took longer, up to three times as long."""
-
-# float16 alone ends where sums over all items may get to: see ``model.saturated``.
-_LARGEST = float(jnp.finfo(jnp.float16).max)
+_USERS = _Tiling(tile=16, num_warps=16, num_stages=1)
+"""How the inner layers' kernels go over the users. In 8 warps an update of sixteen models
+took 495 us, with 64 users at a time 688; in 4 warps 566 (H200)."""
 
 
 def _activated(x: jax.Array, kind: Any) -> jax.Array:
     y = selu_value(x)
-    return jnp.minimum(y, _LARGEST) if kind == jnp.float16 else y
+    return jnp.minimum(y, LARGEST) if kind == jnp.float16 else y
 
 
 def _slope(y: jax.Array, kind: Any) -> jax.Array:
     slope = selu_slope(y)
     # What is a sum of two numbers of that type may miss its largest by a rounding or two.
-    return jnp.where(y < _LARGEST - 64, slope, 0) if kind == jnp.float16 else slope
+    return jnp.where(y < LARGEST - 64, slope, 0) if kind == jnp.float16 else slope
 
 
-def _dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int) -> jax.Array:
-    """Multiply matrices over one dim of each, adding up in float32."""
-    dims = (((of_x,), (of_y,)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=_wide_type(x))
+def _over_users(
+    function: Callable[..., Iterator[jax.Array]],
+    by_user: Any,
+    whole: Any,
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Run a function of a few users in one kernel.
 
+    Args:
+        function: From blocks of `by_user`, one by one, and references to `whole` to blocks
+            of results. Each is written when it comes, before `whole` is read again: all of
+            it at once would not fit.
+        by_user: Arrays (users, width).
+        whole: Arrays that every block needs.
+        interpret: Whether to do without a GPU.
+    """
+    arrays, structure = jax.tree.flatten((by_user, whole))
+    num_blocked = len(jax.tree.leaves(by_user))
+    num_users, width = arrays[0].shape[0], _USERS.tile
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(_wide_type(x))
+    def results(given: Sequence[Any]) -> Iterator[jax.Array]:
+        blocks, rest = jax.tree.unflatten(structure, given)
+        return function(*blocks, rest)
 
+    def kernel(*refs: Any) -> None:
+        blocks = [ref[...] for ref in refs[:num_blocked]]
+        given = [*blocks, *refs[num_blocked : len(arrays)]]
+        for ref, value in zip(refs[len(arrays) :], results(given), strict=True):
+            ref[...] = value
 
-def _wide_type(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    def block(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((width, shape[1]), lambda number: (number, 0))
+
+    def all_of(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda _: (0,) * len(shape))
+
+    shapes = jax.eval_shape(lambda given: list(results(given)), arrays)
+    _, _, num_warps, num_stages = _USERS
+    options = triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    return pl.pallas_call(
+        kernel,
+        grid=(num_users // width,),
+        in_specs=[block(x.shape) for x in arrays[:num_blocked]]
+        + [all_of(x.shape) for x in arrays[num_blocked:]],
+        out_specs=[block(x.shape) for x in shapes],
+        out_shape=shapes,
+        interpret=interpret,
+        compiler_params=None if interpret else options,
+    )(*arrays)
 
 
 def _over_items(

@@ -21,7 +21,10 @@ COMPILER_OPTIONS = {
         "xla_cpu_experimental_ynn_fusion_type": (
             "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         )
-    }
+    },
+    # Kernels that do not wait for each other side by side: an update in 183 us instead of
+    # 208, of sixteen models in 522 instead of 555 (jax 0.11.2, H200, the same sizes).
+    "gpu": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
 }
 
 

@@ -40,10 +40,10 @@ def test_the_demo_comes_within_five_percent_of_the_noise(tmp_path):
 @pytest.mark.slow
 def test_sixteen_bits_need_stochastic_rounding_to_do_as_well_as_32(tmp_path):
     # Small steps are what rounding to the nearest loses.
-    slowly = f"{SMALL} --learning-rate 0.02"
+    slowly = f"{SMALL} --learning-rate 0.01"
     full = error_of(tmp_path / "full", slowly)
-    # How much worse it makes the result; measured: 1.3 % and 13 %.
-    for half, worse in (("float16", 1.005), ("bfloat16", 1.05)):
+    # How much worse it makes the result; measured: 2 % and 42 %.
+    for half, worse in (("float16", 1.01), ("bfloat16", 1.2)):
         options = f"{slowly} --precision 16.16 --half-type {half}"
         at_random = error_of(tmp_path / half, options)
         nearest = error_of(tmp_path / f"{half}-nearest", f"{options} --no-prng")
