@@ -95,7 +95,7 @@ _COMMANDS = {
     ("autoencoder", "sweep"): Command(
         "millrace.apps.autoencoder.sweep_options:SweepConfig",
         "millrace.apps.autoencoder.sweep:sweep",
-        None,
+        "millrace.apps.autoencoder:runs.yml",
         "train one recommender per learning rate, all together",
     ),
     ("autoencoder", "convert"): Command(

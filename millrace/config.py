@@ -89,7 +89,12 @@ def configure(
     given = {_field_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
     values = dict(load_named(path, str(name))) if name else {}
-    values = {_field_name(config_type, key): value for key, value in values.items()}
+    own = getattr(config_type, "named_without", ())
+    values = {
+        _field_name(config_type, key): value
+        for key, value in values.items()
+        if key not in own
+    }
     values = _overridden(config_type, values, given)
     return build(config_type, values), values
 

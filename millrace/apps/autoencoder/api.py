@@ -25,6 +25,7 @@ _SWEEP = Callee(
     "autoencoder sweep",
     "millrace.apps.autoencoder.sweep_options:SweepConfig",
     "millrace.apps.autoencoder.sweep:sweep",
+    "millrace.apps.autoencoder:runs.yml",
 )
 _CONVERT = Callee(
     "autoencoder convert",

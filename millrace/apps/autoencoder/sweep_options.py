@@ -1,6 +1,7 @@
 """What ``millrace autoencoder sweep`` can be told. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.apps.autoencoder.recipe_options import numbers
@@ -11,6 +12,9 @@ _DEFAULT = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(TrainingOptions):
     """Train one recommender for each of several learning rates, all together."""
+
+    named_without: ClassVar = ("base_learning_rate", "learning_rate")
+    """What a named configuration of ``autoencoder train`` says and a sweep goes through."""
 
     base_learning_rates: str = _DEFAULT
     """Exponents of the learning rates, without their signs: 16,17,18 or 16..20 stands for

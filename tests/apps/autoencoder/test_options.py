@@ -8,7 +8,14 @@ import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.sweep_options import SweepConfig
-from millrace.config import ConfigurationError, build, load_named, load_yaml, parse
+from millrace.config import (
+    ConfigurationError,
+    as_plain,
+    build,
+    load_named,
+    load_yaml,
+    parse,
+)
 
 RUNS = Path(str(resources.files("millrace.apps.autoencoder") / "runs.yml"))
 
@@ -146,6 +153,17 @@ def test_a_sweeps_learning_rates_are_read_as_the_seed_says(words, exponents):
     config = read(f"--training-data-file 3m_train.txt {words}", SweepConfig)
     assert config.exponents == exponents
     assert config.first_learning_rates == [64 * 2.0**e for e in exponents]
+
+
+@pytest.mark.parametrize("name", load_yaml(RUNS))
+def test_a_sweep_goes_through_learning_rates_for_a_named_configuration(name):
+    trained = as_plain(read(f"--config {name}"))
+    swept = as_plain(read(f"--config {name} --base-learning-rates 12,13", SweepConfig))
+    ours = {"base_learning_rates", "num_ipus", "num_devices"}
+    assert set(swept) - set(trained) == ours
+    told = set(load_named(RUNS, name)) - {"learning_rate", "base_learning_rate"}
+    assert told <= set(swept)
+    assert {n: swept[n] for n in told} == {n: trained[n] for n in told}
 
 
 @pytest.mark.parametrize(

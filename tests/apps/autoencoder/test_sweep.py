@@ -13,8 +13,10 @@ from autoencoder_runs import SMALL, command, summary_of, write_ratings
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
 from millrace.apps.autoencoder.trials import each_if_finite, trials_program
+from millrace.config import as_plain, parse
 from millrace.report.drawings import points_chart
 from millrace.report.plots import Picture
 
@@ -54,6 +56,15 @@ def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys
     trial = summary_of(swept)["best"]
     assert found["train_loss"] == pytest.approx(trial["loss"], rel=1e-4)
     assert found["train_rmse"] == pytest.approx(trial["rmse"], rel=1e-4)
+
+
+def test_a_sweep_goes_on_around_the_best(swept):
+    words = "--config best --base-learning-rates 10.5,11.5".split()
+    config, _ = parse(SweepConfig, words, program="", named_configs=swept / "best.yml")
+    assert config.exponents == [-10.5, -11.5]
+    first = yaml.safe_load((swept / "config.yml").read_text())
+    changed = {n for n, value in as_plain(config).items() if first[n] != value}
+    assert changed <= {"base_learning_rates", "run_dir", "quiet", "steps_per_log"}
 
 
 def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
