@@ -138,11 +138,15 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
+def children_of(launcher: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
 def pid_of(instance: int, launcher: subprocess.Popen) -> int:
     """Find the process of an instance among the launcher's children."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    for pid in map(int, children.split()):
+    for pid in children_of(launcher):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"MILLRACE_PROCESS_ID={instance}".encode() in variables:
             return pid
-    raise AssertionError(f"no instance {instance} among {children}")
+    raise AssertionError(f"no instance {instance} among {children_of(launcher)}")

@@ -88,26 +88,26 @@ def run_application(
     tune_memory_allocation()
     from millrace.host.run import Run, run_command
 
-    function, seen = _load(callee.function), {}
+    function = _load(callee.function)
+    runs: list[Run] = []
+    errors: list[Exception] = []
 
     def remembering(config: Any, run: Run) -> None:
-        seen["run"] = run
-        try:
-            function(config, run)
-        except Exception as error:
-            seen["error"] = error
-            raise
+        runs.append(run)
+        function(config, run)
 
     run_command(
         remembering,
         config,
         command=callee.command.replace(" ", "-"),
         command_line=command_line(callee.command, options),
+        on_failure=errors.append,
     )
-    if "error" in seen:
-        raise seen["error"]
-    run: Run = seen["run"]
-    return Finished(run.directory.path, run.summary, load)
+    if errors:
+        raise errors[0]
+    if not runs:
+        raise KeyboardInterrupt
+    return Finished(runs[0].directory.path, runs[0].summary, load)
 
 
 def answer(callee: Callee, options: Mapping[str, Any]) -> Any:

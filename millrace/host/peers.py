@@ -147,22 +147,8 @@ class Peers:
         return min((rank for rank in late if rank != group.process_id()), default=None)
 
     def _listen(self) -> None:
-        """Take the launcher's word for who is lost; when it is gone, stop in order."""
-        if (descriptor := os.environ.get(LAUNCHER_PIPE)) is None:
-            return
-        try:
-            with open(int(descriptor)) as pipe:
-                for line in pipe:
-                    self._leave(line.strip(), silently=True)
-        except OSError:
-            return
-        if not self._over.is_set():
-            # It was the launcher who read what we print: writing would fail from now on.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):
-                if not os.isatty(stream):
-                    os.dup2(nowhere, stream)
-            os.kill(os.getpid(), signal.SIGTERM)
+        """Take the launcher's word for who is lost."""
+        _follow_launcher(functools.partial(self._leave, silently=True), self._over)
 
     def _leave(self, line: str, *, silently: bool = False) -> None:
         with self._leaving:  # only one thread gets past here
@@ -216,6 +202,35 @@ def flush() -> None:
 
 
 _peers: Peers | None = None
+
+
+def watch_launcher() -> None:
+    """Have a process alone stop in order when the launcher that started it is gone."""
+    threading.Thread(
+        target=_follow_launcher,
+        args=(lambda _: None, threading.Event()),
+        name="millrace-launcher",
+        daemon=True,
+    ).start()
+
+
+def _follow_launcher(on_line: Callable[[str], None], over: threading.Event) -> None:
+    """Hear what the launcher says; when it is gone before all is over, stop in order."""
+    if (descriptor := os.environ.pop(LAUNCHER_PIPE, None)) is None:
+        return
+    try:
+        with open(int(descriptor)) as pipe:
+            for line in pipe:
+                on_line(line.strip())
+    except OSError:
+        return
+    if not over.is_set():
+        # It was the launcher who read what we print: writing would fail from now on.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            if not os.isatty(stream):
+                os.dup2(nowhere, stream)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def watch_peers() -> Peers | None:

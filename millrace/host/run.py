@@ -19,10 +19,9 @@ from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line
 from millrace.host.events import Schedule
 from millrace.host.options import RunOptions
-from millrace.host.peers import communication_failed, watch_peers
+from millrace.host.peers import communication_failed, watch_launcher, watch_peers
 from millrace.host.process import kept_programs_folder
 from millrace.host.run_directory import (
-    FollowedDirectory,
     RunDirectory,
     open_for_all,
     versions,
@@ -148,9 +147,22 @@ class Run:
 
 
 def run_command(
-    function: Any, options: RunOptions, *, command: str, command_line: str
+    function: Any,
+    options: RunOptions,
+    *,
+    command: str,
+    command_line: str,
+    on_failure: Callable[[Exception], None] | None = None,
 ) -> int:
-    """Run an application's function inside a run directory; return the exit status."""
+    """Run an application's function inside a run directory; return the exit status.
+
+    Args:
+        function: ``(options, run)``.
+        options: What it is told.
+        command: Such as ``cnn-train``.
+        command_line: How to do the same again.
+        on_failure: Called with the error that ended it, besides its being printed.
+    """
     options = _prepare_process(options)
     kind = Console if group.is_first() else _Unheard
     console = kind(quiet=options.quiet, verbose=options.verbose)
@@ -186,6 +198,8 @@ def run_command(
             "status": "failed",
             "error": f"{type(error).__name__}: {message}",
         }
+        if on_failure is not None:
+            on_failure(error)
         if options.debug:
             traceback.print_exc()
         _report_failure(_plain(error, message), status, silently=options.debug)
@@ -206,8 +220,7 @@ def run_command(
         except Exception as error:
             status = status or 1
             _report_failure(_plain(error, " ".join(str(error).split())), status)
-    if isinstance(directory, FollowedDirectory):
-        directory.close()
+    directory.close()
     if status in (0, INTERRUPTED) and not (peers and peers.failed_with):
         group.barrier("end")  # what the first process writes is there for all
     if status == _WRONG_COMMAND:
@@ -274,7 +287,8 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
     said = f"in {summary['wall_seconds']:.1f} s"
     if summary["updates"]:
         speed = summary["samples_per_second"]
-        said = f"{summary['updates']} updates {said}, {speed:,.0f} samples/s"
+        said = f"{summary['updates']} updates {said}"
+        said += f", {speed:,.0f} samples/s" if speed else ""
     if summary["compile_seconds"]:
         said += f", compiled in {summary['compile_seconds']:.1f} s"
     run.console.facts(
@@ -316,6 +330,8 @@ def _prepare_process(options: RunOptions) -> RunOptions:
         find_place(options.coordinator, options.process_id, options.num_processes)
     ):
         watch_peers()
+    else:
+        watch_launcher()
     noted = None if _begun else noted_run_directory()
     _begun.append(True)
     return options if noted is None else _continued(options, noted)
@@ -331,4 +347,7 @@ def _continued(options: RunOptions, path: Path) -> RunOptions:
         name: None for name in ("logdir", "results_dir") if hasattr(options, name)
     }
     changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
-    return dataclasses.replace(options, **changes)
+    try:
+        return dataclasses.replace(options, **changes)
+    except ValueError as error:
+        raise ConfigurationError(f"The run cannot go on in {path}: {error}") from error

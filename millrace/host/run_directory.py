@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import platform
 import shutil
 import tempfile
 import time
+import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,12 @@ _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 class RunDirectory:
     """A directory that belongs to one run of one configuration."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, made: bool | None = None) -> None:
         self.path = path
         self.home = path
         """The run's directory also where `path` is only this process's own."""
-        self.made = not path.exists()
+        self.made = not path.exists() if made is None else made
+        self._release: weakref.finalize | None = None
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
 
@@ -40,6 +43,30 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         """The log events, one JSON object a line."""
         return self._metrics
+
+    def claim(self) -> None:
+        """Keep other processes from writing here until this one is done, or gone."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"Another process is writing the run in {self.path}. Wait until it has "
+                "ended, or choose another --run-dir."
+            ) from error
+        except OSError:  # a file system without locks
+            return os.close(descriptor)
+        self._release = weakref.finalize(self, os.close, descriptor)
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self._release is not None:
+            self._release()
 
     def discard(self) -> None:
         """Take back a run that never began; a folder that was there before stays."""
@@ -140,9 +167,9 @@ def open_run_directory(
         command: Such as ``cnn-train``.
         resume: Whether the directory is expected to hold a run already.
     """
-    if path is None:
-        path = _fresh_path(command)
-    directory = RunDirectory(path)
+    fresh = path is None
+    path = _fresh_folder(command) if path is None else path
+    directory = RunDirectory(path, made=fresh or None)
     record = path / "config.yml"
     if resume:
         if not record.exists():
@@ -150,6 +177,7 @@ def open_run_directory(
                 f"There is no run to resume in {path}: it has no config.yml."
             )
         _check_same(load_yaml(record), config, command, path)
+        directory.claim()
         return directory
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--run-dir {path} is a file, not a directory.")
@@ -160,23 +188,33 @@ def open_run_directory(
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        directory.claim()
         plain = {"command": command} | as_plain(config)
         write_atomically(record, yaml.safe_dump(plain, sort_keys=False))
     except OSError as error:
-        raise ConfigurationError(
-            f"Cannot write to the run directory {path}: {error.strerror}."
-        ) from error
+        raise _cannot_write(path, error) from error
     return directory
 
 
-def _fresh_path(command: str) -> Path:
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    path = Path("runs") / f"{command}-{stamp}"
-    number = 2
-    while path.exists():
-        path = Path("runs") / f"{command}-{stamp}-{number}"
-        number += 1
-    return path
+def _fresh_folder(command: str) -> Path:
+    """Make a folder that no other run has, also of those that start at this moment."""
+    name = f"{command}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    path = Path("runs") / name
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            path = path.with_name(f"{name}-{number}")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+    raise AssertionError("numbers do not end")
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"Cannot write to the run directory {path}: {error.strerror}."
+    )
 
 
 def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> None:

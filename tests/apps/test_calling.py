@@ -196,6 +196,16 @@ def test_a_failure_in_a_run_is_raised_and_still_reported(folder, monkeypatch):
     assert "ended with an error" in page and "the disk is gone" in page
 
 
+def test_a_failure_before_the_run_begins_is_raised_too(folder, monkeypatch):
+    def refuse(*_):
+        raise ConfigurationError("nobody listens")
+
+    monkeypatch.setattr("millrace.host.run.open_writers", refuse)
+    with pytest.raises(ConfigurationError, match="nobody listens"):
+        mr.cnn.train(config="digits_demo", run_dir=folder / "unheard", quiet=True)
+    assert not (folder / "unheard").exists()
+
+
 def test_a_notebook_shows_the_figures(cnn):
     shown = cnn._repr_html_()
     assert "validation accuracy" in shown and "completed" in shown

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,6 +99,20 @@ def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
     assert all(path.name.startswith("cnn-train-20") for path in paths)
 
 
+def test_runs_without_a_name_that_start_together_do_not_meet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(16) as pool:
+        started = list(pool.map(lambda _: start(None), range(32)))
+    assert len({directory.path for directory in started}) == 32
+
+
+def test_a_folder_that_was_made_for_the_run_goes_when_it_never_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = start(None)
+    directory.discard()
+    assert not directory.path.exists()
+
+
 # Resuming
 
 
@@ -115,6 +130,16 @@ def test_the_same_configuration_resumes(tmp_path):
     record = (tmp_path / "config.yml").read_bytes()
     assert start(tmp_path, resume=True).path == tmp_path
     assert (tmp_path / "config.yml").read_bytes() == record
+
+
+def test_a_run_that_is_being_written_is_not_written_by_another(tmp_path):
+    running = start(tmp_path)
+    message = refusal(tmp_path, resume=True)
+    assert "Another process is writing the run" in message and str(tmp_path) in message
+    running.close()
+    resumed = start(tmp_path, resume=True)
+    assert "Another process" in refusal(tmp_path, resume=True)
+    resumed.close()
 
 
 def test_a_run_from_before_an_option_existed_resumes_with_its_default(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from launched import (
     assert_same_history,
     assert_same_weights,
+    children_of,
     finish,
     launched,
     pid_of,
@@ -133,11 +134,15 @@ def test_a_full_disk_fails_the_checkpoint_in_all_processes_and_spoils_none(
 
 
 @pytest.mark.slow
-def test_when_the_launcher_is_killed_its_processes_save_and_leave(tmp_path, undisturbed):
+@pytest.mark.parametrize("instances", [1, 2])
+def test_when_the_launcher_is_killed_its_processes_save_and_leave(
+    tmp_path, undisturbed, instances
+):
     directory = tmp_path / "run"
-    process = start(launched(directory, 2, *SLOWLY))
+    process = start(launched(directory, instances, *SLOWLY))
     wait_for(directory, 8, process)
-    pids = [pid_of(number, process) for number in range(2)]
+    pids = children_of(process)
+    assert len(pids) == instances
     process.kill()
     process.communicate(timeout=10)
     deadline = time.monotonic() + 30

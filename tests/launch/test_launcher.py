@@ -10,6 +10,7 @@ import time
 import pytest
 from launched import environment, finish, start
 
+from millrace.cli import main
 from millrace.config import ConfigurationError, parse
 from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.command import launch
@@ -196,6 +197,20 @@ def test_a_wrong_command_is_not_started_again():
     words = ("--max-restarts", "3", *SHELL, "echo tried; exit 2")
     said = finish(start(millrace_launch(*words)), status=2)
     assert said.count("tried") == 2 and "starting again" not in said
+
+
+def test_a_restart_that_cannot_go_on_says_why(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yml").write_text("command: cnn-train\n")
+    (tmp_path / "run-directory").write_text(str(run))
+    monkeypatch.setenv("MILLRACE_LAUNCH_DIR", str(tmp_path))
+    monkeypatch.setattr("millrace.host.run._begun", [])  # as in a process of its own
+    words = ["cnn", "train", "--config", "digits_demo", "--checkpoints", "False"]
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    said = capsys.readouterr().err
+    assert said.startswith(f"millrace: The run cannot go on in {run}: resume needs")
 
 
 def test_help_is_the_launcher_s_own():
