@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -163,14 +164,17 @@ def in_process(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", [["--help"], ["cnn", "train", "--help"]])
 def test_help_answers_within_a_second(words):
-    seconds = []
-    for _ in range(2):  # the first may have to read the disk
-        started = time.perf_counter()
-        ended = run(*words)
-        seconds.append(time.perf_counter() - started)
-        assert ended.returncode == 0
-        assert ended.stderr == ""
-    assert min(seconds) < 1
+    """Of a core's time: on a busy machine the clock measures the others."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = used()
+    ended = run(*words)
+    assert used() - before < 1
+    assert ended.returncode == 0
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import _COMMANDS
-from millrace.config import _hyphenate, _parser
+from millrace.config.command_line import _hyphenate, _parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 
