@@ -27,6 +27,10 @@ from millrace.host import group
 _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 
+_ACCOUNT = {"config.yml", "summary.json", "report", "report.html"}
+"""What a run leaves that has neither trained nor measured anything."""
+
+
 class RunDirectory:
     """A directory that belongs to one run of one configuration."""
 
@@ -181,7 +185,7 @@ def open_run_directory(
         return directory
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--run-dir {path} is a file, not a directory.")
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and any(path.iterdir()) and not _never_began(path):
         raise ConfigurationError(
             f"The run directory {path} exists and is not empty. Choose another "
             "--run-dir, or add --resume to continue the run in it."
@@ -189,11 +193,32 @@ def open_run_directory(
     try:
         path.mkdir(parents=True, exist_ok=True)
         directory.claim()
+        _clear(path)
         plain = {"command": command} | as_plain(config)
         write_atomically(record, yaml.safe_dump(plain, sort_keys=False))
     except OSError as error:
         raise _cannot_write(path, error) from error
     return directory
+
+
+def _never_began(path: Path) -> bool:
+    """Whether there is nothing but the account of a run that failed before it trained."""
+    if not {entry.name for entry in path.iterdir()} <= _ACCOUNT:
+        return False
+    try:
+        summary = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") in ("failed", "interrupted")
+
+
+def _clear(path: Path) -> None:
+    """Delete such an account."""
+    for name in _ACCOUNT:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
 
 
 def _fresh_folder(command: str) -> Path:

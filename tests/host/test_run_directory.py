@@ -73,6 +73,30 @@ def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    ("status", "other", "is_free"),
+    [
+        ("failed", None, True),
+        ("interrupted", None, True),
+        ("completed", None, False),
+        ("failed", "metrics.jsonl", False),
+        ("failed", "items.npy", False),
+    ],
+)
+def test_the_place_of_a_run_that_never_began_is_free(tmp_path, status, other, is_free):
+    start(tmp_path).write_summary({"status": status})
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "data.json").write_text("{}")
+    if other:
+        (tmp_path / other).write_text("")
+    if not is_free:
+        assert "not empty" in refusal(tmp_path)
+        return
+    start(tmp_path, Options(learning_rate=0.5))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yml"]
+    assert yaml.safe_load((tmp_path / "config.yml").read_text())["learning_rate"] == 0.5
+
+
 def test_a_file_in_place_of_the_directory_is_called_a_file(tmp_path):
     path = tmp_path / "run"
     path.write_text("")

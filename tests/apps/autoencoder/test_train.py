@@ -143,7 +143,7 @@ def test_random_ratings_are_said_loudly_and_train_in_sixteen_bits(tmp_path, caps
         (None, 2, "There is no file"),
     ],
 )
-def test_a_bad_file_is_named_and_nothing_is_left_behind(
+def test_a_bad_file_is_named_and_its_place_is_free_for_the_next_attempt(
     tmp_path, capsys, text, status, said
 ):
     path = tmp_path / "train.txt"
@@ -158,6 +158,8 @@ def test_a_bad_file_is_named_and_nothing_is_left_behind(
     assert (tmp_path / "run").exists() == (status == 1)
     if status == 1:
         assert summary_of(tmp_path / "run")["status"] == "failed"
+        again = f"train {SMALL} --training-data-file {path} --run-dir {tmp_path}/run"
+        assert said in command(capsys, again).err
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path, capsys):
