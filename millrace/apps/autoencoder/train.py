@@ -26,6 +26,7 @@ from millrace.apps.autoencoder.trained import (
     better,
     keep_biases,
     keep_names,
+    keep_ratings,
     weights_in,
 )
 from millrace.config import ConfigurationError
@@ -56,6 +57,8 @@ def train(config: AutoencoderConfig, run: Run) -> None:
         config, model, ratings.training, ratings.validation, validation_device
     )
     state = program.init(*first_weights(config, model), seed=config.seed)
+    parts = {"training": ratings.training, "validation": ratings.validation}
+    keep_ratings(run.directory.path, config, parts)
     keep_names(run.directory.path, ratings.training, config.rows)
     keep_biases(run.directory.path, ratings.column_biases)
     describe(config, run, program.devices, ratings, state.params, steps)

@@ -1,7 +1,9 @@
 """What a training run has left behind: its configuration, its items and its weights."""
 
 import dataclasses
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.matrix import Ratings, find, from_events
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
+from millrace.host.run_directory import write_atomically
 
 RMSE = "validation_rmse"
 """The metric that the best checkpoint is chosen by."""
@@ -26,6 +29,8 @@ USERS = "users.npy"
 """Where rows are items: what the users are called, who are the columns."""
 BIASES = "biases.npz"
 """Where biases are subtracted: the mean, and those of the columns."""
+RATINGS = "ratings.json"
+"""Which ratings it was trained and validated with: their files, and their fingerprints."""
 
 
 _COLUMNS: dict[Rows, str] = {"users": ITEMS, "items": USERS}
@@ -120,6 +125,9 @@ def _config_of(folder: Path) -> AutoencoderConfig:
     # Where it was run, and whether it was resumed, are of no concern here.
     for name in ("run_dir", "resume", "logdir", "testing_on_checkpoint"):
         values.pop(name, None)
+    for part, kept in _kept_ratings(folder).items():
+        if kept["file"] is not None:  # as seen from any folder
+            values[f"{part}_data_file"] = kept["file"]
     return build(AutoencoderConfig, values)
 
 
@@ -171,11 +179,45 @@ def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
         partial = folder / f".{BIASES}"
         np.savez(partial, **dataclasses.asdict(biases))
         partial.rename(folder / BIASES)
-    elif not np.array_equal(_biases_in(folder).of_column, biases.of_column):
-        raise ConfigurationError(
-            f"The training ratings have changed since the run in {folder} was started: "
-            "their biases are others. Start a new run."
-        )
+
+
+def keep_ratings(
+    folder: Path, config: AutoencoderConfig, parts: Mapping[str, Ratings | None]
+) -> None:
+    """Write which ratings these are; a run that is resumed must have the same.
+
+    Args:
+        folder: Of the run.
+        config: Which names the files.
+        parts: The ratings, as "training" and "validation".
+    """
+    found = {
+        name: {
+            "file": _absolute(getattr(config, f"{name}_data_file")),
+            "fingerprint": ratings.fingerprint(),
+        }
+        for name, ratings in parts.items()
+        if ratings is not None
+    }
+    before = _kept_ratings(folder)
+    for name, kept in before.items():
+        if name in found and kept["fingerprint"] != found[name]["fingerprint"]:
+            raise ConfigurationError(
+                f"The {name} ratings have changed since the run in {folder} was started. "
+                "Start a new run."
+            )
+    if not before:
+        write_atomically(folder / RATINGS, json.dumps(found, indent=2) + "\n")
+
+
+def _kept_ratings(folder: Path) -> dict[str, Any]:
+    """Return what ``keep_ratings`` wrote; runs of older versions have nothing."""
+    path = folder / RATINGS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
 
 
 def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:
@@ -184,11 +226,5 @@ def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:
     if rows == "items":
         kept[ITEMS] = ratings.user_ids
     for name, ids in kept.items():
-        path = folder / name
-        if not path.exists():
-            np.save(path, np.asarray(ids))
-        elif not np.array_equal(np.load(path), ids):
-            raise ConfigurationError(
-                f"The training ratings have changed since the run in {folder} was "
-                f"started: their {path.stem} are others. Start a new run."
-            )
+        if not (folder / name).exists():
+            np.save(folder / name, np.asarray(ids))

@@ -133,6 +133,34 @@ def test_random_ratings_are_said_loudly_and_train_in_sixteen_bits(tmp_path, caps
     assert weights["encoder"]["fc_1"]["kernel"].dtype == np.float16
 
 
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_a_run_is_not_resumed_with_other_ratings(tmp_path, capsys, part):
+    files = write_ratings(tmp_path)
+    words = f"{LEARN}{files}--epochs 1 --run-dir {tmp_path}/run "
+    assert command(capsys, words + "--build-init").status == 0
+    path = tmp_path / f"{part}.txt"
+    before = path.read_text()
+    path.write_text(before.replace("\t3\n", "\t4\n"))
+    assert path.read_text() != before
+    ended = command(capsys, words + "--resume")
+    kind = {"train": "training", "valid": "validation"}[part]
+    assert ended.status == 2 and f"The {kind} ratings have changed" in ended.err
+    path.write_text(before)
+    assert command(capsys, words + "--resume").status == 0
+
+
+def test_a_model_finds_its_ratings_from_another_folder(tmp_path, capsys, monkeypatch):
+    write_ratings(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    files = "--training-data-file train.txt --validation-data-file valid.txt "
+    words = f"{LEARN}{files}--epochs 1 --run-dir run"
+    assert command(capsys, words).status == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ended = command(capsys, "validate --checkpoint ../run --run-dir found")
+    assert ended.status == 0, ended.err
+
+
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [
