@@ -42,7 +42,8 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
     known = fields_of(config_type)
     hints = typing.get_type_hints(config_type)
     checked = {}
-    for name, value in values.items():
+    for given, value in values.items():
+        name = _field_name(config_type, given)
         if name not in known:
             raise ConfigurationError(_unknown_key(name, known))
         checked[name] = converted(hints[name], value, option_of(name))

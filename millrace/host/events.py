@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from millrace.config import ConfigurationError
 
+_MOST_UPDATES = 2**31 - 1
+
 
 class Schedule(NamedTuple):
     """A run in whole updates."""
@@ -32,6 +34,16 @@ class Schedule(NamedTuple):
         if update == self.total_updates:
             return True
         return period > 0 and update >= first and (update - first) % period == 0
+
+
+def countable(total_updates: int) -> int:
+    """Return the updates of a run, if the program can count that far."""
+    if total_updates > _MOST_UPDATES:
+        raise ConfigurationError(
+            f"The run would have {total_updates:,} updates, and at most "
+            f"{_MOST_UPDATES:,} can be counted. Ask for fewer epochs."
+        )
+    return total_updates
 
 
 def schedule_events(
@@ -79,7 +91,7 @@ def schedule_events(
         periods[event] = period
         if warning:
             warnings.append(warning)
-    total = updates_per_epoch * num_epochs
+    total = countable(updates_per_epoch * num_epochs)
     execution = math.gcd(*periods.values()) if periods else 0
     if execution:
         # With a first event of its own, or uneven, a period need not divide the run.

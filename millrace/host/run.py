@@ -16,7 +16,7 @@ from millrace.config import ConfigurationError, as_plain
 from millrace.host import group
 from millrace.host.account import account_of, write_phases
 from millrace.host.checkpoint import Checkpoints
-from millrace.host.console import Console, error_line
+from millrace.host.console import Console, error_line, figure
 from millrace.host.events import Schedule
 from millrace.host.options import RunOptions
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
@@ -282,7 +282,7 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
         run.console.line(f"failed; what there is lies in {path}")
         return
     shown = {
-        name.replace("_", " "): f"{value:.4f}" for name, value in summary["metrics"].items()
+        name.replace("_", " "): figure(value) for name, value in summary["metrics"].items()
     }
     said = f"in {summary['wall_seconds']:.1f} s"
     if summary["updates"]:

@@ -297,3 +297,10 @@ def test_uneven_logs_come_after_whole_updates_and_at_the_end(updates, epochs, pe
     due = logs(schedule)
     assert due[:2] == [period, 2 * period]
     assert due[-1] == updates * epochs
+
+
+def test_more_updates_than_can_be_counted_are_refused():
+    with pytest.raises(ConfigurationError, match="3,000,000,000 updates, and at most"):
+        schedule_events(
+            updates_per_epoch=1000, num_epochs=3_000_000, events_per_epoch={"log": 1}
+        )

@@ -16,6 +16,7 @@ from millrace.precision import resolve_precision
 
 _MAY_CHANGE = {"may_change": True}
 
+_LARGEST_EXPONENT = 100
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0}
 
 
@@ -123,8 +124,8 @@ class AutoencoderConfig(TrainingOptions):
     """Stop after so many validations without a better one, and go back to the best."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
     """Steps between two reports."""
-    select_ipus: str = field(
-        default="AUTO", metadata=_MAY_CHANGE | {"aliases": ("--select-devices",)}
+    select_devices: str = field(
+        default="AUTO", metadata=_MAY_CHANGE | {"aliases": ("--select-ipus",)}
     )
     """Numbers of the devices that train and validate, such as 0,1 (default: the first)."""
     multiprocessing: bool = field(default=False, metadata=_MAY_CHANGE)
@@ -139,6 +140,8 @@ class AutoencoderConfig(TrainingOptions):
     def __post_init__(self) -> None:
         if self.logdir is not None:
             self._name_run_directory(self.logdir)
+        if self.testing_on_checkpoint is not None:
+            return RunOptions.__post_init__(self)  # the checkpoint knows everything else
         super().__post_init__()
         if self.early_stopping is not None and self.early_stopping < 1:
             raise ValueError(
@@ -149,8 +152,11 @@ class AutoencoderConfig(TrainingOptions):
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"learning_rate must be more than 0, got {rate:g}.")
-        if not math.isfinite(self.base_learning_rate):
-            raise ValueError("base_learning_rate must be a finite number.")
+        if not abs(self.base_learning_rate) <= _LARGEST_EXPONENT:
+            raise ValueError(
+                "base_learning_rate is an exponent of 2, such as -16, and at most "
+                f"{_LARGEST_EXPONENT}; got {self.base_learning_rate:g}."
+            )
         _ = self.device_numbers
 
     def _check_replicas(self) -> None:
@@ -169,7 +175,7 @@ class AutoencoderConfig(TrainingOptions):
             )
         if self.data_on_device:
             raise ValueError("data_on_device is for one replica.")
-        if self.select_ipus.upper() != "AUTO":
+        if self.select_devices.upper() != "AUTO":
             raise ValueError("select_devices is for one replica; several take one each.")
 
     @property
@@ -184,7 +190,9 @@ class AutoencoderConfig(TrainingOptions):
     def _name_run_directory(self, folder: Path) -> None:
         if self.run_dir is not None:
             raise ValueError("Give logdir or run_dir, not both.")
-        name = f"bs{self.resolved_batch_size}-rn{self.resolved_size}"
+        name = "test"
+        if self.testing_on_checkpoint is None:
+            name = f"bs{self.resolved_batch_size}-rn{self.resolved_size}"
         stamp = time.strftime("%Y%m%d_%H%M%S")
         self._set("run_dir", folder / f"{name}-{stamp}")
 
@@ -201,16 +209,16 @@ class AutoencoderConfig(TrainingOptions):
     @property
     def device_numbers(self) -> tuple[int, int]:
         """The devices that train and validate."""
-        if self.select_ipus.upper() == "AUTO":
+        if self.select_devices.upper() == "AUTO":
             return 0, 0
         try:
-            chosen = [int(word) for word in self.select_ipus.split(",")]
+            chosen = [int(word) for word in self.select_devices.split(",")]
             training, validation = chosen if len(chosen) == 2 else chosen * 2
             if min(chosen) < 0:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                "select_ipus must be AUTO, a device's number, or two with a comma between; "
-                f"got {self.select_ipus!r}."
+                "select_devices must be AUTO, a device's number, or two with a comma "
+                f"between; got {self.select_devices!r}."
             ) from None
         return training, validation

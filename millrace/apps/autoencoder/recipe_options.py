@@ -35,7 +35,7 @@ class RecipeOptions:
     """The 16-bit type that precision means."""
     no_prng: bool = False
     """Round 16-bit weights to the nearest, not up or down at random."""
-    loss_scaling: float | Literal["dynamic"] = 1000.0
+    loss_scaling: float | Literal["dynamic"] = "dynamic"
     """Factor on the loss while differentiating (1: none), or "dynamic": as much as float16
     can take, and none in other types. A sweep then has a fixed one, and each model leaves
     out an update that overflows."""

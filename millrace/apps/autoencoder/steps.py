@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.config import ConfigurationError
-from millrace.host.events import Schedule
+from millrace.host.events import Schedule, countable
 
 
 class Steps(NamedTuple):
@@ -44,13 +44,15 @@ def steps_of(config: TrainingOptions, num_rows: int) -> Steps:
     per_step = min(config.batches_per_step, num_rows // batch)
     per_epoch = num_rows / (per_step * batch)
     rate = config.valid_per_epoch
-    return Steps(
+    steps = Steps(
         batches_per_step=per_step,
         total=max(1, int(config.resolved_epochs * per_epoch)),
         per_validation=max(1, int(per_epoch / rate)) if rate else 0,
         batches_per_epoch=num_rows // batch,
         updates_per_batch=2 if config.refeeding == "detached" else 1,
     )
+    countable(steps.total * steps.updates_per_step)
+    return steps
 
 
 def schedule_of(steps: Steps, steps_per_log: int) -> Schedule:

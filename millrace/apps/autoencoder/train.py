@@ -163,7 +163,7 @@ def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
     for number in config.device_numbers:
         if number >= len(devices):
             raise ConfigurationError(
-                f"--select-ipus asks for device {number}, but there are only "
+                f"--select-devices asks for device {number}, but there are only "
                 f"{len(devices)}, counted from 0."
             )
     training, validation = config.device_numbers

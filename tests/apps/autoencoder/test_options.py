@@ -57,8 +57,15 @@ def test_every_option_of_the_reference_is_understood():
     config = read(EVERY_OPTION)
     assert config.first_learning_rate == 2.0**-15 * 32
     assert config.run_dir.parent == Path("logs")
-    assert config.run_dir.name.startswith("bs32-rn256-")
+    assert config.run_dir.name.startswith("test-")
     assert config.device_numbers == (0, 1)
+    config = read(EVERY_OPTION.replace("--testing-on-checkpoint weights", ""))
+    assert config.run_dir.name.startswith("bs32-rn256-")
+
+
+def test_a_test_needs_to_know_nothing_that_the_checkpoint_knows():
+    config = read("--testing-on-checkpoint runs/a --validation-data-file mine.txt")
+    assert config.validation_data_file == Path("mine.txt")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_random_ratings_have_the_references_settings():
 
 
 def test_a_loss_is_scaled_dynamically_in_float16_alone():
-    words = "--size 128 --batch-size 8 --loss-scaling dynamic "
+    words = "--size 128 --batch-size 8 "
     assert read(words).plan.loss_scaling == "dynamic"
     for other in ("--precision 32.32", "--precision 16.32 --half-type bfloat16"):
         assert read(words + other).plan.loss_scaling == 0
@@ -121,10 +128,12 @@ def test_every_named_configuration_is_whole(name):
         ("--learning-rate-decay 1,x", "numbers with commas between"),
         ("--learning-rate-decay 1,0.1", "one number more than learning_rate_schedule"),
         ("--learning-rate-schedule 0.9,0.5", "rising shares"),
-        ("--select-ipus first", "select_ipus must be AUTO"),
+        ("--select-ipus first", "select_devices must be AUTO"),
         ("--precision 8.8", "16.16, 16.32, 32.32"),
         ("--batch-size 0", "batch_size must be at least 1"),
         ("--epochs 0", "epochs must be more than 0"),
+        ("--base-learning-rate 2000", "an exponent of 2, such as -16"),
+        ("--base-learning-rate nan", "an exponent of 2, such as -16"),
         ("--early-stopping 0", "early_stopping must be at least 1"),
         ("--logdir a --run-dir b", "not both"),
         ("--base-learning-rates 16", "There is no option"),
