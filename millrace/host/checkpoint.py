@@ -13,6 +13,8 @@ import hashlib
 import json
 import logging
 import operator
+import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -243,7 +245,7 @@ def together(
             found = {"value": action()}
         except Exception as error:
             cause = error
-            found = {"error": getattr(error, "strerror", None) or str(error).split("\n")[0]}
+            found = {"error": _reason(error)}
     each = group.gather(f"checkpoint: {what}", found)
     errors = [said["error"] for said in each if "error" in said]
     if errors:
@@ -255,6 +257,13 @@ def together(
             "permission restored, --resume continues from them."
         ) from cause
     return [said.get("value") for said in each]
+
+
+def _reason(error: Exception) -> str:
+    """Say in a few words why something could not be written."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's way
+        return os.strerror(int(code[1]))
+    return getattr(error, "strerror", None) or str(error).split("\n")[0]
 
 
 def _begin(partial: Path) -> None:

@@ -4,10 +4,12 @@ A process alone leaves them to orbax. Of several, each writes a file of its own.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -124,8 +126,21 @@ def import_orbax() -> Any:
     with _import_lock:
         import orbax.checkpoint
 
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        _hush_orbax()
         return orbax.checkpoint
+
+
+@functools.cache
+def _hush_orbax() -> None:
+    """Have what goes wrong raised, which it is, and not printed as well."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
+
+
+def _unless_late(hook: Any, said: Any) -> None:
+    """Leave out what a failed write's companions say when they find its loop closed."""
+    if str(said.exc_value) != "Event loop is closed":
+        hook(said)
 
 
 def orbax_save(path: Path, state: Any) -> None:

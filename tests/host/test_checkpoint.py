@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -434,3 +435,26 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_checkpoint_whole(small_
     checkpoints.save(small_state(3), 3)  # there is space for this one
     checkpoints.close()
     assert value(checkpoints.restore_newest(small_state())) == 3
+
+
+def test_a_write_that_fails_is_said_in_a_line(tmp_path):
+    """Orbax would print a traceback for every array."""
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+import numpy as np
+from millrace.host.checkpoint import Checkpoints
+checkpoints = Checkpoints(__import__("pathlib").Path("checkpoints"))
+random = np.random.default_rng(0)
+checkpoints.save({str(number): random.random(40_000) for number in range(20)}, 1)
+try:
+    checkpoints.close()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("The checkpoint after update 1 could not be written")
+    assert "checkpoints: File too large. Earlier" in done.stdout
+    assert done.stderr == ""

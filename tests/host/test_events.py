@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.batching import resolve_batching
+from millrace.config import ConfigurationError
 from millrace.host.events import Schedule, closest_divisor, schedule_events
 
 
