@@ -83,12 +83,21 @@ class Checkpoints:
         # Orbax takes a second to import; have that happen while the program compiles.
         self._writer.submit(import_orbax)
 
-    def save(self, state: Any, update: int, **facts: Any) -> None:
+    def save(
+        self,
+        state: Any,
+        update: int,
+        *,
+        later: Callable[[], dict[str, Any]] | None = None,
+        **facts: Any,
+    ) -> None:
         """Start writing a checkpoint; waits for the one before, and raises its error.
 
         Args:
             state: Copied on its device before this returns; it may be donated after.
             update: The number of updates made.
+            later: Returns more of them when all else is ready to be written; the
+                checkpoint is not there before.
             **facts: JSON-able things to keep with it, such as the data position;
                 ``scores`` are what the best checkpoint is chosen by.
         """
@@ -105,7 +114,8 @@ class Checkpoints:
         ]
         structure = jax.tree.structure(state)
         facts = finite_json(facts)  # a copy: the caller's change while it is written
-        self._writing = self._writer.submit(self._write, copy, structure, update, facts)
+        write = functools.partial(self._write, copy, structure, update, facts, later)
+        self._writing = self._writer.submit(write)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is on the disk."""
@@ -179,12 +189,18 @@ class Checkpoints:
         return None
 
     def _write(
-        self, copy: list[Any], structure: Any, update: int, facts: dict[str, Any]
+        self,
+        copy: list[Any],
+        structure: Any,
+        update: int,
+        facts: dict[str, Any],
+        later: Callable[[], dict[str, Any]] | None,
     ) -> None:
         for place, leaf in enumerate(copy):
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 copy[place] = fetch(leaf)  # one by one: the device's copies go as well
         state = jax.tree.unflatten(structure, copy)
+        facts |= finite_json(later()) if later is not None else {}
         write_checkpoint(self._path / _name(update), state, update, facts)
         if group.is_first():
             self._prune()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from millrace.feeds.infeed import Infeed
+from millrace.host.beside import Beside
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, figure
 from millrace.host.events import Schedule
@@ -82,7 +83,8 @@ class Runner:
         console: What the user sees.
         writers: Receive the log events.
         checkpoints: Where to save and resume; none if not given.
-        validate: Returns validation metrics of a state; none if not given.
+        validate: Returns validation metrics of a state; none if not given. Training goes
+            on beside a `Beside`, which ends with the run.
         stops_diverged: Whether a loss that is not finite, and stays so, ends the run; a
             warning says so otherwise.
         when_compiled: Called before the first update; what it raises ends the run.
@@ -98,7 +100,7 @@ class Runner:
         console: Console,
         writers: list[Writer],
         checkpoints: Checkpoints | None = None,
-        validate: Validate | None = None,
+        validate: Validate | Beside | None = None,
         stops_diverged: bool = False,
         when_compiled: Callable[[], None] | None = None,
     ) -> None:
@@ -151,6 +153,8 @@ class Runner:
         finally:
             self._console.stop()
             self._infeed.close()
+            if isinstance(self._validate, Beside):
+                self._validate.close()
         return RunResult(state, done < total, self.progress())
 
     def stop(self) -> None:
@@ -191,8 +195,20 @@ class Runner:
         # What is not finite is text in JSON; float() reads it.
         self._metrics = {name: float(v) for name, v in manifest["metrics"].items()}
         self._since_log = _Sums.restored(manifest["since_log"])
+        self._write_lost_validation(manifest)
         self._console.line(f"Resuming after update {manifest['update']}.")
         return self._program.place(restored.state)
+
+    def _write_lost_validation(self, manifest: dict[str, Any]) -> None:
+        """Report what a validation beside training found just before the run was killed."""
+        update = manifest["update"]
+        found = {n: float(v) for n, v in manifest["scores"].items() if _is_validated(n)}
+        is_there = any(
+            event["update"] == update and any(map(_is_validated, event))
+            for event in self._directory.read_metrics()
+        )
+        if found and not is_there and isinstance(self._validate, Beside):
+            self._write_event(update, found)
 
     def _position(self, manifest: dict[str, Any]) -> int:
         """Return where the data goes on; other replicas make elements of another size."""
@@ -222,6 +238,7 @@ class Runner:
         self._drain_all()
         if self._stops(done):  # maybe since the last look at it in the loop
             self._save(state, done)
+        self._collect_validation(wait=True)
         return state, done
 
     def _chunk(self, capacities: tuple[int, ...]) -> Any:
@@ -235,6 +252,7 @@ class Runner:
         """Do what is due while no update is under way."""
         validate = self._validate is not None and self._schedule.due("validate", done)
         save = self._schedule.due("checkpoint", done)
+        self._collect_validation(wait=validate or save)
         if not validate and not save:
             return
         self._drain_all()
@@ -247,13 +265,37 @@ class Runner:
 
     def _run_validation(self, state: TrainState, done: int) -> None:
         assert self._validate is not None
+        if isinstance(self._validate, Beside):
+            return self._validate.start(self._program.whole(state), done)
         self._console.status("validating")
-        found = self._validate(self._program.whole(state))
-        values = {f"validation_{name}": value for name, value in found.items()}
-        self._metrics |= values
-        self._validated_at = done
-        self._write_event(done, values)
+        self._take_validation(done, self._validate(self._program.whole(state)))
         self._console.status("training")
+
+    def _collect_validation(self, *, wait: bool) -> None:
+        """Report what was found beside training, once it is."""
+        if isinstance(self._validate, Beside):
+            collected = self._validate.collect(wait=wait)
+            if collected is not None:
+                self._take_validation(*collected)
+
+    def _take_validation(self, update: int, found: dict[str, float]) -> None:
+        values = _validated(found)
+        self._metrics |= values
+        self._validated_at = update
+        self._write_event(update, values)
+
+    def _scores_to_come(self, done: int) -> Callable[[], dict[str, Any]] | None:
+        """Return what waits for the validation of these weights, if one is under way."""
+        beside = self._validate.under_way if isinstance(self._validate, Beside) else None
+        if beside is None or beside.update != done:
+            return None
+        before = dict(self._metrics)
+
+        def facts() -> dict[str, Any]:
+            metrics = before | _validated(beside.found.result())
+            return {"metrics": metrics, "scores": metrics}
+
+        return facts
 
     def _save(self, state: TrainState, done: int) -> None:
         if self._checkpoints is None:
@@ -270,6 +312,7 @@ class Runner:
             # Only of these very weights: an older validation says nothing of them.
             scores=self._metrics if self._validated_at == done else {},
             since_log=dataclasses.asdict(self._since_log),
+            later=self._scores_to_come(done),
         )
         self._console.status("training")
 
@@ -290,7 +333,7 @@ class Runner:
             if self._schedule.due("log", self._drained):
                 self._log_event()
         newest = {name: float(value[-1]) for name, value in values.items()}
-        newest |= {n: v for n, v in self._metrics.items() if n.startswith("validation_")}
+        newest |= {n: v for n, v in self._metrics.items() if _is_validated(n)}
         speed = self._throughput.per_second()
         self._console.advance(self._drained, newest, speed)
 
@@ -353,6 +396,17 @@ class Runner:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+_VALIDATION = "validation_"
+
+
+def _validated(found: dict[str, float]) -> dict[str, float]:
+    return {_VALIDATION + name: value for name, value in found.items()}
+
+
+def _is_validated(name: str) -> bool:
+    return name.startswith(_VALIDATION)
 
 
 def _in_main_thread() -> bool:

@@ -127,9 +127,11 @@ class AutoencoderConfig(TrainingOptions):
     select_devices: str = field(
         default="AUTO", metadata=_MAY_CHANGE | {"aliases": ("--select-ipus",)}
     )
-    """Numbers of the devices that train and validate, such as 0,1 (default: the first)."""
+    """Numbers of the devices that train and validate, such as 0,1, which then do so at the
+    same time (default: the first)."""
     multiprocessing: bool = field(default=False, metadata=_MAY_CHANGE)
-    """Accepted for the reference's commands: validation needs no process of its own."""
+    """Validate while training goes on, on the second device if there is one. It takes a
+    thread here, and no process."""
     build_init: bool = field(default=False, metadata=_MAY_CHANGE)
     """Only write the first weights as a checkpoint, from which --resume trains."""
     logdir: Path | None = field(default=None, metadata=_MAY_CHANGE)
@@ -156,6 +158,15 @@ class AutoencoderConfig(TrainingOptions):
             raise ValueError(
                 "base_learning_rate is an exponent of 2, such as -16, and at most "
                 f"{_LARGEST_EXPONENT}; got {self.base_learning_rate:g}."
+            )
+        if self.multiprocessing and self.early_stopping is not None:
+            raise ValueError(
+                "early_stopping waits for every validation, and multiprocessing goes on "
+                "beside it. Give one of them."
+            )
+        if self.multiprocessing and self.num_replicas > 1:
+            raise ValueError(
+                "multiprocessing is for one replica; several validate together."
             )
         _ = self.device_numbers
 
@@ -205,6 +216,13 @@ class AutoencoderConfig(TrainingOptions):
         if self.learning_rate is not None:
             return self.learning_rate
         return 2.0**self.base_learning_rate * self.resolved_batch_size
+
+    @property
+    def validates_beside_training(self) -> bool:
+        """Whether training goes on while the model is validated."""
+        training, validation = self.device_numbers
+        apart = training != validation and self.early_stopping is None
+        return self.multiprocessing or apart
 
     @property
     def device_numbers(self) -> tuple[int, int]:

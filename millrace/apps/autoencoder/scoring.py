@@ -13,6 +13,7 @@ from millrace.apps.autoencoder.feeding import ForEvaluation
 from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
 from millrace.data.ratings.matrix import Biases
+from millrace.host.beside import Beside
 from millrace.host.finite import NotFinite
 from millrace.host.validation import evaluate
 from millrace.plan import Plan
@@ -66,7 +67,9 @@ class Validator:
 
     def means(self, params: Any) -> dict[str, float]:
         """Return the mean over rows of what the metric function returns."""
-        placed = self._program.place(Weights(params))
+        return self._means(self._program.place(Weights(params)))
+
+    def _means(self, placed: Any) -> dict[str, float]:
         return evaluate(
             self._program,
             placed,
@@ -77,18 +80,33 @@ class Validator:
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the metrics of a training state's weights, which must not be lost."""
-        found = self.of_weights(state.params)
-        if not math.isfinite(found["rmse"]):
-            raise NotFinite(
-                f"The validation RMSE is {found['rmse']:g} after update "
-                f"{int(state.update)}: training has diverged. Start again with a smaller "
-                "learning rate."
-            )
-        return found
+        return _finite(self.of_weights(state.params), int(state.update))
+
+    def beside_training(self) -> Beside:
+        """Return the same, to be done while training goes on."""
+
+        def put_aside(state: Any) -> tuple[Any, int]:
+            copied = jax.tree.map(jnp.copy, state.params)
+            return self._program.place(Weights(copied)), int(state.update)
+
+        def validate(kept: tuple[Any, int]) -> dict[str, float]:
+            placed, update = kept
+            return _finite(scores(self._means(placed)), update)
+
+        return Beside(put_aside, validate)
 
     def of_weights(self, params: Any) -> dict[str, float]:
         """Return the metrics of weights."""
         return scores(self.means(params))
+
+
+def _finite(found: dict[str, float], update: int) -> dict[str, float]:
+    if not math.isfinite(found["rmse"]):
+        raise NotFinite(
+            f"The validation RMSE is {found['rmse']:g} after update {update}: training has "
+            "diverged. Start again with a smaller learning rate."
+        )
+    return found
 
 
 def errors_of(

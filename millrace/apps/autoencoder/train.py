@@ -32,6 +32,8 @@ from millrace.apps.autoencoder.trained import (
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
+from millrace.host import group
+from millrace.host.beside import Beside
 from millrace.host.checkpoint import Checkpoints, checkpoints_in
 from millrace.host.run import Run
 from millrace.host.runner import Runner
@@ -76,7 +78,8 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             console=run.console,
             writers=run.writers,
             checkpoints=checkpoints,
-            validate=(stopping := _stopping_early(config, validator, run)) or validator,
+            validate=(stopping := _stopping_early(config, validator, run))
+            or _beside_training(config, validator, run),
             stops_diverged=True,
         )
         if stopping is not None:
@@ -150,12 +153,6 @@ def describe(
     data.announce(ratings, config, run)
     if ratings.validation is None and not config.no_validation:
         run.console.line("No --validation-data-file: the model is not validated.")
-    if config.multiprocessing:
-        run.console.line(
-            "--multiprocessing changes nothing here: validation takes its turn between "
-            "two steps and needs no process of its own (--select-devices gives it a "
-            "device of its own)."
-        )
 
 
 def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
@@ -167,6 +164,8 @@ def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
                 f"{len(devices)}, counted from 0."
             )
     training, validation = config.device_numbers
+    if config.select_devices.upper() == "AUTO" and config.validates_beside_training:
+        validation = min(1, len(devices) - 1)
     return devices[training], devices[validation]
 
 
@@ -185,6 +184,18 @@ def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
     )
     run.summary["status"] = "completed"
     run.closing_facts["first weights"] = str(run.directory.checkpoints)
+
+
+def _beside_training(
+    config: AutoencoderConfig, validator: Validator | None, run: Run
+) -> Validator | Beside | None:
+    """Have the model validated while it is trained further, if that is asked for."""
+    if validator is None or not config.validates_beside_training:
+        return validator
+    if group.num_processes() > 1:
+        run.console.line("Several processes validate together, between two steps.")
+        return validator
+    return validator.beside_training()
 
 
 def _stopping_early(

@@ -134,6 +134,8 @@ def test_every_named_configuration_is_whole(name):
         ("--epochs 0", "epochs must be more than 0"),
         ("--base-learning-rate 2000", "an exponent of 2, such as -16"),
         ("--base-learning-rate nan", "an exponent of 2, such as -16"),
+        ("--multiprocessing --early-stopping 2", "waits for every validation"),
+        ("--multiprocessing --num-replicas 2", "multiprocessing is for one replica"),
         ("--early-stopping 0", "early_stopping must be at least 1"),
         ("--logdir a --run-dir b", "not both"),
         ("--base-learning-rates 16", "There is no option"),

@@ -62,12 +62,11 @@ def test_a_run_learns_and_one_in_parts_ends_with_the_same_bits(tmp_path, capsys)
 def test_a_run_stops_early_and_names_its_best(tmp_path, capsys):
     # Far too large a learning rate, so that it soon gets no better.
     words = f"train {SMALL} --learning-rate 0.2 --epochs 400 --early-stopping 2 "
-    words += "--no-dense-refeeding --multiprocessing --select-devices 1,2 "
+    words += "--no-dense-refeeding --select-devices 1,2 "
     words = words.replace("--quiet", "") + write_ratings(tmp_path)
     ended = command(capsys, words + f"--run-dir {tmp_path}/run")
     assert ended.status == 0, ended.err
     assert "no better for 2 validations" in ended.err
-    assert "--multiprocessing changes nothing here" in ended.err
     summary = summary_of(tmp_path / "run")
     events = events_of(tmp_path / "run")
     errors = [float(e["validation_rmse"]) for e in events if "validation_rmse" in e]
@@ -131,6 +130,27 @@ def test_random_ratings_are_said_loudly_and_train_in_sixteen_bits(tmp_path, caps
     assert summary_of(tmp_path / "run")["updates"] == 12
     weights = weights_of(tmp_path / "run")
     assert weights["encoder"]["fc_1"]["kernel"].dtype == np.float16
+
+
+@pytest.mark.parametrize("devices", ["", "--select-devices 0,0"])
+def test_validation_beside_training_finds_the_same(tmp_path, capsys, devices):
+    files = write_ratings(tmp_path)
+    words = f"{LEARN}{files}--epochs 6 --valid-per-epoch 0.5 --keep-checkpoints 9 "
+    for name, how in (("in_turn", ""), ("beside", f"--multiprocessing {devices}")):
+        ended = command(capsys, f"{words}{how} --run-dir {tmp_path}/{name}")
+        assert ended.status == 0, ended.err
+    in_turn, beside = tmp_path / "in_turn", tmp_path / "beside"
+    assert_same(weights_of(in_turn), weights_of(beside))
+    found = [
+        {
+            e["update"]: e["validation_rmse"]
+            for e in events_of(run)
+            if "validation_rmse" in e
+        }
+        for run in (in_turn, beside)
+    ]
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert summary_of(in_turn)["best"] == summary_of(beside)["best"]
 
 
 @pytest.mark.parametrize("part", ["train", "valid"])

@@ -1,0 +1,48 @@
+"""A runner over a few updates of one weight, and the batches that it takes."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import millrace as mr
+from millrace.host.checkpoint import Checkpoints
+from millrace.host.console import Console
+from millrace.host.events import schedule_events
+from millrace.host.run_directory import RunDirectory
+from millrace.host.runner import Runner
+from millrace.host.writers import _JsonLines
+
+
+def loss_fn(params, carried, batch, key):
+    return ((batch * params["w"] - 1.0) ** 2).mean(), (carried, {"seen": batch.mean()})
+
+
+def batches(values):
+    for value in values:
+        yield np.full(2, value, np.float32)
+
+
+def make_runner(path, dataset, *, updates=12, plan=None, logs=4, validate=None, **rates):
+    if "validations" in rates:
+        rates["validate"] = rates.pop("validations")
+    plan = plan or mr.Plan(micro_batch_size=2)
+    program = mr.training_program(
+        loss_fn, optax.sgd(0.01), plan, watch={"rate": lambda update: update * 10}
+    )
+    schedule = schedule_events(
+        updates_per_epoch=updates, num_epochs=1, events_per_epoch={"log": logs, **rates}
+    )
+    path.mkdir(exist_ok=True)
+    directory = RunDirectory(path)
+    checkpoints = Checkpoints(path / "checkpoints")
+    runner = Runner(
+        program,
+        mr.Infeed(dataset),
+        schedule,
+        directory=directory,
+        console=Console(quiet=True),
+        writers=[_JsonLines(directory)],
+        checkpoints=checkpoints,
+        validate=validate,
+    )
+    return runner, program.init({"w": jnp.ones(1)}), directory, checkpoints
