@@ -32,9 +32,9 @@ class ModelOptions:
     expand_ratio: int | None = None
     """How much wider efficientnet is inside its blocks (default: 6)."""
     pretrained: Path | None = None
-    """Start from the weights in this safetensors file: of torchvision's or timm's resnet
-    or resnext, or timm's efficientnet. Where its classes are not this data set's, the
-    last layer starts anew."""
+    """Start from the weights in this safetensors file: of torchvision's or timm's resnet,
+    resnext or efficientnet. Where its classes are not this data set's, the last layer
+    starts anew."""
     norm_layer: dict[str, Any] = field(default_factory=lambda: {"name": "batch_norm"})
     """name batch_norm (momentum, epsilon) or group_norm (num_groups or
     channels_per_group, epsilon); custom_batch_norm is batch_norm."""

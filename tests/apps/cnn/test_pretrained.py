@@ -93,15 +93,23 @@ def test_weights_are_turned_into_our_order(tmp_path):
     np.testing.assert_allclose(carried["b3/0/norm2"]["mean"], mean)
 
 
-def test_timms_names_of_an_efficientnet_are_found():
+def small_efficientnet():
+    """The shapes of its weights and of what it carries."""
     config = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
     model = models.build("efficientnet", 10, norm_factory(config), **config.network)
-    shapes = init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
-    params, carried = _sources(*shapes)
-    found = {
+    return init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
+
+
+def names_by_layer(params):
+    return {
         layer: [source.name for source in jax.tree.leaves(tree, is_leaf=_is_source)]
         for layer, tree in params.items()
     }
+
+
+def test_timms_names_of_an_efficientnet_are_found():
+    params, carried = _sources(*small_efficientnet())
+    found = names_by_layer(params)
     assert found["block0/conv"] == ["conv_stem.weight"]
     assert found["block1a/b/norm"] == ["blocks.0.0.bn1.bias", "blocks.0.0.bn1.weight"]
     assert found["block1a/c/conv"] == ["blocks.0.0.conv_pw.weight"]
@@ -113,6 +121,39 @@ def test_timms_names_of_an_efficientnet_are_found():
     assert found["Top/norm"] == ["bn2.bias", "bn2.weight"]
     assert found["fc1"] == ["classifier.bias", "classifier.weight"]
     assert carried["Top/norm"]["var"].name == "bn2.running_var"
+
+
+def test_torchvisions_names_of_an_efficientnet_are_found():
+    params, carried = _sources(*small_efficientnet(), torchvision=True)
+    found = names_by_layer(params)
+    assert found["block0/conv"] == ["features.0.0.weight"]
+    assert carried["block0/norm"]["mean"].name == "features.0.1.running_mean"
+    first = "features.1.0.block"
+    assert found["block1a/b/conv"] == [f"{first}.0.0.weight"]
+    assert f"{first}.1.fc1.weight" in found["block1a/SE"]
+    assert found["block1a/c/norm"] == [f"{first}.2.1.bias", f"{first}.2.1.weight"]
+    inner = "features.3.1.block"
+    assert found["block3b/a/conv"] == [f"{inner}.0.0.weight"]
+    assert found["block3b/b/norm"] == [f"{inner}.1.1.bias", f"{inner}.1.1.weight"]
+    assert f"{inner}.2.fc2.bias" in found["block3b/SE"]
+    assert found["block3b/c/conv"] == [f"{inner}.3.0.weight"]
+    assert found["Top/conv"] == ["features.8.0.weight"]
+    assert carried["Top/norm"]["var"].name == "features.8.1.running_var"
+    assert found["fc1"] == ["classifier.1.bias", "classifier.1.weight"]
+
+
+@pytest.mark.parametrize("torchvision", [False, True])
+def test_a_file_of_an_efficientnet_may_be_timms_or_torchvisions(torchvision):
+    shapes = small_efficientnet()
+    sources = _sources(*shapes, torchvision=torchvision)
+    found = {
+        source.name: np.full(source.shape, number, np.float32)
+        for number, source in enumerate(jax.tree.leaves(sources, is_leaf=_is_source))
+    }
+    params, _, notes = fit_pretrained(Path("theirs"), found, *shapes)
+    assert not notes
+    name = "classifier.1.weight" if torchvision else "classifier.weight"
+    assert (params["fc1"]["kernel"] == found[name][0, 0]).all()
 
 
 def test_other_classes_leave_the_last_layer_as_it_is(tmp_path):
@@ -217,6 +258,10 @@ def resnext101():
 
 
 def efficientnet_b0():
+    return pytest.importorskip("torchvision").models.efficientnet_b0()
+
+
+def timms_efficientnet_b0():
     return pytest.importorskip("timm").create_model("efficientnet_b0")
 
 
@@ -229,6 +274,7 @@ def efficientnet_b0():
         (resnet18, {"model_name": "resnet", "model_size": "18"}),
         (resnext101, {"model_name": "resnext", "model_size": "101"}),
         (efficientnet_b0, {"model_name": "efficientnet", "model_size": "B0"}),
+        (timms_efficientnet_b0, {"model_name": "efficientnet", "model_size": "B0"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
