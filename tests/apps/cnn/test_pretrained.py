@@ -1,7 +1,10 @@
 """Published weights: read safely, and of the same meaning as where they come from."""
 
 import json
+import shlex
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -216,6 +219,35 @@ def test_a_file_that_is_no_safetensors_file_is_a_mistake_in_the_command(tmp_path
     assert run(tmp_path, tmp_path / "weights") == 2
     assert "is not a safetensors file" in (said := capsys.readouterr().err)
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("start", [b"PK\x03\x04\x14", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j"])
+def test_a_pickle_is_called_one_and_how_to_convert_it_is_said(start, tmp_path):
+    (path := tmp_path / "weights.pth").write_bytes(start + bytes(100))
+    with pytest.raises(
+        ConfigurationError, match=r"a PyTorch pickle.* can run code"
+    ) as said:
+        read_pretrained(path)
+    assert f"'{tmp_path / 'weights.safetensors'}'" in str(said.value)
+
+
+def test_a_pickle_converted_as_the_refusal_says_is_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    path = tmp_path / "weights.pth"
+    torch.save({"a": torch.arange(3.0)}, path)
+    with pytest.raises(ConfigurationError) as refused:
+        read_pretrained(path)
+    command = shlex.split(str(refused.value).partition("file: ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    found = read_pretrained(tmp_path / "weights.safetensors")
+    np.testing.assert_array_equal(found["a"], np.arange(3.0))
+
+
+def test_a_safetensors_file_that_is_cut_short_is_not_called_a_pickle(tmp_path):
+    (path := tmp_path / "w").write_bytes(struct.pack("<Q", 0x280) + b'{"a": ')
+    with pytest.raises(ConfigurationError, match="or it is cut short"):
+        read_pretrained(path)
 
 
 def model_and_weights(num_classes=1000, **options):

@@ -81,7 +81,27 @@ def read_pretrained(path: Path) -> Tree:
     try:
         return read_safetensors(path)
     except SafetensorsError as error:
-        raise ConfigurationError(f"--pretrained: {error}") from error
+        said = _refusal_of_pickle(path) if _is_pickle(path) else error
+        raise ConfigurationError(f"--pretrained: {said}") from error
+
+
+def _is_pickle(path: Path) -> bool:
+    """Tell what ``torch.save`` writes: a zip file or, long ago, a bare pickle."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(9)
+    # The length of a safetensors header may begin with the byte of a pickle.
+    return start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[8:] != b"{")
+
+
+def _refusal_of_pickle(path: Path) -> str:
+    new = path.with_suffix(".safetensors")
+    return (
+        f"{path} looks like a PyTorch pickle, which is not read because a pickle can run "
+        'code. Make it a safetensors file: python -c "import torch, safetensors.torch as '
+        f's; s.save_file(torch.load({str(path)!r}, weights_only=True), {str(new)!r})"'
+    )
 
 
 def fit_pretrained(
