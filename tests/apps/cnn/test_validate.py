@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import inference, validate
-from millrace.apps.cnn.validate_data import calls_of
+from millrace.apps.cnn import data, inference, validate
+from millrace.apps.cnn.validate_data import calls_of, feed_of
 from millrace.apps.cnn.validate_figures import latency_figures, supported_figures
 from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.cli import main
@@ -17,6 +17,9 @@ from millrace.config import ConfigurationError, parse
 from millrace.host import group
 from millrace.nn import layers
 from millrace.nn.folding import SMALL_BATCH
+
+# As torchvision has them, of pixels from 0 to 1.
+IMAGENET_STATISTICS = np.array([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)])
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +111,42 @@ def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
         )
         assert found["metrics"]["validation_accuracy"] == pytest.approx(expected, abs=5e-3)
         assert found["results"][0]["accuracy"] == found["metrics"]["validation_accuracy"]
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
+    folds, tmp_path, monkeypatch
+):
+    networks = []
+
+    class Watched(inference.Inference):
+        def __init__(self, network, *arguments, **options):
+            networks.append(network)
+            super().__init__(network, *arguments, **options)
+
+    monkeypatch.setattr(validate, "Inference", Watched)
+    words = f"--synthetic-data --num-batches 2 --latency-calls 1 --fold-batch-norm {folds}"
+    run(words, tmp_path / "a")
+    (network,) = networks
+    statistics = [name for name, values in network.carried.items() if values]
+    scales = [name for name, values in network.params.items() if "scale" in values]
+    norms = [] if folds else ["conv1_bn", "conv2_bn", "conv3_bn"]
+    assert sorted(statistics) == sorted(scales) == norms
+    assert ("bias" in network.params["conv1"]) == folds
+
+
+@pytest.mark.parametrize("where", ["", "--eight-bit-io"])
+def test_pictures_that_are_not_normalised_only_lose_their_mean(where):
+    words = "--dataset imagenet --model resnet18 --generated-data --image-size 16"
+    found = []
+    for normalises in (True, False):
+        config = parsed(f"{words} {where} --normalise-input {normalises}")
+        images = data.load(config.training)
+        with feed_of(config, images, 2) as feed:
+            found.append(np.asarray(images.prepare(feed.one_batch(), None)))
+    (mean, std), bytes_mean = IMAGENET_STATISTICS, np.array((123.68, 116.78, 103.94))
+    pixels = 255 * (found[0] * std + mean)
+    np.testing.assert_allclose(found[1], pixels - bytes_mean, atol=1e-3)
 
 
 def test_network_data_and_precision_are_the_run_s_unless_given(trained):
