@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.apps.cnn.families import FAMILIES, LARGE_PICTURES, Size, find_size
+from millrace.apps.cnn.group_dim import check_group_dim
 
 _NORMS = {
     "batch_norm": {"momentum", "epsilon"},
@@ -79,7 +80,10 @@ class ModelOptions:
         for name in ("group_dim", "expand_ratio"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        self.size_for(dataset)
+        size = self.size_for(dataset)
+        if size is not None and self.group_dim is not None:
+            small = dataset not in LARGE_PICTURES
+            check_group_dim(size, self.group_dim, self.expand_ratio, small=small)
 
     def _check_norm(self) -> None:
         name = self.norm_layer.get("name")
