@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.apps.cnn.families import FAMILIES, LARGE_PICTURES, Size, find_size
+from millrace.apps.cnn.families import (
+    FAMILIES,
+    LARGE_PICTURES,
+    Size,
+    check_model_name,
+    find_size,
+)
 from millrace.apps.cnn.group_dim import check_group_dim
 
 _NORMS = {
@@ -48,6 +54,8 @@ class ModelOptions:
 
     def check_model_options(self, dataset: str, num_replicas: int) -> None:
         """Raise on what cannot be, or does not go together."""
+        if self.model_name is not None:
+            check_model_name(self.model_name)
         self._check_family(dataset)
         self._check_norm()
         if not 0 <= self.bn_momentum < 1:
