@@ -55,12 +55,26 @@ def _enough_devices(
     for process in processes:
         own = [device for device in devices if device.process_index == process]
         if count > len(own):
-            _refuse(what, count, own, len(processes))
+            sharing = _advice_on_sharing(each, len(own) * each // count)
+            _refuse(what, count, own, len(processes), sharing)
         chosen += own[:count]
     return chosen
 
 
-def _refuse(what: str, count: int, devices: list[Any], num_processes: int) -> None:
+def _advice_on_sharing(num_stages: int, num_devices: int) -> str:
+    """Say how a replica's stages fit its devices, if there is a device for each replica."""
+    if num_devices < 1 or num_stages == 1:
+        return ""
+    mapping = " ".join(str(n * num_devices // num_stages) for n in range(num_stages))
+    return (
+        f" Stages can share a device: --device-mapping {mapping} (a number for each "
+        "stage; in Python: device_mapping)."
+    )
+
+
+def _refuse(
+    what: str, count: int, devices: list[Any], num_processes: int, sharing: str
+) -> None:
     platform = devices[0].platform
     advice = (
         f" On CPU, --virtual-devices {count} makes more of them (in Python: "
@@ -74,7 +88,7 @@ def _refuse(what: str, count: int, devices: list[Any], num_processes: int) -> No
         whose = f" in process {devices[0].process_index}"
     raise ConfigurationError(
         f"{what}{share}, but there are only {len(devices)} {platform} "
-        f"devices{whose}.{advice}"
+        f"devices{whose}.{sharing}{advice}"
     )
 
 

@@ -145,7 +145,14 @@ def test_the_speeds_of_all_instances_are_added_up(tmp_path):
         "--repeat 2 --image-size 32 --num-batches 4 --latency-calls 2 "
         f"--run-dir {tmp_path}/r"
     )
-    run([*replaced(command), *smaller.split()])
+    said = run([*replaced(command), *smaller.split()])
     events = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     speeds = [json.loads(event)["samples_per_second"] for event in events]
     assert len(speeds) == 2 and min(speeds) > 0
+    (result,) = summary(tmp_path / "r")["results"]
+    of_each = result["samples_per_second_of_each"]
+    assert len(of_each) == 2 and min(map(min, of_each)) > 0
+    assert speeds == pytest.approx([sum(rates) for rates in zip(*of_each, strict=True)])
+    assert result["samples_per_second"] == pytest.approx(speeds)
+    assert summary(tmp_path / "r")["device"]["count"] == 2
+    assert "in 2 processes" in said and "of the slowest process" in said

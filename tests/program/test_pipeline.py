@@ -1,6 +1,7 @@
 """What a pipeline promises besides equal weights: errors, exchange, keys, its state."""
 
 import logging
+import re
 import time
 
 import jax
@@ -29,14 +30,15 @@ from millrace.program.stages import choose_splits, cut
 from millrace.program.training import TrainingProgram, training_program
 
 
-def program_of(layers=None, optimiser=None, **plan) -> TrainingProgram:
+def program_of(layers=None, optimiser=None, devices=None, **plan) -> TrainingProgram:
     given = {
         "micro_batch_size": 2,
         "gradient_accumulation_count": MICRO_BATCHES,
         "pipeline_splits": SPLITS,
     } | plan
     loss = loss_of(layers or residual_network())
-    return training_program(loss, optimiser or optax.sgd(0.1, 0.9), Plan(**given))
+    optimiser = optimiser or optax.sgd(0.1, 0.9)
+    return training_program(loss, optimiser, Plan(**given), devices=devices)
 
 
 def chunk_for(program: TrainingProgram, updates: int = 1) -> dict[str, jax.Array]:
@@ -64,6 +66,24 @@ def chunk_for(program: TrainingProgram, updates: int = 1) -> dict[str, jax.Array
 def test_a_mistake_in_the_plan_fails_before_anything_is_compiled(plan, message):
     with pytest.raises(ConfigurationError, match=message):
         program_of(**plan).init(*make_weights(residual_network()))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_replicas", "mapping"),
+    [(1, 1, "0 0 0"), (2, 1, "0 0 1"), (5, 2, "0 0 1"), (1, 2, None)],
+)
+def test_too_few_devices_name_a_mapping_that_they_are_enough_for(
+    num_devices, num_replicas, mapping
+):
+    devices = jax.devices()[:num_devices]
+    with pytest.raises(ConfigurationError, match="pipeline devices need") as refused:
+        program_of(devices=devices, num_replicas=num_replicas)
+    advised = re.findall(r"--device-mapping ([\d ]+) \(", str(refused.value))
+    assert advised == ([mapping] if mapping else [])
+    if mapping:
+        plan = {"device_mapping": [int(number) for number in mapping.split()]}
+        program = program_of(devices=devices, num_replicas=num_replicas, **plan)
+        program.init(*make_weights(residual_network()))
 
 
 @pytest.mark.parametrize(

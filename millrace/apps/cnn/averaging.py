@@ -6,6 +6,7 @@ from pathlib import Path
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.validation import Weights, report_event
 from millrace.host.checkpoint import checkpoints_in
+from millrace.host.events import Schedule
 from millrace.host.run import Run
 from millrace.host.weight_averaging import (
     exponential_average,
@@ -13,6 +14,18 @@ from millrace.host.weight_averaging import (
     of_last_epochs,
     save_average,
 )
+
+
+def warnings_about(config: CnnConfig, schedule: Schedule) -> list[str]:
+    """Say where there is only one checkpoint to average."""
+    executions = range(0, schedule.total_updates, schedule.updates_per_execution)
+    several = any(schedule.due("checkpoint", update) for update in executions[1:])
+    if several or not config.averages_weights:
+        return []
+    return [
+        "Only one checkpoint is written, at the end, so averages of weights are its "
+        "weights. --ckpts-per-epoch says how often one is written."
+    ]
 
 
 def average_checkpoints(

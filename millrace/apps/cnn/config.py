@@ -37,6 +37,7 @@ class CnnConfig(
         if self.validation is None:
             wanted = self.synthetic_data is None or not self.training
             object.__setattr__(self, "validation", wanted)
+            object.__setattr__(self, "skips_validation", not wanted)
         RunOptions.__post_init__(self)
         Plan.__post_init__(self)
         self.check_model_options(self.resolved_dataset, self.num_replicas)

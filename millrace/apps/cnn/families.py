@@ -9,6 +9,14 @@ from millrace.config import ConfigurationError, did_you_mean
 
 FAMILIES = ("resnet", "resnext", "efficientnet")
 
+SINGLE_MODELS = (
+    "digits_cnn",
+    "toy_model",
+    *(f"cifar_resnet{6 * blocks + 2}" for blocks in (1, 3, 5, 7, 9)),
+    *("resnet18", "resnet34", "resnet50"),
+)
+"""Those that have one size only."""
+
 LARGE_PICTURES = ("imagenet", "gc-imagenet", "imagefolder")
 """Data sets whose pictures are cropped to any size; those of the others are small."""
 
@@ -83,6 +91,16 @@ class Size(NamedTuple):
     def image_size(self) -> int:
         """The side of the pictures it was made for, where they are large."""
         return self.shape.image_size if isinstance(self.shape, Scaled) else _IMAGENET_SIZE
+
+
+def check_model_name(name: str) -> None:
+    """Raise unless there is such a model."""
+    if name not in (*SINGLE_MODELS, *FAMILIES):
+        raise ConfigurationError(
+            f"--model-name: there is no model {name!r}."
+            f"{did_you_mean(name, (*FAMILIES, *SINGLE_MODELS))} There is: "
+            f"{', '.join(SINGLE_MODELS)}; and with --model-size: {', '.join(FAMILIES)}."
+        )
 
 
 def find_size(family: str, given: str | None, *, small: bool) -> Size:

@@ -61,7 +61,7 @@ def announce(images: ImageData, config: CnnConfig, run: Run) -> None:
     """Say what a user should know of the data before training starts."""
     if images.warning is not None:
         run.console.warning(images.warning)
-    if config.synthetic and not config.validation:
+    if config.skips_validation:
         run.console.line(
             "Validation is skipped: the pictures are random. --validation True validates "
             "all the same."

@@ -6,6 +6,7 @@ are folded and narrowed beforehand, and lie in memory the way the compiled progr
 them, so that a call does nothing but run the network.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -204,15 +205,15 @@ def latencies(inference: Inference, images: Any, calls: int) -> Iterator[float]:
     """Time calls for one batch each, in seconds, from the call until the logits are there.
 
     Images that lie on the devices stay there, and so do their logits; others are sent,
-    and their logits fetched.
+    and their logits fetched. A list of batches is gone round over.
     """
-    on_device = isinstance(images, jax.Array)
-    for number in range(calls + 1):
+    batches = images if isinstance(images, list) else [images]
+    for number, batch in zip(range(calls + 1), itertools.cycle(batches), strict=False):
         started = time.perf_counter()
-        if on_device:
-            inference.one(images).block_until_ready()
+        if isinstance(batch, jax.Array):
+            inference.one(batch).block_until_ready()
         else:
-            sent = jax.device_put(images, inference.batch_sharding)
+            sent = jax.device_put(batch, inference.batch_sharding)
             jax.device_get(inference.one(sent))
         if number:  # the first fills caches
             yield time.perf_counter() - started

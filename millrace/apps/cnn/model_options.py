@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.apps.cnn.families import FAMILIES, LARGE_PICTURES, Size, find_size
+from millrace.apps.cnn.families import (
+    FAMILIES,
+    LARGE_PICTURES,
+    Size,
+    check_model_name,
+    find_size,
+)
+from millrace.apps.cnn.group_dim import check_group_dim
 
 _NORMS = {
     "batch_norm": {"momentum", "epsilon"},
@@ -32,9 +39,9 @@ class ModelOptions:
     expand_ratio: int | None = None
     """How much wider efficientnet is inside its blocks (default: 6)."""
     pretrained: Path | None = None
-    """Start from the weights in this safetensors file: of torchvision's or timm's resnet
-    or resnext, or timm's efficientnet. Where its classes are not this data set's, the
-    last layer starts anew."""
+    """Start from the weights in this safetensors file: of torchvision's or timm's resnet,
+    resnext or efficientnet. Where its classes are not this data set's, the last layer
+    starts anew."""
     norm_layer: dict[str, Any] = field(default_factory=lambda: {"name": "batch_norm"})
     """name batch_norm (momentum, epsilon) or group_norm (num_groups or
     channels_per_group, epsilon); custom_batch_norm is batch_norm."""
@@ -47,6 +54,8 @@ class ModelOptions:
 
     def check_model_options(self, dataset: str, num_replicas: int) -> None:
         """Raise on what cannot be, or does not go together."""
+        if self.model_name is not None:
+            check_model_name(self.model_name)
         self._check_family(dataset)
         self._check_norm()
         if not 0 <= self.bn_momentum < 1:
@@ -79,7 +88,10 @@ class ModelOptions:
         for name in ("group_dim", "expand_ratio"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        self.size_for(dataset)
+        size = self.size_for(dataset)
+        if size is not None and self.group_dim is not None:
+            small = dataset not in LARGE_PICTURES
+            check_group_dim(size, self.group_dim, self.expand_ratio, small=small)
 
     def _check_norm(self) -> None:
         name = self.norm_layer.get("name")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn import data, device_options, ipu_options
-from millrace.apps.cnn.averaging import average_checkpoints
+from millrace.apps.cnn.averaging import average_checkpoints, warnings_about
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
@@ -231,6 +231,8 @@ def _describe(
         model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
     )
+    for warning in warnings_about(config, schedule) if schedule else ():
+        run.console.warning(warning)
     announce(images, config, run)
     for line in ipu_options.lines_about(config):
         run.console.line(line)

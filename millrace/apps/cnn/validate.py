@@ -19,16 +19,22 @@ from millrace.apps.cnn.inference import Inference, Network, latencies, network_o
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.recipe import model_of
 from millrace.apps.cnn.validate_data import Feed, feed_of
+from millrace.apps.cnn.validate_figures import (
+    latency_figures,
+    said_of,
+    slowest,
+    speeds_of,
+    supported_figures,
+)
 from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.apps.cnn.validation import Weights, is_checkpoint, report_event
 from millrace.config import ConfigurationError
+from millrace.host import group
 from millrace.host.checkpoint import checkpoints_in, read_manifest, restore_part
 from millrace.host.memory_fit import memory_limit, too_large
 from millrace.host.run import Run
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
-
-_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
@@ -128,24 +134,26 @@ def _measure(
     feed, inference, memory = _compiled(config, images, network, size)
     _check_memory(config, images, network, size, memory)
     inference.place_weights()
-    speeds: list[float] = []
+    rates: list[list[float]] = []
     metrics: dict[str, float] = {}
     with feed:
         feed.start(inference)
+        group.barrier("all measure at the same time")
         for _ in range(config.repeat):
             run.console.status(f"batches of {size}")
             seconds, metrics = feed.run(inference)
-            speeds.append(feed.num_samples / seconds)
+            rates.append(group.gather("rate", feed.num_samples / seconds))
             event = {"update": 0, "epoch": 0.0, "time": time.perf_counter() - started}
-            event |= {"batch_size": size, "samples_per_second": speeds[-1], **metrics}
+            event |= {"batch_size": size, "samples_per_second": sum(rates[-1]), **metrics}
             report_event(event, run)
-        latency = _latency(config, inference, feed)
+        latency = group.gather("latency", _latency(config, inference, feed))
     inference.release()
     return {
         "batch_size": size,
         "num_replicas": config.num_replicas,
-        "samples_per_second": speeds,
-        "latency_ms": latency,
+        **speeds_of(rates),
+        "latency_ms": slowest(latency),
+        "latency_calls": config.latency_calls,
         **metrics,
         "compile_seconds": inference.compile_seconds,
         "memory_bytes": memory,
@@ -181,33 +189,26 @@ def _check_memory(
 
 
 def _latency(config: ValidateConfig, inference: Inference, feed: Feed) -> dict[str, float]:
-    calls = min(config.latency_calls, feed.num_batches)
-    return latency_figures(list(latencies(inference, feed.one_batch(), calls)))
-
-
-def latency_figures(seconds: list[float]) -> dict[str, float]:
-    """Return the mean and the usual percentiles in milliseconds, nothing of nothing."""
-    if not seconds:
-        return {}
-    milliseconds = 1e3 * np.array(seconds)
-    figures = {"mean": float(milliseconds.mean())}
-    for name, percent in _PERCENTILES.items():
-        figures[name] = float(np.percentile(milliseconds, percent))
-    return figures
+    calls = config.latency_calls
+    timed = latencies(inference, feed.several_batches(calls), calls)
+    return supported_figures(latency_figures(list(timed)), calls)
 
 
 def _describe(
     config: ValidateConfig, run: Run, images: ImageData, params: Tree, about: str
 ) -> None:
     sizes = ", ".join(map(str, config.batch_size))
+    processes = range(group.num_processes())
+    of_each = f" in each of {len(processes)} processes" if len(processes) > 1 else ""
+    own = slice(config.num_replicas)
     run.describe(
-        jax.local_devices()[: config.num_replicas],
+        [device for n in processes for device in jax.local_devices(n)[own]],
         config.training,
         None,
         model=f"{config.training.model_title}, {num_parameters(params):,} parameters",
         weights=about,
         dataset=data.describe(images, config.training),
-        **{"batch": f"{sizes} on each of {config.num_replicas} replicas"},
+        batch=f"{sizes} on each of {config.num_replicas} replicas{of_each}",
     )
     if images.warning is not None:
         run.console.warning(images.warning)
@@ -218,13 +219,7 @@ def _describe(
 def _conclude(run: Run, found: list[dict[str, Any]]) -> None:
     """Say the figures of each batch size, and put the last one's into the summary."""
     for result in found:
-        speed = float(np.median(result["samples_per_second"]))
-        said = f"{speed:,.1f} samples/s"
-        if latency := result["latency_ms"]:
-            said += "; latency in ms: " + ", ".join(
-                f"{name} {value:.3f}" for name, value in latency.items()
-            )
-        run.closing_facts[f"batch {result['batch_size']}"] = said
+        run.closing_facts[f"batch {result['batch_size']}"] = said_of(result)
     last = found[-1]
     named = {name: last[name] for name in ("accuracy", "loss") if name in last}
     run.summary |= {

@@ -69,8 +69,14 @@ class Feed(abc.ABC):
         """Make a pass, or so many calls; return their seconds, and what was found."""
 
     @abc.abstractmethod
-    def one_batch(self) -> Any:
-        """Return a batch to measure latency with."""
+    def one_batch(self, number: int = 0) -> Any:
+        """Return a batch of a pass, to measure latency with."""
+
+    def several_batches(self, at_most: int) -> list[Any]:
+        """Return different ones, as many as a pass has and as take little memory."""
+        small_enough = max(1, _STAGED_BYTES // _size(self.batch))
+        count = min(at_most, self.num_batches, small_enough)
+        return [self.one_batch(number) for number in range(count)]
 
     def __enter__(self) -> "Feed":
         return self
@@ -129,8 +135,8 @@ class OnDevice(Feed):
         logits = drain(inference, itertools.repeat(self._chunk, calls or self._calls))
         return time.perf_counter() - started, _checked(logits)
 
-    def one_batch(self) -> jax.Array:
-        return jax.block_until_ready(self._chunk[0])
+    def one_batch(self, number: int = 0) -> jax.Array:
+        return jax.block_until_ready(self._chunk[number % self._distinct])
 
     def close(self) -> None:
         self._chunk = None
@@ -173,8 +179,8 @@ class FromHost(Feed):
             self._infeed.took(chunk.stop)
             yield chunk.data["image"]
 
-    def one_batch(self) -> np.ndarray:
-        return self._stream.batch(0)["image"]
+    def one_batch(self, number: int = 0) -> np.ndarray:
+        return self._stream.batch(number)["image"]
 
     def close(self) -> None:
         self._infeed.close()
@@ -186,8 +192,7 @@ class Real(Feed):
     def __init__(self, config: ValidateConfig, images: ImageData, size: int) -> None:
         self._config, self._images = config, images
         self._samples = size * config.num_replicas
-        self._first = images.validation[np.arange(self._samples) % len(images.validation)]
-        image = self._first["image"]
+        image = self.one_batch()
         self.batch = jax.ShapeDtypeStruct(image.shape, image.dtype)
         self.num_samples = len(images.validation)
         self.num_batches = -(-self.num_samples // self._samples)
@@ -224,8 +229,10 @@ class Real(Feed):
             found = self._evaluate()
         return time.perf_counter() - started, found
 
-    def one_batch(self) -> np.ndarray:
-        return self._first["image"]
+    def one_batch(self, number: int = 0) -> np.ndarray:
+        places = np.arange(number * self._samples, (number + 1) * self._samples)
+        source = self._images.validation
+        return source[places % len(source)]["image"]
 
 
 def _arriving(images: ImageData, training: Any) -> jax.ShapeDtypeStruct:

@@ -47,7 +47,8 @@ class SpeedOptions:
     batches_per_step: int = 1000
     """About how many batches the device takes in one call, for throughput."""
     latency_calls: int = 1000
-    """Calls of one batch each that are timed for latency; 0: none."""
+    """Calls of one batch each that are timed for latency, going round over the batches;
+    0: none. p99 needs 100, p99.9 1000."""
     num_replicas: int = field(default=1, metadata={"aliases": ("--replicas",)})
     """Devices that each take a batch of their own."""
     precision: PrecisionName = "32.32"
@@ -108,7 +109,7 @@ class ValidateConfig(SpeedOptions, ModelOptions, DataOptions, RunOptions, IpuOpt
             )
         _ = self.training  # raises on what does not go together
 
-    replicas_of_each_process = True  # each measures by itself
+    replicas_of_each_process = True  # each takes batches of its own
 
     @staticmethod
     def translated(values: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class WorkflowOptions:
     target_accuracy: float | None = field(default=None, metadata=_MAY_CHANGE)
     """Report when the validation accuracy first reached this, in epochs and seconds."""
 
+    skips_validation = False  # becomes True where it is off though nobody said so
+
     def check_workflow(self) -> None:
         """Raise on what cannot be, or does not go together."""
         self._check_numbers()

@@ -211,6 +211,11 @@ def test_squeeze_and_excite_weighs_channels_by_their_means():
         ),
         ({"model_name": "resnet", "group_dim": 4}, "group_dim is for --model resnext"),
         ({"model_name": "efficientnet", "expand_ratio": 0}, "at least 1, got 0"),
+        ({"model_name": "efficientnet", "group_dim": 7}, "--group-dim 7 .*: 4 or 8"),
+        (
+            {"model_name": "resnext", "group_dim": 3, "dataset": "cifar10"},
+            "--group-dim 3 .*24 channels in 32 groups.*: 4",
+        ),
         ({"model_name": "resnet18", "pretrained": "x"}, "pretrained is for --model"),
     ],
     ids=str,

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from millrace.apps.cnn import models
-from millrace.config import ConfigurationError
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.families import FAMILIES, SINGLE_MODELS
+from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.config import ConfigurationError, parse
 from millrace.nn.layers import apply_layers, init_layers, init_shapes, num_parameters
 from millrace.nn.norms import batch_norm, group_norm
 
@@ -111,3 +114,14 @@ def test_group_norm_takes_batch_norms_place():
 def test_an_unknown_model_names_the_nearest():
     with pytest.raises(ConfigurationError, match="Did you mean cifar_resnet20"):
         models.build("cifar_resnet_20", 10)
+
+
+@pytest.mark.parametrize("command", [CnnConfig, ValidateConfig])
+def test_an_unknown_model_is_refused_before_its_data_are_looked_for(command):
+    with pytest.raises(ConfigurationError, match="there is no model 'alexnet'"):
+        parse(command, ["--model", "alexnet"], program="x")
+
+
+def test_every_model_that_can_be_named_can_be_built():
+    assert set(SINGLE_MODELS) == set(models._MODELS)
+    assert set(FAMILIES) == set(models._FAMILIES)

@@ -1,7 +1,10 @@
 """Published weights: read safely, and of the same meaning as where they come from."""
 
 import json
+import shlex
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -93,15 +96,23 @@ def test_weights_are_turned_into_our_order(tmp_path):
     np.testing.assert_allclose(carried["b3/0/norm2"]["mean"], mean)
 
 
-def test_timms_names_of_an_efficientnet_are_found():
+def small_efficientnet():
+    """The shapes of its weights and of what it carries."""
     config = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
     model = models.build("efficientnet", 10, norm_factory(config), **config.network)
-    shapes = init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
-    params, carried = _sources(*shapes)
-    found = {
+    return init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
+
+
+def names_by_layer(params):
+    return {
         layer: [source.name for source in jax.tree.leaves(tree, is_leaf=_is_source)]
         for layer, tree in params.items()
     }
+
+
+def test_timms_names_of_an_efficientnet_are_found():
+    params, carried = _sources(*small_efficientnet())
+    found = names_by_layer(params)
     assert found["block0/conv"] == ["conv_stem.weight"]
     assert found["block1a/b/norm"] == ["blocks.0.0.bn1.bias", "blocks.0.0.bn1.weight"]
     assert found["block1a/c/conv"] == ["blocks.0.0.conv_pw.weight"]
@@ -113,6 +124,39 @@ def test_timms_names_of_an_efficientnet_are_found():
     assert found["Top/norm"] == ["bn2.bias", "bn2.weight"]
     assert found["fc1"] == ["classifier.bias", "classifier.weight"]
     assert carried["Top/norm"]["var"].name == "bn2.running_var"
+
+
+def test_torchvisions_names_of_an_efficientnet_are_found():
+    params, carried = _sources(*small_efficientnet(), torchvision=True)
+    found = names_by_layer(params)
+    assert found["block0/conv"] == ["features.0.0.weight"]
+    assert carried["block0/norm"]["mean"].name == "features.0.1.running_mean"
+    first = "features.1.0.block"
+    assert found["block1a/b/conv"] == [f"{first}.0.0.weight"]
+    assert f"{first}.1.fc1.weight" in found["block1a/SE"]
+    assert found["block1a/c/norm"] == [f"{first}.2.1.bias", f"{first}.2.1.weight"]
+    inner = "features.3.1.block"
+    assert found["block3b/a/conv"] == [f"{inner}.0.0.weight"]
+    assert found["block3b/b/norm"] == [f"{inner}.1.1.bias", f"{inner}.1.1.weight"]
+    assert f"{inner}.2.fc2.bias" in found["block3b/SE"]
+    assert found["block3b/c/conv"] == [f"{inner}.3.0.weight"]
+    assert found["Top/conv"] == ["features.8.0.weight"]
+    assert carried["Top/norm"]["var"].name == "features.8.1.running_var"
+    assert found["fc1"] == ["classifier.1.bias", "classifier.1.weight"]
+
+
+@pytest.mark.parametrize("torchvision", [False, True])
+def test_a_file_of_an_efficientnet_may_be_timms_or_torchvisions(torchvision):
+    shapes = small_efficientnet()
+    sources = _sources(*shapes, torchvision=torchvision)
+    found = {
+        source.name: np.full(source.shape, number, np.float32)
+        for number, source in enumerate(jax.tree.leaves(sources, is_leaf=_is_source))
+    }
+    params, _, notes = fit_pretrained(Path("theirs"), found, *shapes)
+    assert not notes
+    name = "classifier.1.weight" if torchvision else "classifier.weight"
+    assert (params["fc1"]["kernel"] == found[name][0, 0]).all()
 
 
 def test_other_classes_leave_the_last_layer_as_it_is(tmp_path):
@@ -177,6 +221,35 @@ def test_a_file_that_is_no_safetensors_file_is_a_mistake_in_the_command(tmp_path
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("start", [b"PK\x03\x04\x14", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j"])
+def test_a_pickle_is_called_one_and_how_to_convert_it_is_said(start, tmp_path):
+    (path := tmp_path / "weights.pth").write_bytes(start + bytes(100))
+    with pytest.raises(
+        ConfigurationError, match=r"a PyTorch pickle.* can run code"
+    ) as said:
+        read_pretrained(path)
+    assert f"'{tmp_path / 'weights.safetensors'}'" in str(said.value)
+
+
+def test_a_pickle_converted_as_the_refusal_says_is_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    path = tmp_path / "weights.pth"
+    torch.save({"a": torch.arange(3.0)}, path)
+    with pytest.raises(ConfigurationError) as refused:
+        read_pretrained(path)
+    command = shlex.split(str(refused.value).partition("file: ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    found = read_pretrained(tmp_path / "weights.safetensors")
+    np.testing.assert_array_equal(found["a"], np.arange(3.0))
+
+
+def test_a_safetensors_file_that_is_cut_short_is_not_called_a_pickle(tmp_path):
+    (path := tmp_path / "w").write_bytes(struct.pack("<Q", 0x280) + b'{"a": ')
+    with pytest.raises(ConfigurationError, match="or it is cut short"):
+        read_pretrained(path)
+
+
 def model_and_weights(num_classes=1000, **options):
     values = {"dataset": "imagenet", "batch_norm": True} | options
     config = build(CnnConfig, values)
@@ -217,6 +290,10 @@ def resnext101():
 
 
 def efficientnet_b0():
+    return pytest.importorskip("torchvision").models.efficientnet_b0()
+
+
+def timms_efficientnet_b0():
     return pytest.importorskip("timm").create_model("efficientnet_b0")
 
 
@@ -229,6 +306,7 @@ def efficientnet_b0():
         (resnet18, {"model_name": "resnet", "model_size": "18"}),
         (resnext101, {"model_name": "resnext", "model_size": "101"}),
         (efficientnet_b0, {"model_name": "efficientnet", "model_size": "B0"}),
+        (timms_efficientnet_b0, {"model_name": "efficientnet", "model_size": "B0"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -74,7 +74,7 @@ def test_only_the_seed_decides_what_is_made():
     assert not np.array_equal(batches[0], batches[2])
 
 
-@pytest.mark.parametrize("validation", [[], ["--validation"]])
+@pytest.mark.parametrize("validation", [[], ["--validation"], ["--no-validation"]])
 def test_training_needs_no_files_and_validates_only_if_asked(
     validation, tmp_path, monkeypatch, capsys
 ):
@@ -98,4 +98,5 @@ def test_training_needs_no_files_and_validates_only_if_asked(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["updates"] == 6
     assert math.isfinite(summary["metrics"]["train_loss"])
-    assert ("validation_accuracy" in summary["metrics"]) == bool(validation)
+    validates = validation == ["--validation"]
+    assert ("validation_accuracy" in summary["metrics"]) == validates

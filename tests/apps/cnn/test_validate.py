@@ -8,14 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import inference
-from millrace.apps.cnn.validate import latency_figures
-from millrace.apps.cnn.validate_data import calls_of
+from millrace.apps.cnn import data, inference, validate
+from millrace.apps.cnn.validate_data import calls_of, feed_of
+from millrace.apps.cnn.validate_figures import latency_figures, supported_figures
 from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
+from millrace.host import group
 from millrace.nn import layers
 from millrace.nn.folding import SMALL_BATCH
+
+# As torchvision has them, of pixels from 0 to 1.
+IMAGENET_STATISTICS = np.array([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)])
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +55,12 @@ def trained(tmp_path_factory):
 
 def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
     words = "--synthetic-data --batch-size 2 4 --repeat 3 --num-batches 8"
-    summary = run(f"{words} --latency-calls 5 --enable-half-partials", tmp_path / "a")
+    summary = run(f"{words} --enable-half-partials", tmp_path / "a")
     assert summary["status"] == "completed"
     assert [result["batch_size"] for result in summary["results"]] == [2, 4]
     for result in summary["results"]:
         assert len(result["samples_per_second"]) == 3
+        assert result["latency_calls"] == 1000
         latency = result["latency_ms"]
         assert 0 < latency["p50"] <= latency["p99"] <= latency["p99.9"]
         assert result["compile_seconds"] > 0 and result["memory_bytes"] > 0
@@ -108,6 +113,42 @@ def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
         assert found["results"][0]["accuracy"] == found["metrics"]["validation_accuracy"]
 
 
+@pytest.mark.parametrize("folds", [True, False])
+def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
+    folds, tmp_path, monkeypatch
+):
+    networks = []
+
+    class Watched(inference.Inference):
+        def __init__(self, network, *arguments, **options):
+            networks.append(network)
+            super().__init__(network, *arguments, **options)
+
+    monkeypatch.setattr(validate, "Inference", Watched)
+    words = f"--synthetic-data --num-batches 2 --latency-calls 1 --fold-batch-norm {folds}"
+    run(words, tmp_path / "a")
+    (network,) = networks
+    statistics = [name for name, values in network.carried.items() if values]
+    scales = [name for name, values in network.params.items() if "scale" in values]
+    norms = [] if folds else ["conv1_bn", "conv2_bn", "conv3_bn"]
+    assert sorted(statistics) == sorted(scales) == norms
+    assert ("bias" in network.params["conv1"]) == folds
+
+
+@pytest.mark.parametrize("where", ["", "--eight-bit-io"])
+def test_pictures_that_are_not_normalised_only_lose_their_mean(where):
+    words = "--dataset imagenet --model resnet18 --generated-data --image-size 16"
+    found = []
+    for normalises in (True, False):
+        config = parsed(f"{words} {where} --normalise-input {normalises}")
+        images = data.load(config.training)
+        with feed_of(config, images, 2) as feed:
+            found.append(np.asarray(images.prepare(feed.one_batch(), None)))
+    (mean, std), bytes_mean = IMAGENET_STATISTICS, np.array((123.68, 116.78, 103.94))
+    pixels = 255 * (found[0] * std + mean)
+    np.testing.assert_allclose(found[1], pixels - bytes_mean, atol=1e-3)
+
+
 def test_network_data_and_precision_are_the_run_s_unless_given(trained):
     folder, _ = trained
     config = parsed(f"--checkpoint-dir {folder}")
@@ -143,6 +184,74 @@ def test_latency_is_reported_in_milliseconds():
 
 
 @pytest.mark.parametrize(
+    ("pictures", "distinct"),
+    # Those that the host makes up repeat after 256 pictures.
+    [("", 6), ("--synthetic-data --num-batches 3", 3), ("--generated-data", 4)],
+)
+def test_latency_is_of_as_many_calls_as_asked_for_round_over_the_batches(
+    pictures, distinct, tmp_path, monkeypatch
+):
+    seen = []
+
+    def one(self, images):
+        seen.append(np.asarray(images).tobytes())
+        return plain(self, images)
+
+    plain = inference.Inference.one
+    monkeypatch.setattr(inference.Inference, "one", one)
+    found = run(f"--batch-size 64 --latency-calls 99 {pictures}", tmp_path / "a")
+    (result,) = found["results"]
+    assert result["latency_calls"] == 99
+    assert len(seen) == 100  # one to warm up
+    assert len(set(seen)) == distinct
+    assert set(result["latency_ms"]) == {"mean", "p50"}
+
+
+def test_latency_is_left_out_where_it_is_not_asked_for(tmp_path):
+    words = "--synthetic-data --num-batches 2 --latency-calls 0"
+    assert run(words, tmp_path / "a")["results"][0]["latency_ms"] == {}
+
+
+@pytest.mark.parametrize(
+    ("calls", "names"),
+    [
+        (99, {"mean", "p50"}),
+        (100, {"mean", "p50", "p99"}),
+        (999, {"mean", "p50", "p99"}),
+        (1000, {"mean", "p50", "p99", "p99.9"}),
+    ],
+)
+def test_percentiles_that_few_calls_say_nothing_about_are_left_out(calls, names):
+    assert set(supported_figures(latency_figures([1.0] * calls), calls)) == names
+
+
+def test_speeds_of_processes_are_added_up_and_the_longest_latency_is_told(
+    tmp_path, capsys, monkeypatch
+):
+    def gather(name, value):
+        if name == "latency":
+            return [value, {kind: 2 * figure for kind, figure in value.items()}]
+        return [value, 3 * value] if name == "rate" else [value]
+
+    monkeypatch.setattr(group, "gather", gather)
+    words = "--synthetic-data --num-batches 2 --repeat 2 --latency-calls 3"
+    summary = run(words, tmp_path / "a")
+    (result,) = summary["results"]
+    first, second = result["samples_per_second_of_each"]
+    assert second == pytest.approx([3 * speed for speed in first])
+    expected = [4 * speed for speed in first]
+    assert result["samples_per_second"] == pytest.approx(expected)
+    assert summary["samples_per_second"] == pytest.approx(np.median(expected))
+    events = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    reported = [json.loads(event)["samples_per_second"] for event in events]
+    assert reported == pytest.approx(expected)
+    said = " ".join(capsys.readouterr().err.split())
+    mean = result["latency_ms"]["mean"]
+    assert "samples/s in 2 processes (" in said
+    assert f"latency of the slowest process in ms, 3 calls: mean {mean:.3f}" in said
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--batch-size 0", "batch_size must be at least 1, got 0"),
@@ -168,8 +277,6 @@ def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
 
 
 def test_logits_that_are_not_finite_are_not_passed_over(tmp_path, capsys, monkeypatch):
-    from millrace.apps.cnn import validate
-
     def broken(*arguments):
         params, carried, about = weights_of(*arguments)
         return jax.tree.map(lambda x: np.full_like(x, np.nan), params), carried, about
@@ -181,8 +288,6 @@ def test_logits_that_are_not_finite_are_not_passed_over(tmp_path, capsys, monkey
 
 
 def test_a_batch_too_large_for_memory_says_what_would_fit(tmp_path, capsys, monkeypatch):
-    from millrace.apps.cnn import validate
-
     monkeypatch.setattr(validate, "memory_limit", lambda _: 1 << 18)
     words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
     run(words, tmp_path / "a", status=2)

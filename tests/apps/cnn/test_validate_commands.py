@@ -69,4 +69,4 @@ def test_a_command_runs_when_it_is_made_small(name, words, tmp_path, capsys):
     assert left.value.code == 0, capsys.readouterr().err
     (result,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
     assert len(result["samples_per_second"]) == 10
-    assert set(result["latency_ms"]) == {"mean", "p50", "p99", "p99.9"}
+    assert set(result["latency_ms"]) == {"mean", "p50"}  # of two calls

@@ -214,6 +214,25 @@ def test_a_checkpoint_of_another_model_is_a_plain_line_and_status_1(
 
 
 @pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({"weight_avg_exp": [0.9], "ckpts_per_epoch": 0}, True),
+        ({"weight_avg_n": [2], "num_epochs": 1}, True),
+        ({"weight_avg_exp": [0.9]}, False),
+        ({"ckpts_per_epoch": 0}, False),
+    ],
+    ids=str,
+)
+def test_averaging_a_single_checkpoint_is_not_passed_over_in_silence(
+    options, alone, tmp_path, capsys
+):
+    given = RECIPE | {"compile_only": True} | options
+    assert run(tmp_path / "run", **given)[0] == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("Only one checkpoint is written" in said) == alone
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"training": False}, "give checkpoint_dir"),

@@ -1,13 +1,11 @@
 """CNNs as lists of named layers, found by name."""
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millrace.apps.cnn.families import FAMILIES
+from millrace.apps.cnn.families import FAMILIES, check_model_name
 from millrace.apps.cnn.models import efficientnet, resnet, resnext, small
-from millrace.config import ConfigurationError
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory, batch_norm
 
@@ -41,16 +39,10 @@ def build(
             one that starts at zero.
         options: Of a family, its shape and more; ``ModelOptions.network`` has them.
     """
+    check_model_name(name)
     if name in FAMILIES:
         shape = options.pop("shape")
         return _FAMILIES[name](shape, num_classes, norm, **options)
-    if name not in _MODELS:
-        nearest = difflib.get_close_matches(name, (*FAMILIES, *_MODELS), n=1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigurationError(
-            f"--model-name: there is no model {name!r}.{hint} There is: "
-            f"{', '.join(_MODELS)}; and with --model-size: {', '.join(FAMILIES)}."
-        )
     return _MODELS[name](num_classes, norm)
 
 

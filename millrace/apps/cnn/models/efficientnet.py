@@ -6,13 +6,18 @@ an `expand_ratio` of 4 it is the variant G16 of Masters et al. (2021), in which 
 convolution has more to do for each number it reads.
 """
 
-import math
-import string
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from millrace.apps.cnn.efficientnet_blocks import (
+    STEM,
+    TOP,
+    Block,
+    blocks_of,
+    round_channels,
+)
 from millrace.apps.cnn.families import Scaled
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
@@ -20,45 +25,7 @@ from millrace.nn.drawing import Draw
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
 
-_DROP_CONNECT = 0.2
-"""How often the last block is left out; the others in proportion to their depth."""
 _SQUEEZE = 0.25
-
-
-class _Stage(NamedTuple):
-    kernel: int
-    strides: int
-    repeats: int
-    features: int
-
-
-_STEM, _TOP = 32, 1280
-_STAGES = (
-    _Stage(3, 1, 1, 16),
-    _Stage(3, 2, 2, 24),
-    _Stage(5, 2, 2, 40),
-    _Stage(3, 2, 3, 80),
-    _Stage(5, 1, 3, 112),
-    _Stage(5, 2, 4, 192),
-    _Stage(3, 1, 1, 320),
-)
-
-
-class _Block(NamedTuple):
-    """One inverted residual block."""
-
-    name: str
-    kernel: int
-    strides: int
-    channels: int
-    features: int
-    expand_ratio: int
-    group_dim: int
-    drop_rate: float
-
-    @property
-    def is_residual(self) -> bool:
-        return self.strides == 1 and self.channels == self.features
 
 
 def efficientnet(
@@ -70,9 +37,9 @@ def efficientnet(
     expand_ratio: int | None = None,
 ) -> list[Layer]:
     """B0 made wider and deeper as `shape` says."""
-    stem, top = (_round_channels(n, shape.width) for n in (_STEM, _TOP))
+    stem, top = (round_channels(n, shape.width) for n in (STEM, TOP))
     model = _convolved("block0", stem, 3, norm, strides=2)
-    for block in _blocks(shape, stem, group_dim or 1, expand_ratio or 6):
+    for block in blocks_of(shape, group_dim, expand_ratio):
         model += _inverted_residual(block, norm)
     return [
         *model,
@@ -83,40 +50,9 @@ def efficientnet(
     ]
 
 
-def _blocks(
-    shape: Scaled, channels: int, group_dim: int, expand_ratio: int
-) -> list[_Block]:
-    repeats = [math.ceil(shape.depth * stage.repeats) for stage in _STAGES]
-    blocks = []
-    for number, (stage, count) in enumerate(zip(_STAGES, repeats, strict=True), 1):
-        features = _round_channels(stage.features, shape.width)
-        for letter in string.ascii_lowercase[:count]:
-            block = _Block(
-                f"block{number}{letter}",
-                stage.kernel,
-                stage.strides if letter == "a" else 1,
-                channels,
-                features,
-                1 if number == 1 else expand_ratio,
-                group_dim,
-                _DROP_CONNECT * len(blocks) / sum(repeats),
-            )
-            blocks.append(block)
-            channels = features
-    return blocks
-
-
-def _round_channels(channels: int, width: float) -> int:
-    """To a multiple of 8, and never below 90 % of what is asked for."""
-    wanted = channels * width
-    rounded = max(8, int(wanted + 4) // 8 * 8)
-    return rounded if rounded >= 0.9 * wanted else rounded + 8
-
-
-def _inverted_residual(block: _Block, norm: NormFactory) -> list[Layer]:
+def _inverted_residual(block: Block, norm: NormFactory) -> list[Layer]:
     """Widen, convolve in groups, weigh the channels, narrow again; add what came in."""
-    wide = block.channels * block.expand_ratio
-    groups = max(wide // block.group_dim, 1)
+    wide, groups = block.wide, block.num_groups
     body: list[Layer] = []
     if block.expand_ratio > 1:
         body += _convolved(f"{block.name}/a", wide, 1, norm)

@@ -1,6 +1,6 @@
 """Published weights for the families, from safetensors files.
 
-Names are torchvision's for ResNet and ResNeXt (timm has the same), and timm's for
+Names are torchvision's for ResNet and ResNeXt (timm has the same), and those of either for
 EfficientNet. Kernels there are (out, in, height, width), and matrices (out, in).
 """
 
@@ -30,7 +30,7 @@ _LAYERS = {
     r"b(\d)/(\d+)/norm(\d)": r"layer\1.\2.bn\3",
     r"b(\d)/(\d+)/shortcut/conv": r"layer\1.\2.downsample.0",
     r"b(\d)/(\d+)/shortcut/norm": r"layer\1.\2.downsample.1",
-    # EfficientNet, besides its blocks
+    # timm's EfficientNet, besides its blocks
     "block0/conv": "conv_stem",
     "block0/norm": "bn1",
     "Top/conv": "conv_head",
@@ -43,6 +43,23 @@ _BLOCK_PARTS = {
     False: {"b/conv": "conv_dw", "b/norm": "bn1", "c/conv": "conv_pw", "c/norm": "bn2"},
 }  # fmt: skip
 _SQUEEZE_PARTS = {"reduce": "se.conv_reduce", "expand": "se.conv_expand"}
+_TORCHVISION_LAYERS = {
+    # timm's name of a layer of EfficientNet, and torchvision's
+    "conv_stem": "features.0.0",
+    "bn1": "features.0.1",
+    "conv_head": "features.8.0",
+    "bn2": "features.8.1",
+    "classifier": "classifier.1",
+}
+_TORCHVISION_PARTS = {
+    # The same of the parts of a block: the first stage's do not start by widening.
+    True: {"conv_pw": "0.0", "bn1": "0.1", "conv_dw": "1.0", "bn2": "1.1",
+           "se.conv_reduce": "2.fc1", "se.conv_expand": "2.fc2",
+           "conv_pwl": "3.0", "bn3": "3.1"},
+    False: {"conv_dw": "0.0", "bn1": "0.1", "se.conv_reduce": "1.fc1",
+            "se.conv_expand": "1.fc2", "conv_pw": "2.0", "bn2": "2.1"},
+}  # fmt: skip
+_OF_TORCHVISION = "features.0.0.weight"
 _VARIABLES = {
     "kernel": "weight",
     "scale": "weight",
@@ -64,7 +81,27 @@ def read_pretrained(path: Path) -> Tree:
     try:
         return read_safetensors(path)
     except SafetensorsError as error:
-        raise ConfigurationError(f"--pretrained: {error}") from error
+        said = _refusal_of_pickle(path) if _is_pickle(path) else error
+        raise ConfigurationError(f"--pretrained: {said}") from error
+
+
+def _is_pickle(path: Path) -> bool:
+    """Tell what ``torch.save`` writes: a zip file or, long ago, a bare pickle."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(9)
+    # The length of a safetensors header may begin with the byte of a pickle.
+    return start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[8:] != b"{")
+
+
+def _refusal_of_pickle(path: Path) -> str:
+    new = path.with_suffix(".safetensors")
+    return (
+        f"{path} looks like a PyTorch pickle, which is not read because a pickle can run "
+        'code. Make it a safetensors file: python -c "import torch, safetensors.torch as '
+        f's; s.save_file(torch.load({str(path)!r}, weights_only=True), {str(new)!r})"'
+    )
 
 
 def fit_pretrained(
@@ -83,7 +120,7 @@ def fit_pretrained(
             "--pretrained: published weights have batch norm, and this model has another "
             "norm. Give --batch-norm."
         )
-    sources = _sources(params, carried)
+    sources = _sources(params, carried, torchvision=_OF_TORCHVISION in found)
     last = sources[0][_CLASSIFIER]
     notes = []
     if _has_other_classes(found, last):
@@ -99,10 +136,19 @@ def fit_pretrained(
     return *loaded, notes
 
 
-def _sources(params: Tree, carried: Tree) -> tuple[Tree, Tree]:
-    """Return where each variable is found, as trees like those of the variables."""
+def _sources(
+    params: Tree, carried: Tree, *, torchvision: bool = False
+) -> tuple[Tree, Tree]:
+    """Return where each variable is found, as trees like those of the variables.
+
+    Args:
+        params: The model's own.
+        carried: Likewise.
+        torchvision: Whether names of an EfficientNet are torchvision's and not timm's.
+    """
     widening = {layer.split("/")[0] for layer in params if "/a/" in layer}
-    classifier = "fc" if "b0/conv" in params else "classifier"
+    is_resnet = "b0/conv" in params
+    classifier = "fc" if is_resnet else "classifier"
 
     def source(path: Any, own: Any) -> _Source:
         layer, *parts, variable = (entry.key for entry in path)
@@ -111,6 +157,8 @@ def _sources(params: Tree, carried: Tree) -> tuple[Tree, Tree]:
         if parts:  # of squeeze and excite: matrices here, 1 x 1 convolutions there
             prefix = f"{prefix}.{_SQUEEZE_PARTS[parts[0]]}"
             shape = (*shape, 1, 1) if own.ndim > 1 else shape
+        if torchvision and not is_resnet:
+            prefix = _torchvisions(prefix)
         return _Source(f"{prefix}.{_VARIABLES[variable]}", tuple(shape))
 
     mapped = jax.tree_util.tree_map_with_path
@@ -126,6 +174,15 @@ def _prefix(layer: str, widening: Collection[str]) -> str:
     stage, repeat = int(block[5:-1]) - 1, string.ascii_lowercase.index(block[-1])
     inside = _BLOCK_PARTS[block in widening].get(part)
     return ".".join(["blocks", str(stage), str(repeat), *([inside] if inside else [])])
+
+
+def _torchvisions(prefix: str) -> str:
+    """Return what torchvision calls a layer of timm's EfficientNet."""
+    if not prefix.startswith("blocks."):
+        return _TORCHVISION_LAYERS[prefix]
+    _, stage, repeat, part = prefix.split(".", 3)
+    inside = _TORCHVISION_PARTS[stage != "0"][part]
+    return f"features.{int(stage) + 1}.{repeat}.block.{inside}"
 
 
 def _is_source(node: Any) -> bool:

@@ -8,6 +8,7 @@ change, as in torchvision, whose weights fit.
 from typing import NamedTuple
 
 from millrace.apps.cnn.families import Residual
+from millrace.apps.cnn.group_dim import RESNEXT_GROUPS
 from millrace.apps.cnn.models.resnet import halved
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
@@ -17,8 +18,6 @@ from millrace.nn.norms import NormFactory
 _EXPANSION = 4
 _AROUND = {1: ((0, 0), (0, 0)), 3: ((1, 1), (1, 1)), 7: ((3, 3), (3, 3))}
 """Padding by the side of a kernel."""
-
-RESNEXT_GROUPS = 32
 
 
 class _Network(NamedTuple):
