@@ -4,6 +4,7 @@ Throughput is measured with many batches in a call, as training makes many updat
 one; latency with a call for each batch, timed on the host until it is done.
 """
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from millrace.host.memory_fit import memory_limit, too_large
 from millrace.host.run import Run
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
+
+_USUAL_CALLS, _LATENCY_SECONDS = 1000, 30.0
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
@@ -146,14 +149,17 @@ def _measure(
             event = {"update": 0, "epoch": 0.0, "time": time.perf_counter() - started}
             event |= {"batch_size": size, "samples_per_second": sum(rates[-1]), **metrics}
             report_event(event, run)
-        latency = group.gather("latency", _latency(config, inference, feed))
+        seconds = _latencies(config, inference, feed)
+        calls = min(group.gather("latency calls", len(seconds)))
+        figures = supported_figures(latency_figures(seconds), calls)
+        latency = group.gather("latency", figures)
     inference.release()
     return {
         "batch_size": size,
         "num_replicas": config.num_replicas,
         **speeds_of(rates),
         "latency_ms": slowest(latency),
-        "latency_calls": config.latency_calls,
+        "latency_calls": calls,
         **metrics,
         "compile_seconds": inference.compile_seconds,
         "memory_bytes": memory,
@@ -168,7 +174,7 @@ def _compiled(
     with compiling({}) as programs:
         inference = inference_of(config, images, network, feed)
         feed.compile(inference)
-        if config.latency_calls:
+        if config.latency_calls != 0:
             inference.compile_one()
     return feed, inference, peak_bytes(programs)
 
@@ -188,10 +194,17 @@ def _check_memory(
         raise ConfigurationError(f"{said[0].upper()}{said[1:]}.")
 
 
-def _latency(config: ValidateConfig, inference: Inference, feed: Feed) -> dict[str, float]:
-    calls = config.latency_calls
-    timed = latencies(inference, feed.several_batches(calls), calls)
-    return supported_figures(latency_figures(list(timed)), calls)
+def _latencies(config: ValidateConfig, inference: Inference, feed: Feed) -> list[float]:
+    """Time as many calls as asked for, or as many as there is time for."""
+    asked = config.latency_calls
+    calls = _USUAL_CALLS if asked is None else asked
+    until = math.inf if asked is not None else time.perf_counter() + _LATENCY_SECONDS
+    seconds = []
+    for each in latencies(inference, feed.several_batches(calls), calls):
+        seconds.append(each)
+        if time.perf_counter() > until:
+            break
+    return seconds
 
 
 def _describe(

@@ -46,9 +46,9 @@ class SpeedOptions:
     always these)."""
     batches_per_step: int = 1000
     """About how many batches the device takes in one call, for throughput."""
-    latency_calls: int = 1000
+    latency_calls: int | None = None
     """Calls of one batch each that are timed for latency, going round over the batches;
-    0: none. p99 needs 100, p99.9 1000."""
+    0: none. p99 needs 100, p99.9 1000 (default: 1000, or as many as half a minute has)."""
     num_replicas: int = field(default=1, metadata={"aliases": ("--replicas",)})
     """Devices that each take a batch of their own."""
     precision: PrecisionName = "32.32"
@@ -74,7 +74,7 @@ class SpeedOptions:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name.split()[0]} must be at least 1, got {value}.")
-        if self.latency_calls < 0:
+        if self.latency_calls is not None and self.latency_calls < 0:
             raise ValueError(f"latency_calls must be 0 or more, got {self.latency_calls}.")
 
 

@@ -53,6 +53,14 @@ def trained(tmp_path_factory):
     return folder, summary
 
 
+def test_a_slow_network_is_called_for_half_a_minute_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr("millrace.apps.cnn.validate._LATENCY_SECONDS", 0.0)
+    found = run("--synthetic-data --num-batches 2", tmp_path / "a")
+    (result,) = found["results"]
+    assert result["latency_calls"] == 1
+    assert set(result["latency_ms"]) == {"mean", "p50"}
+
+
 def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
     words = "--synthetic-data --batch-size 2 4 --repeat 3 --num-batches 8"
     summary = run(f"{words} --enable-half-partials", tmp_path / "a")
