@@ -70,7 +70,7 @@ def read_events(
     *,
     window: tuple[float, float] | None = None,
 ) -> Events:
-    """Read ratings from text, plain or zipped: user, item, rating and perhaps a time.
+    """Read ratings from text, plain or gzip: user, item, rating and perhaps a time.
 
     Fields stand between tabs, commas, semicolons or '::'. A header says by well-known
     names which column is which, and must say it of user, item and rating.

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -256,6 +257,9 @@ def test_a_folder_without_ratings_says_what_was_looked_for(tmp_path, capsys):
     assert "training_set/mv_*.txt" in said and "ratings.csv" in said
     assert run(tmp_path / "nowhere", "--period", "3m") == 2
     assert "There is no file or folder" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert run(tmp_path / "pipe", "--period", "3m") == 2
+    assert "is not a plain file but a pipe" in capsys.readouterr().err
 
 
 def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, capsys):
