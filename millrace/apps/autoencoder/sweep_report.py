@@ -89,8 +89,8 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": best_config(config, best)}))
     run.closing_facts["best"] = (
-        f"2^{best.base_learning_rate:g}: autoencoder train --config best --config-path "
-        f"{path}"
+        f"2^-{label(best.base_learning_rate)}: autoencoder train --config best "
+        f"--config-path {path}"
     )
 
 
@@ -101,7 +101,7 @@ def table(trials: Sequence[Trial], rows: Rows = "users") -> list[str]:
     lines = [header + ["validation RMSE"] * validated]
     for trial in trials:
         cells = [
-            f"{trial.base_learning_rate:g}",
+            f"-{label(trial.base_learning_rate)}",
             f"{trial.learning_rate:.3g}",
             f"{trial.rows_per_second:,.0f}",
             f"{trial.loss:.4f}",

@@ -33,8 +33,11 @@ _LOSS_SCALE = 1000.0
 
 
 def label(exponent: float) -> str:
-    """Write the exponent of a learning rate as it is part of a metric's name."""
-    return f"{-exponent:g}"
+    """Write the exponent of a learning rate as it is part of a metric's name.
+
+    Twelve digits tell apart what 32 bits do.
+    """
+    return f"{-exponent:.12g}"
 
 
 class Means(NamedTuple):
