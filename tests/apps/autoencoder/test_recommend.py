@@ -124,7 +124,8 @@ def test_validation_repeats_what_training_found(trained, tmp_path, capsys):
     )
     assert tested.status == 0, tested.err
     last = [e for e in events_of(trained) if "validation_rmse" in e][-1]
-    assert f"Testing RMSE: {last['validation_rmse']:.4f}" in tested.err
+    assert f"Testing RMSE: {last['validation_rmse']:.4f} over all ratings, " in tested.err
+    assert f"{last['validation_mean_batch_rmse']:.4f} as the mean of batches" in tested.err
 
 
 def test_another_file_is_validated_with_and_must_fit(trained, tmp_path, capsys):
