@@ -46,6 +46,18 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     assert summary["samples"] == 3 * 12 * 8
 
 
+def test_a_sweep_of_which_nothing_is_left_has_failed(swept, tmp_path, capsys):
+    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    words += f"--base-learning-rates 1,1.5 --run-dir {tmp_path}/run"
+    ended = command(capsys, words.replace("--quiet", ""))
+    assert ended.status == 1
+    assert "millrace: Every model diverged, so there is no best" in ended.err
+    assert len([line for line in ended.err.splitlines() if line.endswith("diverged")]) == 2
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] == "failed" and len(summary["trials"]) == 2
+    assert (tmp_path / "run" / "sweep.svg").exists()
+
+
 def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys):
     best = yaml.safe_load((swept / "best.yml").read_text())["best"]
     assert best["base_learning_rate"] == -11
