@@ -2,9 +2,11 @@
 
 import csv
 import gzip
+import shutil
 
 import numpy as np
 import pytest
+import yaml
 from autoencoder_runs import (
     FIRST_ITEM,
     ITEMS,
@@ -106,6 +108,78 @@ def test_new_users_of_known_items_are_recommended_to(trained, tmp_path, capsys):
     ended = command(capsys, f"{words} --top {ITEMS}")
     assert ended.status == 0, ended.err
     assert len(ended.out.splitlines()) == 1 + ITEMS - 2  # what she has rated is left out
+
+
+@pytest.fixture
+def with_unknown(trained, tmp_path):
+    """Files with ratings of items that the model does not know; user 2000 has no others."""
+    known = [(trained.parent / f"{name}.txt").read_text() for name in ("train", "valid")]
+    train, valid = tmp_path / "more.txt", tmp_path / "later.txt"
+    train.write_text(known[0] + "1000\t9000\t3\n1001\t9000\t2\n2000\t9001\t5\n")
+    valid.write_text(known[1] + "1001\t9001\t3\n3000\t500\t4\n1000\t8000\t2\n")
+    return train, valid
+
+
+def test_all_that_validation_leaves_out_is_counted(trained, with_unknown, tmp_path, capsys):
+    words = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --quiet "
+    files = "--training-data-file {} --validation-data-file {}".format(*with_unknown)
+    ended = command(capsys, words + files)
+    assert ended.status == 0, ended.err
+    assert (
+        "3 of the ratings to validate with are left out: 1 users and 2 items do not occur"
+    ) in ended.err
+    assert (
+        "3 of the ratings to foretell from are left out: the model does not know 2 items, "
+        "and 1 users have rated nothing else."
+    ) in ended.err
+    found, before = summary_of(tmp_path / "v")["metrics"], summary_of(trained)["best"]
+    assert found["validation_rmse"] == pytest.approx(before["validation_rmse"], rel=1e-6)
+
+
+def test_validation_of_unknown_items_only_is_refused(
+    trained, with_unknown, tmp_path, capsys
+):
+    train, valid = with_unknown
+    valid.write_text("1001\t9001\t3\n")
+    words = f"validate --checkpoint {trained} --run-dir {tmp_path}/v "
+    words += f"--training-data-file {train} --validation-data-file {valid}"
+    ended = command(capsys, words)
+    assert ended.status == 2
+    assert "None of the ratings to validate with is one that the model can" in ended.err
+
+
+def test_users_of_unknown_items_only_are_named_or_counted(
+    trained, with_unknown, tmp_path, capsys
+):
+    words = f"recommend --checkpoint {trained} --training-data-file {with_unknown[0]} "
+    ended = command(capsys, words + "--user 2000")
+    assert ended.status == 2
+    assert "User 2000 has rated only items that the model does not know" in ended.err
+    ended = command(capsys, words + f"--all --out {tmp_path}/all.txt")
+    assert ended.status == 0 and f"to {USERS} users" in ended.out
+    said = "1 users have rated nothing else. Nothing is recommended to these users."
+    assert said in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "role"),
+    [
+        ("recommend --user 1000", "training", "trained on"),
+        ("validate", "training", "trained on"),
+        ("validate", "validation", "validated with"),
+    ],
+)
+def test_a_file_of_the_run_that_is_gone_is_asked_for(
+    trained, tmp_path, capsys, words, name, role
+):
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run" / "config.yml"
+    values = yaml.safe_load(path.read_text()) | {f"{name}_data_file": "ml/some.txt"}
+    path.write_text(yaml.safe_dump(values))
+    ended = command(capsys, f"{words} --checkpoint {tmp_path}/run")
+    assert ended.status == 2
+    assert f"There is no file ml/some.txt, which the run was {role}." in ended.err
+    assert f"Say where it is with --{name}-data-file." in ended.err
 
 
 def test_validation_repeats_what_training_found(trained, tmp_path, capsys):
