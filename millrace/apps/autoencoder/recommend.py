@@ -59,6 +59,8 @@ def recommend(config: RecommendConfig) -> None:
         ending = " Nothing is recommended to these users." if missed else ""
         console.warning(said_of_unknown(unknown, trained.config.rows) + ending)
     found = recommendations(trained, ratings, users, config.top, config.batch_size, titles)
+    if config.titles is not None:
+        found = _watched(found, config.titles, console)
     if config.out is None:
         return _print(found, with_titles=bool(titles))
     with _written_whole(config.out) as file:
@@ -190,6 +192,21 @@ def top_streamed(
         )
         yield from outfeed
         loop.result()  # raises what went wrong
+
+
+def _watched(
+    found: Iterable[Recommendation], titles: Path, console: Console
+) -> Iterator[Recommendation]:
+    """Hand recommendations on, and warn in the end if none of them had a title."""
+    item, has_title = None, False
+    for entry in found:
+        item, has_title = entry.item, has_title or bool(entry.title)
+        yield entry
+    if item is not None and not has_title:
+        console.warning(
+            f"{titles} has a title for none of these items. Does it call them as the "
+            f"ratings do, such as {item}?"
+        )
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ def test_some_users_are_recommended_items_by_title(trained, tmp_path, capsys):
     words = f"recommend --checkpoint {trained} --user 1007 1003 --top 2 --titles {titles}"
     ended = command(capsys, words)
     assert ended.status == 0, ended.err
+    assert "has a title for none" not in ended.err
     ratings, order, _ = expected_rankings(trained)
     lines = ended.out.splitlines()
     assert [lines[0], lines[4]] == ["user 1007", "user 1003"]
@@ -170,8 +171,9 @@ def test_users_of_unknown_items_only_are_named_or_counted(
     ],
 )
 def test_a_file_of_the_run_that_is_gone_is_asked_for(
-    trained, tmp_path, capsys, words, name, role
+    trained, tmp_path, monkeypatch, capsys, words, name, role
 ):
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path / "run")
     path = tmp_path / "run" / "config.yml"
     values = yaml.safe_load(path.read_text()) | {f"{name}_data_file": "ml/some.txt"}
@@ -223,6 +225,9 @@ def test_another_file_is_validated_with_and_must_fit(trained, tmp_path, capsys):
          {"movieId": "title", "11": "American President, The (1995)"}),
         ("1|Toy Story (1995)|01-Jan-1995\n", {"1": "Toy Story (1995)"}),
         ("7\tAmélie\n", {"7": "Amélie"}),
+        ("1,Toy Story (1995),Adventure|Animation\n1178,Paths of Glory (1957),Drama\n",
+         {"1": "Toy Story (1995)", "1178": "Paths of Glory (1957)"}),
+        ("3|Up, Up | Away\n", {"3": "Up, Up"}),
     ],
 )  # fmt: skip
 def test_title_files_of_netflix_and_movielens_are_read(tmp_path, text, titles):
@@ -232,6 +237,20 @@ def test_title_files_of_netflix_and_movielens_are_read(tmp_path, text, titles):
     packed = tmp_path / "titles.gz"
     packed.write_bytes(gzip.compress(text.encode()))
     assert load_titles(packed) == titles
+
+
+def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path):
+    (tmp_path / "titles.txt").write_text("1,Toy Story (1995),Comedy\n", "utf-8-sig")
+    assert load_titles(tmp_path / "titles.txt") == {"1": "Toy Story (1995)"}
+
+
+def test_titles_of_other_items_are_said_to_be_of_no_use(trained, tmp_path, capsys):
+    titles = tmp_path / "titles.txt"
+    titles.write_text("tt0050825,Paths of Glory\n")
+    words = f"recommend --checkpoint {trained} --user 1007 --titles {titles}"
+    ended = command(capsys, words)
+    assert ended.status == 0
+    assert f"warning: {titles} has a title for none of these items." in ended.err
 
 
 def test_an_empty_file_of_titles_is_refused(tmp_path):
