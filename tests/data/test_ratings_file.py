@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -181,6 +182,22 @@ def test_a_zipped_file_is_kept_too(tmp_path, reads):
 def test_a_file_that_is_not_there_is_a_mistake_in_the_command(tmp_path):
     with pytest.raises(ConfigurationError, match=r"There is no file .*nowhere\.txt"):
         load_ratings(tmp_path / "nowhere.txt")
+
+
+def test_what_is_not_a_plain_file_is_called_by_its_name(tmp_path):
+    with pytest.raises(ConfigurationError, match="is a directory, not a file of ratings"):
+        load_ratings(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match=r"not a plain file but a pipe .* Save"):
+        load_ratings(tmp_path / "pipe")
+
+
+def test_a_zip_archive_is_to_be_unpacked_first(tmp_path):
+    path = tmp_path / "ratings.txt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ratings.csv", CONTENT)
+    with pytest.raises(ConfigurationError, match=r"is a zip archive.* Unpack it first\."):
+        load_ratings(path)
 
 
 def test_validation_is_numbered_as_training_and_the_unseen_is_counted(tmp_path):

@@ -56,8 +56,9 @@ def read(tmp_path, content, **options):
         " 7 , 3 , 4 \n2,5,3.50\n",
         "7,3,+4\n2,5,35e-1\n",
         "rating,movieId,userId,note\n4,3,7,fine\n3.5,5,2,\n",
-        "a,b,c\n7,3,4\n2,5,3.5\n",  # a header with names of its own
         "User-ID;ISBN;Book-Rating\n7;3;4\n2;5;3.5\n",
+        "book_id,user_name,rating\n3,7,4\n5,2,3.5\n",
+        "rating,Book ID,username,user_id\n4,3,x,7\n3.5,5,y,2\n",  # an id before a name
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
@@ -111,20 +112,53 @@ def test_dates_are_what_python_says_they_are(tmp_path):
 
 
 def test_columns_are_chosen_by_name_or_number(tmp_path):
-    content = "when,who,what,how\n2005-01-01,7,3,4\n"
-    by_name = {"user": "who", "item": "what", "rating": "how", "time": "when"}
+    content = "date,who,what,how\n2005-01-01,7,3,4\n"
+    by_name = {"user": "who", "item": "what", "rating": "how", "time": "date"}
     by_number = {"user": "2", "item": "3", "rating": "4", "time": "1"}
     for columns in (by_name, by_number):
         events = read(tmp_path, content, columns=columns, window=ALWAYS)
         assert rows(events) == [(7, 3, 4)] and events.times == [1104537600]
     with pytest.raises(
-        ConfigurationError, match="no column whom; there is when, who, what, how"
+        ConfigurationError, match="no column whom; there is date, who, what, how"
     ):
         read(tmp_path, content, columns={"user": "whom"})
     with pytest.raises(ConfigurationError, match="no column 5; there is 1 to 3"):
         read(tmp_path, "1,2,3\n", columns={"user": "5"})
     with pytest.raises(DatasetError, match="cannot be told apart"):
         read(tmp_path, "1,2,3\n", columns={"user": "2"})
+
+
+def test_columns_of_any_names_are_found_by_them(tmp_path):
+    columns = {"user": "who", "item": "what", "rating": "how"}
+    assert rows(read(tmp_path, "who,what,how\n7,3,4\n", columns=columns)) == [(7, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("header", "missing"),
+    [
+        ("user_id,review_id,book_ref,rating,timestamp", "the item"),
+        ("book_id,user_nick,rating", "the user"),
+        ("one,two,rating", "the user or the item"),
+        ("user_id,artist_id,track_id,rating", "the item"),
+    ],
+)
+def test_a_header_must_say_what_every_column_is(tmp_path, header, missing):
+    with pytest.raises(DatasetError) as caught:
+        read(tmp_path, header + "\n1,2,3,4,5\n")
+    assert f"does not say plainly which column is {missing}; there is" in str(caught.value)
+    assert header.replace(",", ", ") in str(caught.value)
+    assert "--user-column NAME --item-column NAME --rating-column" in str(caught.value)
+
+
+def test_columns_that_are_given_need_no_well_known_name(tmp_path):
+    content = "user_id,artist_id,track_id,rating\n7,1,3,4\n"
+    assert rows(read(tmp_path, content, columns={"item": "track_id"})) == [(7, 3, 4)]
+
+
+@pytest.mark.parametrize("columns", [None, {"rating": "3"}])
+def test_a_malformed_first_line_is_not_taken_for_a_header(tmp_path, columns):
+    with pytest.raises(DatasetError, match=r"line 1: the rating 'n/a' is not a number \("):
+        read(tmp_path, "u1,i1,n/a\nu1,i2,4\n", columns=columns)
 
 
 GOOD = "1\t2\t3\n" * 1000

@@ -1,7 +1,9 @@
 """``millrace autoencoder convert``: published ratings become training, valid and test."""
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,8 @@ from millrace.data.ratings.text import Events
 from millrace.data.ratings.writing import write_text
 from millrace.data.source import DatasetError
 
+_MOST_SMALL_RATINGS = 100_000
+"""Up to so many are trained well with the named configuration small_ratings."""
 _PARTS = {"train": "training", "valid": "validation", "test": "test"}
 
 
@@ -78,16 +82,27 @@ def _write(paths: dict[str, Path], events: Events, split: Split) -> None:
     """Write all three beside their places, then move them there."""
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in paths.values()}
     try:
-        for path in parts.values():
-            path.parent.mkdir(parents=True, exist_ok=True)
         for part, path in paths.items():
             chosen = getattr(split, _PARTS[part])
-            write_text(parts[path], events.users, events.items, events.values, chosen)
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(parts[path], events.users, events.items, events.values, chosen)
         for path, written in parts.items():
-            written.replace(path)
+            with _writing(path):
+                written.replace(path)
     finally:
         for written in parts.values():
-            written.unlink(missing_ok=True)
+            with contextlib.suppress(NotADirectoryError):
+                written.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def _report(
@@ -110,11 +125,20 @@ def _report(
         )
     train, valid = paths["train"], paths["valid"]
     # Size and batch are known for the published periods' names only.
-    how = "" if train.name in RECOMMENDED else "--config small_ratings "
+    how = "" if train.name in RECOMMENDED else _how_to_train(len(split.training))
     print(
         f"Use them with: millrace autoencoder train {how}--training-data-file {train} "
         f"--validation-data-file {valid}"
     )
+
+
+def _how_to_train(num_ratings: int) -> str:
+    """Return options that so many ratings can be trained with, to begin with."""
+    if num_ratings <= _MOST_SMALL_RATINGS:
+        return "--config small_ratings "
+    enough = (name for name, period in PERIODS.items() if num_ratings <= period.num_ratings)
+    usual = RECOMMENDED[f"{next(enough, 'full')}_train.txt"]
+    return f"--size {usual.size} --batch-size {usual.batch_size} "
 
 
 def _counts(events: Events, chosen: np.ndarray) -> str:

@@ -21,7 +21,7 @@ class ConvertConfig:
     """
 
     input: Path = field(metadata={"positional": True})
-    """The file or folder to read; files may be zipped (gzip)."""
+    """The file or folder to read; files may be compressed (gzip)."""
     output_dir: Path = Path(".")
     """Folder to write to; made if need be."""
     prefix: str | None = None

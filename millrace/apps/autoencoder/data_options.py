@@ -34,7 +34,7 @@ class DataOptions:
     """The ratings."""
 
     training_data_file: Path | None = None
-    """Ratings to learn from: lines of user, item and rating, plain or zipped."""
+    """Ratings to learn from: lines of user, item and rating, plain or gzip."""
     validation_data_file: Path | None = None
     """Later ratings of the same users, to foretell (default: no validation)."""
     data: DataKind | None = None

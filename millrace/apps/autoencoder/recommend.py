@@ -22,13 +22,14 @@ from millrace.apps.autoencoder.recommend_options import RecommendConfig
 from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
-from millrace.apps.autoencoder.validate import ratings_for
+from millrace.apps.autoencoder.validate import ratings_for, said_of_unknown
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings, find, transposed
+from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
+from millrace.host.console import Console
 from millrace.host.loops import repeat
 from millrace.program.step import narrow
 
@@ -48,11 +49,18 @@ def recommend(config: RecommendConfig) -> None:
     """Print recommendations, or write them to a file."""
     trained = find_trained(config.checkpoint, newest=config.which == "newest")
     titles = load_titles(config.titles) if config.titles else {}
-    ratings = rated_before(trained, config.training_data_file)
+    console = Console(quiet=True)
+    ratings, unknown = rated_before(trained, config.training_data_file)
     users = active_users(ratings)
     if not config.all:
-        users = find_users(config.user, ratings, trained)
+        users = find_users(config.user, ratings, unknown, trained)
+    if unknown.num_ratings:
+        missed = config.all and unknown.num_users
+        ending = " Nothing is recommended to these users." if missed else ""
+        console.warning(said_of_unknown(unknown, trained.config.rows) + ending)
     found = recommendations(trained, ratings, users, config.top, config.batch_size, titles)
+    if config.titles is not None:
+        found = _watched(found, config.titles, console)
     if config.out is None:
         return _print(found, with_titles=bool(titles))
     with _written_whole(config.out) as file:
@@ -60,8 +68,8 @@ def recommend(config: RecommendConfig) -> None:
     print(f"{count:,} recommendations to {len(users):,} users: {config.out}")
 
 
-def rated_before(trained: Trained, path: Path | None = None) -> Ratings:
-    """Return what users have rated, by user, with the items as the model has them.
+def rated_before(trained: Trained, path: Path | None = None) -> tuple[Ratings, Unseen]:
+    """Return what users have rated, by user, of what the model knows, and what it does not.
 
     Args:
         trained: The model.
@@ -69,11 +77,14 @@ def rated_before(trained: Trained, path: Path | None = None) -> Ratings:
     """
     # What it was validated with is not needed, and may be gone.
     without = dataclasses.replace(trained.config, validation_data_file=None)
-    ratings = ratings_for(trained._replace(config=without), path, None).training
-    return transposed(ratings) if trained.config.rows == "items" else ratings
+    found, unknown = ratings_for(trained._replace(config=without), path, None)
+    by_item = trained.config.rows == "items"
+    return transposed(found.training) if by_item else found.training, unknown
 
 
-def find_users(names: Iterable[Any], ratings: Ratings, trained: Trained) -> np.ndarray:
+def find_users(
+    names: Iterable[Any], ratings: Ratings, unknown: Unseen, trained: Trained
+) -> np.ndarray:
     """Return the places of users in the ratings; each must have some."""
     names = list(names)
     places = find(ratings.user_ids, np.array(names))
@@ -87,8 +98,11 @@ def find_users(names: Iterable[Any], ratings: Ratings, trained: Trained) -> np.n
         if place < 0:
             raise ConfigurationError(f"There is no user {name} in the ratings.")
         if not len(ratings.of_user(place)[0]):
+            # Whoever stands in a file has rated something.
+            lost = unknown.num_users and trained.config.rows == "users"
+            what = "rated only items that the model does not know" if lost else "no ratings"
             raise ConfigurationError(
-                f"User {name} has no ratings, so there is nothing to go by."
+                f"User {name} has {what}, so there is nothing to go by."
             )
     return places
 
@@ -178,6 +192,21 @@ def top_streamed(
         )
         yield from outfeed
         loop.result()  # raises what went wrong
+
+
+def _watched(
+    found: Iterable[Recommendation], titles: Path, console: Console
+) -> Iterator[Recommendation]:
+    """Hand recommendations on, and warn in the end if none of them had a title."""
+    item, has_title = None, False
+    for entry in found:
+        item, has_title = entry.item, has_title or bool(entry.title)
+        yield entry
+    if item is not None and not has_title:
+        console.warning(
+            f"{titles} has a title for none of these items. Does it call them as the "
+            f"ratings do, such as {item}?"
+        )
 
 
 @contextlib.contextmanager

@@ -73,8 +73,8 @@ class Recommender(NamedTuple):
     def recommend_to(self, user: Any, top: int = 10) -> list[tuple[Any, float]]:
         """Return the best items for a user of the training ratings, which are read."""
         trained = find_trained(self.checkpoint)
-        ratings = rated_before(trained)
-        users = find_users([user], ratings, trained)
+        ratings, unknown = rated_before(trained)
+        users = find_users([user], ratings, unknown, trained)
         found = recommendations(trained, ratings, users, top, 1, {})
         return [(entry.item, entry.rating) for entry in found]
 

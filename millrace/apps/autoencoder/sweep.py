@@ -172,7 +172,7 @@ def _describe(
         batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
         updates=f"{steps.total * steps.updates_per_step:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
-        **{"learning rates": " ".join(f"2^{exponent:g}" for exponent in exponents)},
+        **{"learning rates": " ".join(f"2^-{label(exponent)}" for exponent in exponents)},
     )
     data.announce(ratings, config, run)
 

@@ -1,5 +1,7 @@
 """What ``millrace autoencoder sweep`` can be told. Imports nothing heavy."""
 
+import functools
+import struct
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -7,6 +9,8 @@ from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.apps.autoencoder.recipe_options import numbers
 
 _DEFAULT = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
+_MOST_MODELS = 1000
+"""A range is never meant to have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class SweepConfig(TrainingOptions):
                 f"num_devices is {self.num_devices}, more than the {count} learning rates."
             )
 
-    @property
+    @functools.cached_property
     def exponents(self) -> list[float]:
         """Of the learning rates, signs and all."""
         text = self.base_learning_rates
@@ -53,8 +57,10 @@ class SweepConfig(TrainingOptions):
                 "base_learning_rates are given without their signs, 16 for 2^-16, and "
                 f"above 0; got {text!r}."
             )
-        if len(set(found)) < len(found):
-            raise ValueError(f"base_learning_rates has a value more than once: {text!r}.")
+        if len({_in_32_bits(2.0**-value) for value in found}) < len(found):
+            raise ValueError(
+                f"base_learning_rates has a rate more than once, in 32 bits: {text!r}."
+            )
         return [-value for value in found]
 
     def _spread(self, text: str) -> list[float]:
@@ -64,14 +70,18 @@ class SweepConfig(TrainingOptions):
             raise ValueError(
                 f"base_learning_rates must be like 16..20, got {text!r}."
             ) from None
-        count = self.num_ipus
-        if count is None:
-            count = int(abs(high - low)) + 1
-            if abs(high - low) % 1:
-                raise ValueError(
-                    f"base_learning_rates {text} is not in whole steps: say how many "
-                    "values there should be with num_ipus."
-                )
+        count = self.num_ipus or abs(high - low) + 1
+        if count > _MOST_MODELS:
+            raise ValueError(
+                f"base_learning_rates {text} stands for {count:,.10g} models, more than "
+                f"{_MOST_MODELS:,}: choose a smaller range."
+            )
+        if count % 1:
+            raise ValueError(
+                f"base_learning_rates {text} is not in whole steps: say how many "
+                "values there should be with num_ipus."
+            )
+        count = int(count)
         steps = max(1, count - 1)
         return [low + (high - low) * place / steps for place in range(count)]
 
@@ -79,3 +89,8 @@ class SweepConfig(TrainingOptions):
     def first_learning_rates(self) -> list[float]:
         """The learning rates that the models start with."""
         return [2.0**exponent * self.resolved_batch_size for exponent in self.exponents]
+
+
+def _in_32_bits(value: float) -> bytes:
+    """Return a number as models are trained with it."""
+    return struct.pack("f", value)

@@ -14,6 +14,7 @@ from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.trials import Means, label
 from millrace.config import as_plain
+from millrace.host.finite import NotFinite
 from millrace.host.run import Run
 from millrace.host.run_directory import finite_json, write_atomically
 from millrace.report.parts import Points, save_part
@@ -67,7 +68,11 @@ def trials_of(
 
 
 def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
-    """Print, draw and write what was found."""
+    """Print, draw and write what was found.
+
+    Raises:
+        NotFinite: Every model diverged.
+    """
     for line in table(trials, config.rows):
         run.console.line(line)
     total = sum(trial.rows_per_second for trial in trials)
@@ -82,15 +87,17 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     run.closing_facts["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
-        run.console.warning("Every model diverged: there is no best learning rate.")
-        return
+        raise NotFinite(
+            "Every model diverged, so there is no best learning rate. Start again with "
+            "smaller ones, which have larger numbers in base_learning_rates."
+        )
     run.summary["best"] = best._asdict()
     run.summary["metrics"]["best_rmse"] = best.error
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": best_config(config, best)}))
     run.closing_facts["best"] = (
-        f"2^{best.base_learning_rate:g}: autoencoder train --config best --config-path "
-        f"{path}"
+        f"2^-{label(best.base_learning_rate)}: autoencoder train --config best "
+        f"--config-path {path}"
     )
 
 
@@ -101,7 +108,7 @@ def table(trials: Sequence[Trial], rows: Rows = "users") -> list[str]:
     lines = [header + ["validation RMSE"] * validated]
     for trial in trials:
         cells = [
-            f"{trial.base_learning_rate:g}",
+            f"-{label(trial.base_learning_rate)}",
             f"{trial.learning_rate:.3g}",
             f"{trial.rows_per_second:,.0f}",
             f"{trial.loss:.4f}",

@@ -1,12 +1,13 @@
 """What items are called: the title files of Netflix and MovieLens, and the like."""
 
+import codecs
 import csv
 import gzip
 from pathlib import Path
 
 from millrace.config import ConfigurationError
 
-_DELIMITERS = ("::", "|", "\t")
+_DELIMITERS = ("::", "|", "\t", ",")
 
 
 def load_titles(path: Path) -> dict[str, str]:
@@ -23,6 +24,7 @@ def load_titles(path: Path) -> dict[str, str]:
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(f"Cannot read the titles in {path}: {reason}.") from error
+    content = content.removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -30,11 +32,17 @@ def load_titles(path: Path) -> dict[str, str]:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigurationError(f"The file of titles {path} is empty.")
-    delimiter = next((d for d in _DELIMITERS if d in lines[0]), ",")
+    delimiter = _delimiter_of(lines[0])
     fields = [line.split(delimiter) for line in lines]
     if delimiter == ",":
         fields = [_from_commas(line) for line in lines]
     return {entry[0].strip(): entry[1].strip() for entry in fields if len(entry) > 1}
+
+
+def _delimiter_of(line: str) -> str:
+    """Return what follows the identifier; others may stand in the title and after it."""
+    found = {line.find(mark): mark for mark in _DELIMITERS if mark in line}
+    return found[min(found)] if found else ","
 
 
 def _from_commas(line: str) -> list[str]:

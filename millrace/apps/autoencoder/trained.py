@@ -17,7 +17,7 @@ from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.ratings.biases import ColumnBiases
-from millrace.data.ratings.matrix import Ratings, find, from_events
+from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
 from millrace.host.run_directory import write_atomically
 
@@ -148,11 +148,14 @@ def best_checkpoint(folder: Path) -> Path | None:
         checkpoints.close()
 
 
-def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
-    """Number columns as a model does, leaving out those that it does not know."""
+def with_columns_of_model(ratings: Ratings, trained: Trained) -> tuple[Ratings, Unseen]:
+    """Number columns as a model does, leaving out and counting those it does not know.
+
+    Of the rows, those are counted that have nothing else.
+    """
     assert ratings.biases is None, "they are subtracted when columns are the model's"
     if np.array_equal(ratings.item_ids, trained.column_ids):
-        return ratings
+        return ratings, Unseen(0, 0, 0)
     places = find(trained.column_ids, ratings.item_ids)[ratings.items]
     users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
     is_known = places >= 0
@@ -162,12 +165,18 @@ def with_columns_of_model(ratings: Ratings, trained: Trained) -> Ratings:
             f"None of the {columns} in the ratings is one that the model was trained on. "
             "Are they of the same data set?"
         )
-    return from_events(
+    known = from_events(
         users[is_known],
         places[is_known],
         ratings.values[is_known],
         user_ids=ratings.user_ids,
         item_ids=trained.column_ids,
+    )
+    is_empty = (known.num_ratings_by_user == 0) & (ratings.num_ratings_by_user > 0)
+    return known, Unseen(
+        num_users=int(is_empty.sum()),
+        num_items=len(np.unique(ratings.items[~is_known])),
+        num_ratings=int((~is_known).sum()),
     )
 
 

@@ -1,7 +1,8 @@
 """Several models trained together: they differ in nothing but their learning rates.
 
 All have the same first weights, batches and dropout, so each becomes what it would have
-become alone, and what differs in the end is due to the learning rate.
+become alone, but for rounding, and what differs in the end is due to the learning rate.
+Where weights are rounded at random, the models' chances are others than one's alone.
 """
 
 import dataclasses
@@ -33,8 +34,11 @@ _LOSS_SCALE = 1000.0
 
 
 def label(exponent: float) -> str:
-    """Write the exponent of a learning rate as it is part of a metric's name."""
-    return f"{-exponent:g}"
+    """Write the exponent of a learning rate as it is part of a metric's name.
+
+    Twelve digits tell apart what 32 bits do.
+    """
+    return f"{-exponent:.12g}"
 
 
 class Means(NamedTuple):

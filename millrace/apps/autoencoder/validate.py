@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,24 +11,35 @@ from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.columns import columns_of
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data import RatingData
+from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.feeding import validation_users
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of, rankings_of
 from millrace.apps.autoencoder.trained import Trained, find_trained, with_columns_of_model
 from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings, align, transposed
+from millrace.data.ratings.matrix import Ratings, Unseen, align, transposed
 from millrace.host.run import Run
 from millrace.nn.layers import num_parameters
+
+_FILES = {
+    "training_data_file": "trained on",
+    "validation_data_file": "validated with",
+}
+_NOTHING = Unseen(0, 0, 0)
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
     """Report the metrics of a checkpoint on ratings that it was not trained on."""
     started = time.perf_counter()
     trained = find_trained(config.checkpoint, newest=config.which == "newest")
-    ratings = ratings_for(trained, config.training_data_file, config.validation_data_file)
+    ratings, unknown = ratings_for(
+        trained, config.training_data_file, config.validation_data_file
+    )
     params, manifest = trained.weights()
     _describe(run, trained, ratings, num_parameters(params))
+    if unknown.num_ratings:
+        run.console.warning(said_of_unknown(unknown, trained.config.rows))
     ranking = Ranking(config.top, config.relevant_rating)
     batch_size = (
         config.validation_batch_size or trained.config.resolved_validation_batch_size
@@ -88,13 +99,26 @@ def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
         **values, checkpoint=config.testing_on_checkpoint, which="newest"
     )
     validate(asked, run)
-    rmse = run.summary["metrics"]["validation_rmse"]
-    run.console.line(f"Testing RMSE: {rmse:.4f}")
+    metrics = run.summary["metrics"]
+    run.console.line(
+        f"Testing RMSE: {metrics['validation_rmse']:.4f} over all ratings, "
+        f"{metrics['validation_mean_batch_rmse']:.4f} as the mean of batches, which the "
+        "reference prints"
+    )
+
+
+class Fitting(NamedTuple):
+    """Ratings as a model knows them."""
+
+    ratings: RatingData
+    unknown: Unseen
+    """What was left out of the training ratings, and the users or items, whichever are
+    rows, of whom nothing is left."""
 
 
 def ratings_for(
     trained: Trained, training: Path | None, validation: Path | None
-) -> RatingData:
+) -> Fitting:
     """Return what a model was trained and validated with, or the files given instead.
 
     Args:
@@ -102,9 +126,32 @@ def ratings_for(
         training: What users have rated; None for what it was trained on.
         validation: What is to be foretold; None for what it was validated with.
     """
-    config = trained.config
+    asked = _asked(trained.config, training, validation)
+    loaded = data.load(asked, asked.seed)
+    known, unknown = with_columns_of_model(loaded.training, trained)
+    validated, unseen = _aligned(loaded.validation, known)
+    if trained.config.rows == "items":
+        unknown, unseen = unknown.turned(), unseen.turned()
+    aligned = loaded._replace(
+        training=known,
+        validation=validated,
+        test=_aligned(loaded.test, known)[0],
+        unseen=unseen.plus(loaded.unseen or _NOTHING),
+    )
+    if trained.column_biases is not None:
+        aligned = data.without_biases(aligned, trained.column_biases)
+    return Fitting(aligned, unknown)
+
+
+def _asked(
+    config: AutoencoderConfig, training: Path | None, validation: Path | None
+) -> AutoencoderConfig:
+    """Return what a model was trained with, but for the files."""
     given = {"training_data_file": training, "validation_data_file": validation}
     given = {name: path for name, path in given.items() if path is not None}
+    for name in _FILES:
+        if name not in given:
+            _check_is_there(config, name)
     if given and config.data_kind != "file":
         if training is None:
             raise ConfigurationError(
@@ -115,21 +162,41 @@ def ratings_for(
     # A file of another name says nothing about the size of this model.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     # The model's own biases are subtracted once the columns are the model's.
-    asked = dataclasses.replace(config, subtract_biases=False, **sizes, **given)
-    loaded = data.load(asked, config.seed)
-    known = with_columns_of_model(loaded.training, trained)
-    aligned = loaded._replace(
-        training=known,
-        validation=_aligned(loaded.validation, known),
-        test=_aligned(loaded.test, known),
+    return dataclasses.replace(config, subtract_biases=False, **sizes, **given)
+
+
+def _check_is_there(config: AutoencoderConfig, name: str) -> None:
+    path = getattr(config, name)
+    if path is not None and not path.exists():
+        raise ConfigurationError(
+            f"There is no file {path}, which the run was {_FILES[name]}. Say where it is "
+            f"with --{name.replace('_', '-')}."
+        )
+
+
+def _aligned(targets: Ratings | None, known: Ratings) -> tuple[Ratings | None, Unseen]:
+    if targets is None:
+        return None, _NOTHING
+    aligned, unseen = align(targets, known)
+    if not aligned.num_ratings:
+        raise ConfigurationError(
+            "None of the ratings to validate with is one that the model can foretell. Are "
+            "they of the same data set?"
+        )
+    return aligned, unseen
+
+
+def said_of_unknown(unknown: Unseen, rows: Rows) -> str:
+    """Say what users have rated that a model does not know, and whom that concerns."""
+    columns, left = f"{unknown.num_items:,} items", "users have rated nothing else"
+    count = unknown.num_users
+    if rows == "items":
+        columns, left = f"{unknown.num_users:,} users", "items were rated by nobody else"
+        count = unknown.num_items
+    return (
+        f"{unknown.num_ratings:,} of the ratings to foretell from are left out: the model "
+        f"does not know {columns}{f', and {count:,} {left}' if count else ''}."
     )
-    if trained.column_biases is None:
-        return aligned
-    return data.without_biases(aligned, trained.column_biases)
-
-
-def _aligned(targets: Ratings | None, known: Ratings) -> Ratings | None:
-    return None if targets is None else align(targets, known)[0]
 
 
 def _describe(run: Run, trained: Trained, ratings: RatingData, num_parameters: int) -> None:

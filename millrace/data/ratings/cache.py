@@ -19,7 +19,7 @@ import numpy as np
 from millrace.data.cache import data_folder
 from millrace.data.ratings.matrix import Ratings
 
-_VERSION = 1
+_VERSION = 2
 """Of what is kept, and of how text is read: another one is another folder."""
 _ARRAYS = ("starts", "items", "values", "user_ids", "item_ids")
 _FACTS = ("smallest", "largest", "num_duplicates")

@@ -8,6 +8,7 @@ import numpy as np
 from millrace.config import ConfigurationError
 from millrace.data.ratings.cache import cached, file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, align, from_events
+from millrace.data.ratings.pieces import check_plain_file
 from millrace.data.ratings.text import read_events
 from millrace.data.source import DatasetError
 
@@ -18,7 +19,7 @@ _log = logging.getLogger("millrace")
 
 
 def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ratings:
-    """Return the ratings in a text file, plain or zipped.
+    """Return the ratings in a text file, plain or gzip.
 
     A line is user, item and rating, with tabs, commas, semicolons or '::' between, perhaps
     followed by a time, which is not used. Whatever is wrong with a line is a
@@ -30,8 +31,7 @@ def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ra
         limits: The smallest and the largest that a rating may be.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigurationError(f"There is no file {path}.")
+    check_plain_file(path)
     try:
         before = path.stat()
         content_hash = file_hash(path)

@@ -117,6 +117,14 @@ class Unseen(NamedTuple):
     num_ratings: int
     """Ratings of such a user or such an item; they are left out."""
 
+    def plus(self, other: "Unseen") -> "Unseen":
+        """Add up what was left out one after the other."""
+        return Unseen(*map(sum, zip(self, other, strict=True)))
+
+    def turned(self) -> "Unseen":
+        """Return what it is of ratings by user if it is of ratings by item."""
+        return self._replace(num_users=self.num_items, num_items=self.num_users)
+
 
 def from_events(
     users: np.ndarray,
@@ -206,8 +214,8 @@ def align(ratings: Ratings, like: Ratings) -> tuple[Ratings, Unseen]:
         item_ids=like.item_ids,
     )
     unseen = Unseen(
-        num_users=int((users < 0).sum()),
-        num_items=int((items < 0).sum()),
+        num_users=int(((users < 0) & (ratings.num_ratings_by_user > 0)).sum()),
+        num_items=len(np.unique(ratings.items[item_of < 0])),
         num_ratings=int(len(kept) - kept.sum()),
     )
     return replace(aligned, num_duplicates=ratings.num_duplicates), unseen

@@ -1,4 +1,4 @@
-"""A text file in pieces of whole lines, plain or zipped, and threads to work on them."""
+"""A text file in pieces of whole lines, plain or gzip, and threads to work on them."""
 
 import collections
 import gzip
@@ -17,24 +17,44 @@ LONGEST_LINE = 1 << 20
 _CHUNK_BYTES = 1 << 23
 _MOST_THREADS = 16
 _GZIP = b"\x1f\x8b"
+_ZIP = b"PK\x03\x04"
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
+def check_plain_file(path: Path, wanted: str = "file") -> None:
+    """Raise on what is not there, and on what cannot be read twice."""
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a directory, not a file of ratings.")
+    if not path.exists():
+        raise ConfigurationError(f"There is no {wanted} {path}.")
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{path} is not a plain file but a pipe or the like, and ratings are read more "
+            "than once. Save them to a file first."
+        )
+
+
 def open_text(path: Path) -> BinaryIO:
-    """Open a file, unzipping it if it is zipped, whatever its name."""
+    """Open a file, decompressing it if it is gzip, whatever its name."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise ConfigurationError(f"Cannot read {path}: {error.strerror}.") from error
+    if file.peek(4)[:4] == _ZIP:
+        file.close()
+        raise ConfigurationError(
+            f"{path} is a zip archive, of which there is no telling which file is meant. "
+            "Unpack it first."
+        )
     if file.peek(2)[:2] == _GZIP:
         return cast(BinaryIO, _Unzipped(file, path))
     return file
 
 
 class _Unzipped(io.BufferedReader):
-    """A zipped file whose damage is a plain error."""
+    """A gzip file whose damage is a plain error."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path

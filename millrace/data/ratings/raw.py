@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.config import ConfigurationError
+from millrace.data.ratings.pieces import check_plain_file
 from millrace.data.ratings.sections import is_sectioned, read_sections
 from millrace.data.ratings.text import Events, read_events
 from millrace.data.source import DatasetError
@@ -47,8 +48,7 @@ def read_raw(
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
-        if not path.is_file():
-            raise ConfigurationError(f"There is no file or folder {path}.")
+        check_plain_file(path, "file or folder")
         return [path]
     for pattern in _NETFLIX:
         if found := sorted(path.glob(pattern)) or sorted(path.glob(f"{pattern}.gz")):

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings.layout import Start, find_layout
+from millrace.data.ratings.layout import NAME_COLUMNS, Start, find_layout
 from millrace.data.ratings.lines import (
     BadLine,
     Layout,
@@ -70,10 +70,10 @@ def read_events(
     *,
     window: tuple[float, float] | None = None,
 ) -> Events:
-    """Read ratings from text, plain or zipped: user, item, rating and perhaps a time.
+    """Read ratings from text, plain or gzip: user, item, rating and perhaps a time.
 
-    Fields stand between tabs, commas, semicolons or '::'. A header is passed over, and
-    says which column is which if it uses well-known names.
+    Fields stand between tabs, commas, semicolons or '::'. A header says by well-known
+    names which column is which, and must say it of user, item and rating.
 
     Args:
         path: The file.
@@ -113,6 +113,8 @@ def _read(path: Path, start: Start, window: tuple[float, float] | None) -> Event
                 piece.index += num_lines
                 raise piece
             if isinstance(piece, BadLine):
+                if start.begins_with_words and num_lines + piece.index == start.num_lines:
+                    piece.reason += f" (if the line is a header: {NAME_COLUMNS})"
                 raise bad_line(path, num_lines, piece)
             num_lines += piece.num_lines
             pieces.append(piece)

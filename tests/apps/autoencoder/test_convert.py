@@ -2,11 +2,13 @@
 
 import gzip
 import itertools
+import os
 
 import numpy as np
 import pytest
 from image_files import real_data
 
+from millrace.apps.autoencoder import convert as module
 from millrace.apps.autoencoder.convert import convert
 from millrace.apps.autoencoder.convert_options import ConvertConfig
 from millrace.cli import main
@@ -256,6 +258,9 @@ def test_a_folder_without_ratings_says_what_was_looked_for(tmp_path, capsys):
     assert "training_set/mv_*.txt" in said and "ratings.csv" in said
     assert run(tmp_path / "nowhere", "--period", "3m") == 2
     assert "There is no file or folder" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert run(tmp_path / "pipe", "--period", "3m") == 2
+    assert "is not a plain file but a pipe" in capsys.readouterr().err
 
 
 def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, capsys):
@@ -271,8 +276,6 @@ def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, cap
 
 
 def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
-    from millrace.apps.autoencoder import convert as module
-
     path = write_netflix(tmp_path, "combined")
     written = []
 
@@ -283,9 +286,32 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_text", fail_at_the_second)
-    with pytest.raises(OSError, match="No space left"):
+    said = rf"Cannot write {tmp_path}/out/3m_valid\.txt: No space left on device\."
+    with pytest.raises(ConfigurationError, match=said):
         convert(ConvertConfig(input=path, period="3m", output_dir=tmp_path / "out"))
     assert len(written) == 2 and not list((tmp_path / "out").iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    path = write_netflix(tmp_path, "combined")
+    in_file = path / "combined_data_1.txt" / "out"
+    with pytest.raises(ConfigurationError, match=r"Cannot write .*: Not a directory\."):
+        convert(ConvertConfig(input=path, period="3m", output_dir=in_file))
+
+
+@pytest.mark.parametrize(
+    ("most_small", "how"),
+    [(30, "--config small_ratings"), (29, "--size 128 --batch-size 64")],
+)
+def test_how_to_train_depends_on_how_many_ratings_there_are(
+    tmp_path, capsys, monkeypatch, most_small, how
+):
+    monkeypatch.setattr(module, "_MOST_SMALL_RATINGS", most_small)
+    path = tmp_path / "u.data"
+    path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in TIMED))
+    assert run(path, "--fractions", 0.6, 0.2, 0.2, "--output-dir", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert f"train {how} --training-data-file {tmp_path}/train.txt" in said
 
 
 @pytest.mark.parametrize(

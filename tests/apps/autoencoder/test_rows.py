@@ -185,6 +185,18 @@ def test_a_user_gets_all_that_is_not_rated_and_a_stranger_nothing(
     assert ended.status == 2 and "None of the users in the ratings" in ended.err
 
 
+def test_users_that_the_model_does_not_know_are_counted(trained, tmp_path, capsys):
+    new = tmp_path / "new.txt"
+    new.write_text(f"ann,500,5\nbob,500,4\n{FIRST_USER},501,1\n")
+    words = f"recommend --checkpoint {trained} --all --training-data-file {new}"
+    ended = command(capsys, words)
+    assert ended.status == 0, ended.err
+    assert (
+        "2 of the ratings to foretell from are left out: the model does not know 2 users, "
+        "and 1 items were rated by nobody else. Nothing is recommended to these users."
+    ) in ended.err
+
+
 def test_an_item_that_came_later_is_recommended(trained, expected, tmp_path, capsys):
     later = tmp_path / "later.txt"
     known = (trained.parent / "train.txt").read_text()

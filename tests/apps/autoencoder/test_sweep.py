@@ -15,7 +15,7 @@ from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
-from millrace.apps.autoencoder.trials import each_if_finite, trials_program
+from millrace.apps.autoencoder.trials import each_if_finite, label, trials_program
 from millrace.config import as_plain, parse
 from millrace.report.drawings import points_chart
 from millrace.report.plots import Picture
@@ -44,6 +44,18 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     each = summary["trials"][0]["rows_per_second"]
     assert summary["samples_per_second"] == pytest.approx(3 * each)
     assert summary["samples"] == 3 * 12 * 8
+
+
+def test_a_sweep_of_which_nothing_is_left_has_failed(swept, tmp_path, capsys):
+    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    words += f"--base-learning-rates 1,1.5 --run-dir {tmp_path}/run"
+    ended = command(capsys, words.replace("--quiet", ""))
+    assert ended.status == 1
+    assert "millrace: Every model diverged, so there is no best" in ended.err
+    assert len([line for line in ended.err.splitlines() if line.endswith("diverged")]) == 2
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] == "failed" and len(summary["trials"]) == 2
+    assert (tmp_path / "run" / "sweep.svg").exists()
 
 
 def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys):
@@ -117,6 +129,15 @@ def test_more_devices_than_there_are_is_refused(tmp_path, capsys):
     assert ended.status == 2
     assert f"--num-devices is {count}, but there are only {count - 1}" in ended.err
     assert not (tmp_path / "run").exists()
+
+
+def test_learning_rates_that_differ_a_little_are_called_differently():
+    words = "--training-data-file 3m_train.txt --base-learning-rates 10,10.000001"
+    config, _ = parse(SweepConfig, words.split(), program="")
+    assert [label(exponent) for exponent in config.exponents] == ["10", "10.000001"]
+    trials = [TRIALS[1]._replace(base_learning_rate=value) for value in config.exponents]
+    assert [line.split()[0] for line in table(trials)[1:]] == ["-10", "-10.000001"]
+    assert config.exponents is config.exponents
 
 
 TRIALS = [
