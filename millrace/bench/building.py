@@ -18,15 +18,14 @@ def configuration(entry: Entry) -> Any:
     """Return the configuration that an entry's command stands for."""
     config_type, named = _config_type(entry.application)
     try:
-        config, _ = parse(
-            config_type, entry.words, program=entry.application, named_configs=named
-        )
+        program = f"millrace {entry.application}"
+        config, _ = parse(config_type, entry.words, program=program, named_configs=named)
     except ConfigurationError as error:
-        raise ConfigurationError(f"Benchmark {entry.name}: {error}") from error
+        raise ConfigurationError(f"{entry.place}: {error}") from error
     if entry.application == "cnn validate" and len(config.batch_size) != 1:
         raise ConfigurationError(
-            f"Benchmark {entry.name}: give one batch size in the command; batch_sizes "
-            "makes an entry of each."
+            f"{entry.place}: give one batch size in the command; batch_sizes makes an "
+            "entry of each."
         )
     return config
 
