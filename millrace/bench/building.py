@@ -108,3 +108,19 @@ def _vcd(entry: Entry, config: Any, devices: list[Any]) -> Workload:
 
     _enough(config.num_replicas, devices)
     return VcdTraining(config, random_data=entry.random_data)
+
+
+def bytes_of(command: str) -> float:
+    """Count what products and convolutions of a unit of a command read and write.
+
+    Nothing is compiled or run. What is counted is what JAX's default backend would be
+    given: a CPU is given other convolutions than a GPU.
+    """
+    import jax
+
+    entry = Entry(name="command", command=command)
+    work = build_workload(entry, configuration(entry), jax.local_devices())
+    try:
+        return work.traced().num_bytes
+    finally:
+        work.stop()

@@ -26,14 +26,8 @@ from millrace.apps.cnn.validate import (
 )
 from millrace.apps.cnn.validate_data import feed_of
 from millrace.apps.cnn.validate_options import ValidateConfig
-from millrace.bench.operations import operations
-from millrace.bench.workload import (
-    Cost,
-    Training,
-    Workload,
-    bytes_accessed,
-    compiling_with,
-)
+from millrace.bench.operations import Counted, count
+from millrace.bench.workload import Training, Workload, bytes_accessed, compiling_with
 from millrace.nn.layers import init_layers
 from millrace.program.compiling import Options, peak_bytes
 
@@ -166,16 +160,18 @@ class Validation(Workload):
         self._feed.close()
         self._inference.release()
 
-    def cost(self) -> Cost:
+    def traced(self) -> Counted:
         network, batch = self._inference.network, self._feed.batch
         shape = (batch.shape[0] // self.num_devices, *batch.shape[1:])
-        images = jax.ShapeDtypeStruct(shape, jnp.float32)
+        images = jax.ShapeDtypeStruct(shape, jnp.dtype(self.compute))
         weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
             (network.params, network.carried),
         )
-        counted = operations(network.apply, weights, images)
-        return Cost(counted, bytes_accessed(self._inference.programs["one"]))
+        return count(network.apply, weights, images)
+
+    def compiled_bytes(self) -> float | None:
+        return bytes_accessed(self._inference.programs["one"])
 
     def latency(self, seconds: float) -> dict[str, float]:
         batch = self._feed.one_batch()
