@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import statistics
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +19,19 @@ from millrace.apps.cnn.feeding import open_infeed
 from millrace.apps.cnn.inference import Network, latencies
 from millrace.apps.cnn.recipe import model_of, program_of
 from millrace.apps.cnn.train import plan_events
-from millrace.apps.cnn.validate import (
-    inference_of,
-    latency_figures,
-    narrowed,
-    weights_of,
-)
+from millrace.apps.cnn.validate import inference_of, narrowed, weights_of
 from millrace.apps.cnn.validate_data import feed_of
 from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.bench.latency import latency_calls
 from millrace.bench.operations import Counted, count
 from millrace.bench.workload import Training, Workload, bytes_accessed, compiling_with
 from millrace.nn.layers import init_layers
 from millrace.program.compiling import Options, peak_bytes
 
+_FIRST_CALLS = 5
+
 _TORCH_MODELS = {
-    ("resnet", "18"): "resnet18",
-    ("resnet", "50"): "resnet50",
-    ("resnet", "101"): "resnet101",
+    **{("resnet", n): f"resnet{n}" for n in ("18", "34", "50", "101", "152")},
     ("resnext", "50"): "resnext50_32x4d",
     ("resnext", "101"): "resnext101_32x4d",
     **{("efficientnet", f"B{n}"): f"efficientnet_b{n}" for n in range(8)},
@@ -173,11 +170,11 @@ class Validation(Workload):
     def compiled_bytes(self) -> float | None:
         return bytes_accessed(self._inference.programs["one"])
 
-    def latency(self, seconds: float) -> dict[str, float]:
+    def latency(self, seconds: float) -> list[float]:
         batch = self._feed.one_batch()
         timed = functools.partial(latencies, self._inference, batch)
-        (first,) = timed(1)
-        return latency_figures(list(timed(max(20, int(seconds / first)))))
+        once = statistics.median(timed(_FIRST_CALLS))
+        return list(timed(latency_calls(once, seconds)))
 
 
 def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | None:

@@ -35,12 +35,14 @@ millrace bench --page benchmarks/results --out docs/results.md
 A row is an entry of the spec; its command stands below the table and can be typed by
 itself. *samples/s* is the median of some values, the first dropped, and *spread* how far
 the lowest and the highest are apart; *ms* is for an update, or a batch in the middle of
-many; *latency* is a call with one batch, timed on the host until its logits are there.
-*TFLOP/s* counts products and convolutions, and *GB/s* the larger of two counts: what XLA
+many; *latency* is a call with one batch, timed on the host until its logits are there: its
+median and, where it is known that there were enough calls, 99th and 99.9th percentile.
+*TFLOP/s* counts products and convolutions, and *GB/s* is the larger of two counts: what XLA
 says a program moves, which leaves out what it hands to cuDNN and cuBLAS, and the operands
 and results of products and convolutions. Each has its part of what the same device reached,
-in the same call, in plain products and copies. *ratio* is our samples/s over those of the faster of PyTorch's two ways, run in the
-same call; *latency ratio* is PyTorch's median latency over ours. Above 1, ours is faster.
+in the same call, in plain products and copies. *ratio* is our samples/s over those of the
+faster of PyTorch's two ways, run in the same call; *latency ratio* is PyTorch's median
+latency over ours. Above 1, ours is faster.
 """
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.latency import supported
 from millrace.host.run_directory import finite_json, write_atomically
 
 _COLUMNS: tuple[str, ...] = (
@@ -17,6 +18,7 @@ _COLUMNS: tuple[str, ...] = (
     "highest",
     "unit",
     "ms_per_unit",
+    "latency_calls",
     "latency_mean_ms",
     "latency_p50_ms",
     "latency_p99_ms",
@@ -96,7 +98,8 @@ def command_line(entry: Mapping[str, Any]) -> str:
 
 def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
     """Write an entry's figures out."""
-    speeds, latency = entry["samples_per_second"], entry["latency_ms"]
+    speeds = entry["samples_per_second"]
+    latency = supported(entry["latency_ms"], entry.get("latency_calls", 0))
     peers = entry.get("peers") or {}
     spread = (speeds["highest"] - speeds["lowest"]) / speeds["median"]
     return {
@@ -105,9 +108,9 @@ def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
         else f"{speeds['median']:,.0f}",
         "spread": f"{100 * spread:.1f} %",
         "ms": f"{entry['ms_per_unit']:.3f}",
-        "latency p50, p99, p99.9": ", ".join(
-            f"{latency[name]:.3f}" for name in ("p50", "p99", "p99.9")
-        ) if latency else "",
+        "latency p50": _milliseconds(entry["latency_ms"].get("p50")),
+        "p99": _milliseconds(latency.get("p99")),
+        "p99.9": _milliseconds(latency.get("p99.9")),
         "compiled in s": f"{entry['compile_seconds']:.1f}",
         "peak GiB": f"{entry['peak_bytes'] / 2**30:.2f}",
         "TFLOP/s": _part(entry["flops_per_second"], 1e12, entry["of_matmul_limit"]),
@@ -118,6 +121,10 @@ def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
         "latency ratio": f"{entry['latency_ratio']:.2f}"
         if entry.get("latency_ratio") else "",
     }  # fmt: skip
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _part(value: float | None, scale: float, part: float | None) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 _LEARNING_RATE = 0.01
 _WARM_UP, _FIRST_CALLS = 5, 3
-_MIN_CALLS = 20
 
 
 class Training:
@@ -147,6 +146,7 @@ def prepare(settings: dict[str, Any], compiled: bool) -> Any:
 def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) -> Any:
     """Return samples per second, and of inference the latencies."""
     import torch
+    from latency import latency_calls, supported  # beside this file
 
     device = settings["device"]
     torch.backends.cudnn.benchmark = True
@@ -160,9 +160,9 @@ def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) ->
         "samples_per_second": [settings["batch"] / value for value in values]
     }
     if settings["kind"] == "inference":
-        number = max(_MIN_CALLS, int(seconds / statistics.median(values)))
+        number = latency_calls(statistics.median(values), seconds)
         timed = [_time(work.call, 1, device) for _ in range(number)]
-        found["latency_ms"] = _figures(timed)
+        found |= {"latency_ms": supported(_figures(timed), number), "latency_calls": number}
     if device == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -82,10 +82,10 @@ class Workload(abc.ABC):
         except Exception as error:
             _log.warning("What it costs is not known: %s", error)
 
-    def latency(self, seconds: float) -> dict[str, float]:
-        """Return latency in milliseconds, for about so long; {} if there is no such."""
+    def latency(self, seconds: float) -> list[float]:
+        """Time single calls, for about so long or some times that; [] if there are none."""
         del seconds
-        return {}
+        return []
 
 
 class Training(Workload):
