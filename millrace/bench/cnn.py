@@ -29,6 +29,7 @@ from millrace.nn.layers import init_layers
 from millrace.program.compiling import Options, peak_bytes
 
 _FIRST_CALLS = 5
+_NO_MODEL = "torchvision has no such network"
 
 _TORCH_MODELS = {
     **{("resnet", n): f"resnet{n}" for n in ("18", "34", "50", "101", "152")},
@@ -51,13 +52,16 @@ def cnn_training(config: CnnConfig) -> Workload:
     return Training(program, weights, infeed, execution, _training_peer(config, images))
 
 
-def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | None:
-    """Say what PyTorch should train; None if it would not be the same work."""
+def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | str:
+    """Say what PyTorch should train, or why it would not be the same work."""
     name = torch_model(config)
-    momentum = config.optimizer == "sgd" and not config.mixes
+    if name is None:
+        return _NO_MODEL
+    if config.optimizer != "sgd" or config.mixes:
+        return "PyTorch's side trains with SGD, and mixes no pictures"
     plain = config.batching.global_batch_size == config.micro_batch_size
-    if name is None or not momentum or not plain or config.num_stages > 1:
-        return None
+    if not plain or config.num_stages > 1:
+        return "PyTorch's side has one device, and an update for each micro-batch"
     return {
         "kind": "training",
         "model": name,
@@ -177,10 +181,12 @@ class Validation(Workload):
         return list(timed(latency_calls(once, seconds)))
 
 
-def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | None:
+def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | str:
     name = torch_model(config.training)
-    if name is None or config.synthetic != "device" or config.num_replicas > 1:
-        return None
+    if name is None:
+        return _NO_MODEL
+    if config.synthetic != "device" or config.num_replicas > 1:
+        return "PyTorch's side has one device, on which its pictures lie"
     return {
         "kind": "inference",
         "model": name,

@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.noise import noise_of
 from millrace.bench.reporting import table
 from millrace.config import ConfigurationError
-
-_SMALLEST = 0.01
-"""A change that is never more than noise: repeats within a call agree better than calls."""
 
 _FACTS = ("date", "device", "commit", "command")
 _ALWAYS = ("name", "command", "status")
@@ -82,26 +80,18 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _row(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    speeds = [entry["samples_per_second"]["median"] for entry in (old, new)]
-    change, noise = speeds[1] / speeds[0] - 1, noise_of(old, new)
+    both = [entry["samples_per_second"] for entry in (old, new)]
+    before, now = (speeds["median"] for speeds in both)
+    change, noise = now / before - 1, noise_of(*both)
     same = old["command"] == new["command"]
     return {
         "entry": new["name"],
-        "before": f"{speeds[0]:,.1f}",
-        "now": f"{speeds[1]:,.1f}",
+        "before": f"{before:,.1f}",
+        "now": f"{now:,.1f}",
         "change": f"{100 * change:+.1f} %",
         "noise": f"{100 * noise:.1f} %",
         "so it is": verdict(change, noise) if same else "another command",
     }
-
-
-def noise_of(*entries: Mapping[str, Any]) -> float:
-    """Return how far the values of these entries are apart, added up, as a part."""
-    spreads = [
-        (speeds["highest"] - speeds["lowest"]) / speeds["median"]
-        for speeds in (entry["samples_per_second"] for entry in entries)
-    ]
-    return max(_SMALLEST, sum(spreads))
 
 
 def verdict(change: float, noise: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from millrace.bench.comparing import read_results
-from millrace.bench.reporting import command_line, row_of, table
+from millrace.bench.reporting import command_line, notes, row_of, table
 from millrace.config import ConfigurationError
 
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
@@ -41,8 +41,9 @@ median and, where it is known that there were enough calls, 99th and 99.9th perc
 says a program moves, which leaves out what it hands to cuDNN and cuBLAS, and the operands
 and results of products and convolutions. Each has its part of what the same device reached,
 in the same call, in plain products and copies. *ratio* is our samples/s over those of the
-faster of PyTorch's two ways, run in the same call; *latency ratio* is PyTorch's median
-latency over ours. Above 1, ours is faster.
+faster of PyTorch's two ways, run in the same call, with a ~ where the spreads of the two
+are larger than its distance from 1; *latency ratio* is PyTorch's median latency over ours.
+Above 1, ours is faster.
 """
 
 
@@ -102,8 +103,8 @@ def _section(results: Mapping[str, Any], published: Sequence[Mapping[str, Any]])
     measured = [e for e in results["entries"] if e["status"] == "measured"]
     lines = [f"## {facts['device']}, {facts['date']}", "", *_facts(results), ""]
     for title, some in _topics(measured).items():
-        lines += [f"### {title}", "", *table([_row(e, published) for e in some]), ""]
-        lines += [*map(command_line, some), ""]
+        lines += [f"### {title}", "", *table([_row(e, published) for e in some])]
+        lines += [*notes(some), "", *map(command_line, some), ""]
     left = [e for e in results["entries"] if e["status"] != "measured"]
     if left:
         lines += ["Not measured:", ""]

@@ -41,8 +41,8 @@ class Workload(abc.ABC):
     compile_seconds = 0.0
     memory_bytes = 0
     known_cost = Cost(None, None)
-    peer: dict[str, Any] | None = None
-    """What PyTorch has to know to do the same; None where it cannot."""
+    peer: dict[str, Any] | str = "PyTorch's side does not know this command"
+    """What PyTorch has to know to do the same, or why it cannot."""
 
     @abc.abstractmethod
     def compile(self, options: Options | None = None) -> None:
@@ -99,7 +99,7 @@ class Training(Workload):
         weights: tuple[Any, Any],
         infeed: Infeed,
         execution: int,
-        peer: dict[str, Any] | None = None,
+        peer: dict[str, Any] | str = Workload.peer,
     ) -> None:
         batching = program.plan.batching
         self.samples_per_unit = batching.global_batch_size
