@@ -147,21 +147,24 @@ def _others(published: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
             "what": part["what"],
-            "beside": f"`{part['entries']}`",
+            "beside": ", ".join(f"`{pattern}`" for pattern in part["entries"])
+            or "none: another network",
             "hardware": hardware,
             "samples/s": figure,
+            "batch": batch,
             "how": how,
             "source": source,
         }
         for part in published
-        for hardware, figure, how, source in part["figures"]
+        for hardware, figure, batch, how, source in part["figures"]
     ]
     return "\n".join(
         [
             "## Published elsewhere",
             "",
             "On other hardware, by those who made it or by the networks' keepers. For the "
-            "IPU-M2000 commands of Graphcore's benchmarks no published figures were found.",
+            "IPU-M2000 commands of Graphcore's benchmarks no published figures were found. "
+            "The batch is theirs, over all devices, where it is said.",
             "",
             *table(rows),
         ]
@@ -169,9 +172,10 @@ def _others(published: Sequence[Mapping[str, Any]]) -> str:
 
 
 def beside(name: str, published: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a few words what others have published for an entry."""
+    """Return in a few words what others have published for an entry's network."""
     for part in published:
-        if fnmatch.fnmatchcase(name, part["entries"]):
-            hardware, figure, _, _ = part["figures"][0]
-            return f"{figure} ({hardware})"
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in part["entries"]):
+            hardware, figure, batch, _, _ = part["figures"][0]
+            said = f"batch {batch}" if batch else "batch not said"
+            return f"{figure} ({hardware}, {said})"
     return ""

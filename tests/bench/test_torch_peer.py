@@ -245,4 +245,4 @@ def test_pytorch_does_the_same_work(kind):
     found = process.ask(do="measure", repeat=2, seconds=0.2, **request)
     process.close()
     assert len(found["samples_per_second"]) == 2
-    assert ("latency_ms" in found) == (kind == "inference")
+    assert ("latency_ms" in found) == ("latency_calls" in found) == (kind == "inference")
