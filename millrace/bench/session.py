@@ -19,7 +19,7 @@ from millrace.bench.config import BenchConfig
 from millrace.bench.facts import session_facts
 from millrace.bench.limits import measure_limits, parts_of_limits
 from millrace.bench.measuring import measure
-from millrace.bench.noise import fastest, ratio_noise
+from millrace.bench.noise import fastest, is_uncertain, ratio_noise
 from millrace.bench.reporting import as_markdown, ratio_of, write_results
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
@@ -232,6 +232,7 @@ def compared(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
     if best := fastest(peers):
         found["ratio"] = ours["samples_per_second"]["median"] / best["median"]
         found["ratio_noise"] = ratio_noise(ours | found)
+        found["ratio_uncertain"] = is_uncertain(ours | found)
     else:
         found["no_ratio"] = "; ".join(f"{n}: {peer['error']}" for n, peer in peers.items())
     times = [peer["latency_ms"]["p50"] for peer in peers.values() if "latency_ms" in peer]

@@ -243,7 +243,7 @@ def facts(device: str) -> dict[str, str]:
 
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     torch.set_float32_matmul_precision("high")
-    versions = {"torch": torch.__version__}
+    versions: dict[str, str] = {"torch": torch.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["torchvision"] = importlib.metadata.version("torchvision")
     return {**versions, "device": name, "threads": str(torch.get_num_threads())}

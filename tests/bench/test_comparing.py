@@ -15,8 +15,8 @@ from millrace.config import ConfigurationError
 def results(*speeds, device="cpu", **others):
     low, middle, high = speeds
     speed = {"lowest": low, "median": middle, "highest": high}
-    entry = {"name": "x", "status": "measured", "command": "vcd train"}
-    entry["samples_per_second"] = speed
+    entry = {"name": "x", "status": "measured", "samples_per_second": speed}
+    entry |= {"command": "vcd train"}
     facts = {"date": "2026-01-01", "commit": "abc", "device": device}
     return {"facts": facts, "entries": [entry | others]}
 

@@ -4,6 +4,7 @@ import pytest
 
 from millrace.bench import measuring
 from millrace.bench.latency import latency_calls, supported
+from millrace.bench.operations import Counted
 from millrace.bench.workload import Workload
 
 
@@ -25,7 +26,13 @@ class Clocked(Workload):
     def compile(self, options=None):
         pass
 
-    start = stop = traced = compiled_bytes = compile
+    start = stop = compile
+
+    def traced(self):
+        return Counted(0.0, 0.0)
+
+    def compiled_bytes(self):
+        return None
 
 
 @pytest.fixture

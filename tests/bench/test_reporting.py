@@ -60,7 +60,7 @@ def test_ours_is_compared_with_the_shorter_of_pytorch_s_latencies():
 )
 def test_a_ratio_within_the_noise_is_marked(peers, uncertain):
     found = entry(99, 100, 101, peers=peers)
-    assert is_uncertain(found) == uncertain
+    assert is_uncertain(found) == found["ratio_uncertain"] == uncertain
     text = as_markdown({"facts": {}, "entries": [found]})
     assert ("| ~1.11 " in text) == ("~: the ratio is no further" in text) == uncertain
     (row,) = csv.DictReader(as_csv([found]).splitlines())
