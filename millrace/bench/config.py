@@ -27,7 +27,7 @@ class BenchConfig:
     """Values that are measured of each entry, after a first one that is dropped."""
     seconds: float = 2.0
     """Time that the values of an entry take together, without the first. Latency takes
-    half of it, or up to three times as long if a thousand calls can be made in that."""
+    half of it, or up to three times it where that is enough calls for p99 or p99.9."""
     compare: Path | None = None
     """results.json of an earlier time: say what has become slower or faster."""
     peer: Literal["torch"] | None = None

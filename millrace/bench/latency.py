@@ -10,10 +10,9 @@ _PATIENCE = 6
 
 
 def latency_calls(once: float, seconds: float) -> int:
-    """Return how many calls to make: for so long, or longer if that is enough for all."""
-    wanted = max(CALLS_NEEDED.values())
-    fit = int(seconds / once)
-    return max(_FEWEST, fit, min(wanted, _PATIENCE * fit))
+    """Return how many calls to make: for so long, or longer if that tells a percentile."""
+    needed = [n for n in CALLS_NEEDED.values() if n * once <= _PATIENCE * seconds]
+    return max(_FEWEST, int(seconds / once), *needed)
 
 
 def supported(figures: dict[str, float], calls: int) -> dict[str, float]:

@@ -70,9 +70,10 @@ def test_a_percentile_is_left_out_where_there_are_too_few_calls(calls, told, mea
     assert list(supported(figures, calls)) == told
 
 
-def test_a_thousand_calls_are_made_if_that_takes_some_times_as_long():
+def test_as_many_calls_as_a_percentile_needs_are_made_if_they_take_not_too_long():
     assert latency_calls(1e-3, 1.0) == 1000
     assert latency_calls(5e-3, 1.0) == 1000  # five times as long
     assert latency_calls(1e-4, 1.0) == 10_000
-    assert latency_calls(0.1, 1.0) == 60
+    assert latency_calls(0.05, 1.0) == 100  # enough for p99
+    assert latency_calls(0.1, 1.0) == 20  # more would not tell more
     assert latency_calls(1.0, 0.1) == 20
