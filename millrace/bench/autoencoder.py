@@ -31,12 +31,12 @@ def autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -> Workl
 
 def _peer(
     config: AutoencoderConfig, model: Model, ratings: Ratings
-) -> dict[str, Any] | None:
-    """Say what PyTorch should train; None if it would not be the same work."""
+) -> dict[str, Any] | str:
+    """Say what PyTorch should train, or why it would not be the same work."""
     unusual = not (model.tied and model.selu) or model.input_dropout_rate
     alone = config.plan.num_replicas == 1 and config.refeeding != "detached"
     if unusual or config.gradient_clipping or not alone:
-        return None
+        return "PyTorch's side has the usual recommender alone, on one device"
     return {
         "kind": "autoencoder",
         "batch": config.resolved_batch_size,

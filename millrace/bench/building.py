@@ -18,15 +18,14 @@ def configuration(entry: Entry) -> Any:
     """Return the configuration that an entry's command stands for."""
     config_type, named = _config_type(entry.application)
     try:
-        config, _ = parse(
-            config_type, entry.words, program=entry.application, named_configs=named
-        )
+        program = f"millrace {entry.application}"
+        config, _ = parse(config_type, entry.words, program=program, named_configs=named)
     except ConfigurationError as error:
-        raise ConfigurationError(f"Benchmark {entry.name}: {error}") from error
+        raise ConfigurationError(f"{entry.place}: {error}") from error
     if entry.application == "cnn validate" and len(config.batch_size) != 1:
         raise ConfigurationError(
-            f"Benchmark {entry.name}: give one batch size in the command; batch_sizes "
-            "makes an entry of each."
+            f"{entry.place}: give one batch size in the command; batch_sizes makes an "
+            "entry of each."
         )
     return config
 
@@ -109,3 +108,19 @@ def _vcd(entry: Entry, config: Any, devices: list[Any]) -> Workload:
 
     _enough(config.num_replicas, devices)
     return VcdTraining(config, random_data=entry.random_data)
+
+
+def bytes_of(command: str) -> float:
+    """Count what products and convolutions of a unit of a command read and write.
+
+    Nothing is compiled or run. What is counted is what JAX's default backend would be
+    given: a CPU is given other convolutions than a GPU.
+    """
+    import jax
+
+    entry = Entry(name="command", command=command)
+    work = build_workload(entry, configuration(entry), jax.local_devices())
+    try:
+        return work.traced().num_bytes
+    finally:
+        work.stop()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import statistics
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +19,20 @@ from millrace.apps.cnn.feeding import open_infeed
 from millrace.apps.cnn.inference import Network, latencies
 from millrace.apps.cnn.recipe import model_of, program_of
 from millrace.apps.cnn.train import plan_events
-from millrace.apps.cnn.validate import (
-    inference_of,
-    latency_figures,
-    narrowed,
-    weights_of,
-)
+from millrace.apps.cnn.validate import inference_of, narrowed, weights_of
 from millrace.apps.cnn.validate_data import feed_of
 from millrace.apps.cnn.validate_options import ValidateConfig
-from millrace.bench.operations import operations
-from millrace.bench.workload import (
-    Cost,
-    Training,
-    Workload,
-    bytes_accessed,
-    compiling_with,
-)
+from millrace.bench.latency import latency_calls
+from millrace.bench.operations import Counted, count
+from millrace.bench.workload import Training, Workload, bytes_accessed, compiling_with
 from millrace.nn.layers import init_layers
 from millrace.program.compiling import Options, peak_bytes
 
+_FIRST_CALLS = 5
+_NO_MODEL = "torchvision has no such network"
+
 _TORCH_MODELS = {
-    ("resnet", "18"): "resnet18",
-    ("resnet", "50"): "resnet50",
-    ("resnet", "101"): "resnet101",
+    **{("resnet", n): f"resnet{n}" for n in ("18", "34", "50", "101", "152")},
     ("resnext", "50"): "resnext50_32x4d",
     ("resnext", "101"): "resnext101_32x4d",
     **{("efficientnet", f"B{n}"): f"efficientnet_b{n}" for n in range(8)},
@@ -60,13 +52,16 @@ def cnn_training(config: CnnConfig) -> Workload:
     return Training(program, weights, infeed, execution, _training_peer(config, images))
 
 
-def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | None:
-    """Say what PyTorch should train; None if it would not be the same work."""
+def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | str:
+    """Say what PyTorch should train, or why it would not be the same work."""
     name = torch_model(config)
-    momentum = config.optimizer == "sgd" and not config.mixes
+    if name is None:
+        return _NO_MODEL
+    if config.optimizer != "sgd" or config.mixes:
+        return "PyTorch's side trains with SGD, and mixes no pictures"
     plain = config.batching.global_batch_size == config.micro_batch_size
-    if name is None or not momentum or not plain or config.num_stages > 1:
-        return None
+    if not plain or config.num_stages > 1:
+        return "PyTorch's side has one device, and an update for each micro-batch"
     return {
         "kind": "training",
         "model": name,
@@ -166,28 +161,32 @@ class Validation(Workload):
         self._feed.close()
         self._inference.release()
 
-    def cost(self) -> Cost:
+    def traced(self) -> Counted:
         network, batch = self._inference.network, self._feed.batch
         shape = (batch.shape[0] // self.num_devices, *batch.shape[1:])
-        images = jax.ShapeDtypeStruct(shape, jnp.float32)
+        images = jax.ShapeDtypeStruct(shape, jnp.dtype(self.compute))
         weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
             (network.params, network.carried),
         )
-        counted = operations(network.apply, weights, images)
-        return Cost(counted, bytes_accessed(self._inference.programs["one"]))
+        return count(network.apply, weights, images)
 
-    def latency(self, seconds: float) -> dict[str, float]:
+    def compiled_bytes(self) -> float | None:
+        return bytes_accessed(self._inference.programs["one"])
+
+    def latency(self, seconds: float) -> list[float]:
         batch = self._feed.one_batch()
         timed = functools.partial(latencies, self._inference, batch)
-        (first,) = timed(1)
-        return latency_figures(list(timed(max(20, int(seconds / first)))))
+        once = statistics.median(timed(_FIRST_CALLS))
+        return list(timed(latency_calls(once, seconds)))
 
 
-def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | None:
+def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | str:
     name = torch_model(config.training)
-    if name is None or config.synthetic != "device" or config.num_replicas > 1:
-        return None
+    if name is None:
+        return _NO_MODEL
+    if config.synthetic != "device" or config.num_replicas > 1:
+        return "PyTorch's side has one device, on which its pictures lie"
     return {
         "kind": "inference",
         "model": name,

@@ -1,26 +1,65 @@
 """What has become slower or faster since an earlier measurement, beyond its noise."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.noise import noise_of
 from millrace.bench.reporting import table
 from millrace.config import ConfigurationError
 
-_SMALLEST = 0.01
-"""A change that is never more than noise: repeats within a call agree better than calls."""
+_FACTS = ("date", "device", "commit", "command")
+_ALWAYS = ("name", "command", "status")
+_MEASURED = (
+    "samples_per_second",
+    "ms_per_unit",
+    "latency_ms",
+    "compile_seconds",
+    "peak_bytes",
+    "flops_per_second",
+    "of_matmul_limit",
+    "bytes_per_second",
+    "of_copy_limit",
+)
+_SPEEDS = ("median", "lowest", "highest")
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read what an earlier call has written."""
+    """Read what an earlier call has written, and refuse what is not complete."""
     try:
         results = json.loads(path.read_text())
-        if isinstance(results, dict) and isinstance(results.get("entries"), list):
-            return results
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    raise ConfigurationError(f"{path} is not a results.json of millrace bench.")
+    if not isinstance(results, dict) or not isinstance(results.get("entries"), list):
+        raise ConfigurationError(f"{path} is not a results.json of millrace bench.")
+    _require(path, "it", results, ("facts", "limits"))
+    _require(path, "facts", results["facts"], _FACTS)
+    for number, entry in enumerate(results["entries"], start=1):
+        _check_entry(path, f"entry {number}", entry)
+    return results
+
+
+def _check_entry(path: Path, place: str, entry: Any) -> None:
+    _require(path, place, entry, _ALWAYS)
+    place = f"entry {entry['name']}"
+    if entry["status"] != "measured":
+        _require(path, place, entry, ("reason",))
+        return
+    _require(path, place, entry, _MEASURED)
+    speeds = entry["samples_per_second"]
+    _require(path, f"samples_per_second of {place}", speeds, _SPEEDS)
+    if not all(isinstance(speeds[name], int | float) for name in _SPEEDS):
+        raise ConfigurationError(f"{path}: samples_per_second of {place} has no number.")
+
+
+def _require(path: Path, place: str, part: Any, names: Sequence[str]) -> None:
+    given = part if isinstance(part, dict) else {}
+    if missing := [name for name in names if name not in given]:
+        raise ConfigurationError(
+            f"{path} is not a complete results.json of millrace bench: {place} has no "
+            f"{', '.join(missing)}."
+        )
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -41,25 +80,18 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _row(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    speeds = [entry["samples_per_second"]["median"] for entry in (old, new)]
-    change, noise = speeds[1] / speeds[0] - 1, noise_of(old, new)
+    both = [entry["samples_per_second"] for entry in (old, new)]
+    before, now = (speeds["median"] for speeds in both)
+    change, noise = now / before - 1, noise_of(*both)
+    same = old["command"] == new["command"]
     return {
         "entry": new["name"],
-        "before": f"{speeds[0]:,.1f}",
-        "now": f"{speeds[1]:,.1f}",
+        "before": f"{before:,.1f}",
+        "now": f"{now:,.1f}",
         "change": f"{100 * change:+.1f} %",
         "noise": f"{100 * noise:.1f} %",
-        "so it is": verdict(change, noise),
+        "so it is": verdict(change, noise) if same else "another command",
     }
-
-
-def noise_of(*entries: Mapping[str, Any]) -> float:
-    """Return how far the values of these entries are apart, added up, as a part."""
-    spreads = [
-        (speeds["highest"] - speeds["lowest"]) / speeds["median"]
-        for speeds in (entry["samples_per_second"] for entry in entries)
-    ]
-    return max(_SMALLEST, sum(spreads))
 
 
 def verdict(change: float, noise: float) -> str:

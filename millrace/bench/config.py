@@ -26,15 +26,18 @@ class BenchConfig:
     repeat: int = 5
     """Values that are measured of each entry, after a first one that is dropped."""
     seconds: float = 2.0
-    """Time that the values of an entry take together, without the first."""
+    """Time that the values of an entry take together, without the first. Latency takes
+    half of it, or up to three times it where that is enough calls for p99 or p99.9."""
     compare: Path | None = None
     """results.json of an earlier time: say what has become slower or faster."""
     peer: Literal["torch"] | None = None
-    """Run the same work in PyTorch, eager and compiled, and give the ratio."""
+    """Run the same work in PyTorch, eager and compiled, and give the ratio, with a ~ where
+    noise could have made it, or say why there is none."""
     torch_python: str = sys.executable
     """A Python that has PyTorch (default: the one that runs this)."""
     torch_seconds: float = 1.0
-    """Time that the values of each of PyTorch's variants take together."""
+    """Time that the values of each of PyTorch's variants take together, after a warm-up
+    that takes no longer; a value is of five calls or more."""
     compile_threads: int | None = None
     """Programs compiled at the same time, before the first one is measured (default: half
     as many as there are cores, at most 8; for a GPU or TPU one, measured right away)."""

@@ -4,6 +4,8 @@ import statistics
 import time
 from typing import Any
 
+from millrace.apps.cnn.validate import latency_figures
+from millrace.bench.latency import supported
 from millrace.bench.workload import Workload
 
 
@@ -30,7 +32,8 @@ def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
         "samples_per_unit": work.samples_per_unit,
         "units_per_call": work.units_per_call,
         "ms_per_unit": 1e3 * unit_seconds,
-        "latency_ms": latency,
+        "latency_ms": supported(latency_figures(latency), len(latency)),
+        "latency_calls": len(latency),
         "compile_seconds": work.compile_seconds,
         "peak_bytes": work.memory_bytes,
         "num_devices": work.num_devices,

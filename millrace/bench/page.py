@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from millrace.bench.comparing import read_results
-from millrace.bench.reporting import command_line, row_of, table
+from millrace.bench.reporting import command_line, notes, row_of, table
 from millrace.config import ConfigurationError
 
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
@@ -35,11 +35,15 @@ millrace bench --page benchmarks/results --out docs/results.md
 A row is an entry of the spec; its command stands below the table and can be typed by
 itself. *samples/s* is the median of some values, the first dropped, and *spread* how far
 the lowest and the highest are apart; *ms* is for an update, or a batch in the middle of
-many; *latency* is a call with one batch, timed on the host until its logits are there.
-*TFLOP/s* counts products and convolutions, and *GB/s* what XLA says a program moves, each
-with its part of what the same device reached, in the same call, in plain products and
-copies. *ratio* is our samples/s over those of the faster of PyTorch's two ways, run in the
-same call; *latency ratio* is PyTorch's median latency over ours. Above 1, ours is faster.
+many; *latency* is a call with one batch, timed on the host until its logits are there: its
+median and, where it is known that there were enough calls, 99th and 99.9th percentile.
+*TFLOP/s* counts products and convolutions, and *GB/s* is the larger of two counts: what XLA
+says a program moves, which leaves out what it hands to cuDNN and cuBLAS, and the operands
+and results of products and convolutions. Each has its part of what the same device reached,
+in the same call, in plain products and copies. *ratio* is our samples/s over those of the
+faster of PyTorch's two ways, run in the same call, with a ~ where the spreads of the two
+are larger than its distance from 1; *latency ratio* is PyTorch's median latency over ours.
+Above 1, ours is faster.
 """
 
 
@@ -99,8 +103,8 @@ def _section(results: Mapping[str, Any], published: Sequence[Mapping[str, Any]])
     measured = [e for e in results["entries"] if e["status"] == "measured"]
     lines = [f"## {facts['device']}, {facts['date']}", "", *_facts(results), ""]
     for title, some in _topics(measured).items():
-        lines += [f"### {title}", "", *table([_row(e, published) for e in some]), ""]
-        lines += [*map(command_line, some), ""]
+        lines += [f"### {title}", "", *table([_row(e, published) for e in some])]
+        lines += [*notes(some), "", *map(command_line, some), ""]
     left = [e for e in results["entries"] if e["status"] != "measured"]
     if left:
         lines += ["Not measured:", ""]
@@ -143,21 +147,24 @@ def _others(published: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
             "what": part["what"],
-            "beside": f"`{part['entries']}`",
+            "beside": ", ".join(f"`{pattern}`" for pattern in part["entries"])
+            or "none: another network",
             "hardware": hardware,
             "samples/s": figure,
+            "batch": batch,
             "how": how,
             "source": source,
         }
         for part in published
-        for hardware, figure, how, source in part["figures"]
+        for hardware, figure, batch, how, source in part["figures"]
     ]
     return "\n".join(
         [
             "## Published elsewhere",
             "",
             "On other hardware, by those who made it or by the networks' keepers. For the "
-            "IPU-M2000 commands of Graphcore's benchmarks no published figures were found.",
+            "IPU-M2000 commands of Graphcore's benchmarks no published figures were found. "
+            "The batch is theirs, over all devices, where it is said.",
             "",
             *table(rows),
         ]
@@ -165,9 +172,10 @@ def _others(published: Sequence[Mapping[str, Any]]) -> str:
 
 
 def beside(name: str, published: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a few words what others have published for an entry."""
+    """Return in a few words what others have published for an entry's network."""
     for part in published:
-        if fnmatch.fnmatchcase(name, part["entries"]):
-            hardware, figure, _, _ = part["figures"][0]
-            return f"{figure} ({hardware})"
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in part["entries"]):
+            hardware, figure, batch, _, _ = part["figures"][0]
+            said = f"batch {batch}" if batch else "batch not said"
+            return f"{figure} ({hardware}, {said})"
     return ""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.latency import supported
+from millrace.bench.noise import is_uncertain, peer_speeds, ratio_noise, spread_of
 from millrace.host.run_directory import finite_json, write_atomically
 
 _COLUMNS: tuple[str, ...] = (
@@ -17,6 +19,7 @@ _COLUMNS: tuple[str, ...] = (
     "highest",
     "unit",
     "ms_per_unit",
+    "latency_calls",
     "latency_mean_ms",
     "latency_p50_ms",
     "latency_p99_ms",
@@ -28,13 +31,22 @@ _COLUMNS: tuple[str, ...] = (
     "bytes_per_second",
     "of_copy_limit",
     "torch_eager",
+    "torch_eager_lowest",
+    "torch_eager_highest",
     "torch_compiled",
+    "torch_compiled_lowest",
+    "torch_compiled_highest",
     "ratio",
+    "ratio_noise",
+    "ratio_uncertain",
+    "no_ratio",
     "torch_latency_p50_ms",
     "latency_ratio",
     "reason",
     "command",
 )
+
+_UNCERTAIN = "~: the ratio is no further from 1 than the values of the two are apart."
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
@@ -61,8 +73,12 @@ def _flat(entry: Mapping[str, Any]) -> dict[str, Any]:
     latency = entry.get("latency_ms") or {}
     peers = entry.get("peers") or {}
     named = {f"latency_{name}_ms": value for name, value in latency.items()}
-    named |= {f"torch_{name}": peer.get("median") for name, peer in peers.items()}
+    for name, peer in peers.items():
+        for figure, value in (peer_speeds(peer) or {}).items():
+            named[f"torch_{name}_{figure}".removesuffix("_median")] = value
     flat = {name: entry.get(name) for name in _COLUMNS} | named
+    if entry.get("ratio"):
+        flat |= {"ratio_noise": ratio_noise(entry), "ratio_uncertain": is_uncertain(entry)}
     flat |= {"samples_per_second": speeds.get("median")}
     flat |= {name: speeds.get(name) for name in ("lowest", "highest")}
     return {name: flat.get(name) for name in _COLUMNS}
@@ -76,7 +92,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     lines += [f"- limit, {name}: {value:.4g} per s" for name, value in limits.items()]
     measured = [e for e in results["entries"] if e["status"] == "measured"]
     if measured:
-        lines += ["", *table([row_of(entry) for entry in measured])]
+        lines += ["", *table([row_of(entry) for entry in measured]), *notes(measured)]
     for status in ("skipped", "failed"):
         some = [e for e in results["entries"] if e["status"] == status]
         lines += [
@@ -96,28 +112,65 @@ def command_line(entry: Mapping[str, Any]) -> str:
 
 def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
     """Write an entry's figures out."""
-    speeds, latency = entry["samples_per_second"], entry["latency_ms"]
+    speeds = entry["samples_per_second"]
+    latency = supported(entry["latency_ms"], entry.get("latency_calls", 0))
     peers = entry.get("peers") or {}
-    spread = (speeds["highest"] - speeds["lowest"]) / speeds["median"]
+    eager, compiled = peers.get("eager"), peers.get("compiled")
     return {
         "entry": entry["name"],
-        "samples/s": f"{speeds['median']:,.4g}" if speeds["median"] < 1e3
-        else f"{speeds['median']:,.0f}",
-        "spread": f"{100 * spread:.1f} %",
+        "samples/s": _samples(speeds["median"]),
+        "spread": _spread(speeds),
         "ms": f"{entry['ms_per_unit']:.3f}",
-        "latency p50, p99, p99.9": ", ".join(
-            f"{latency[name]:.3f}" for name in ("p50", "p99", "p99.9")
-        ) if latency else "",
+        "latency p50": _milliseconds(entry["latency_ms"].get("p50")),
+        "p99": _milliseconds(latency.get("p99")),
+        "p99.9": _milliseconds(latency.get("p99.9")),
         "compiled in s": f"{entry['compile_seconds']:.1f}",
         "peak GiB": f"{entry['peak_bytes'] / 2**30:.2f}",
         "TFLOP/s": _part(entry["flops_per_second"], 1e12, entry["of_matmul_limit"]),
         "GB/s": _part(entry["bytes_per_second"], 1e9, entry["of_copy_limit"]),
-        "torch eager": _speed(peers.get("eager")),
-        "torch compiled": _speed(peers.get("compiled")),
-        "ratio": f"{entry['ratio']:.2f}" if entry.get("ratio") else "",
+        "torch eager": _speed(eager),
+        "eager spread": _spread(peer_speeds(eager)),
+        "torch compiled": _speed(compiled),
+        "compiled spread": _spread(peer_speeds(compiled)),
+        "ratio": ratio_of(entry),
         "latency ratio": f"{entry['latency_ratio']:.2f}"
         if entry.get("latency_ratio") else "",
     }  # fmt: skip
+
+
+def ratio_of(entry: Mapping[str, Any]) -> str:
+    """Write a ratio out, with a ~ where noise could have made it."""
+    if not entry.get("ratio"):
+        return ""
+    return f"{'~' if is_uncertain(entry) else ''}{entry['ratio']:.2f}"
+
+
+def notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say below a table what its ratios cannot, and why some are not there."""
+    lines = ["", _UNCERTAIN] if any(map(is_uncertain, entries)) else []
+    reasons = [reason for entry in entries for reason in _reasons(entry)]
+    return [*lines, "", *reasons] if reasons else lines
+
+
+def _reasons(entry: Mapping[str, Any]) -> list[str]:
+    """Say what PyTorch has not done for an entry, and why."""
+    if reason := entry.get("no_ratio"):
+        return [f"- {entry['name']} is not compared with PyTorch: {reason}."]
+    peers = entry.get("peers") or {}
+    failed = {name: peer["error"] for name, peer in peers.items() if "error" in peer}
+    return [f"- {entry['name']}, PyTorch {name}: {why}." for name, why in failed.items()]
+
+
+def _samples(median: float) -> str:
+    return f"{median:,.4g}" if median < 1e3 else f"{median:,.0f}"
+
+
+def _spread(speeds: Mapping[str, Any] | None) -> str:
+    return "" if speeds is None else f"{100 * spread_of(speeds):.1f} %"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _part(value: float | None, scale: float, part: float | None) -> str:
@@ -130,7 +183,7 @@ def _part(value: float | None, scale: float, part: float | None) -> str:
 def _speed(peer: Mapping[str, Any] | None) -> str:
     if not peer:
         return ""
-    return f"{peer['median']:,.0f}" if "median" in peer else "failed"
+    return _samples(peer["median"]) if "median" in peer else "failed"
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:

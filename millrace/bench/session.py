@@ -19,9 +19,10 @@ from millrace.bench.config import BenchConfig
 from millrace.bench.facts import session_facts
 from millrace.bench.limits import measure_limits, parts_of_limits
 from millrace.bench.measuring import measure
-from millrace.bench.reporting import as_markdown, write_results
+from millrace.bench.noise import fastest, is_uncertain, ratio_noise
+from millrace.bench.reporting import as_markdown, ratio_of, write_results
 from millrace.bench.spec import Entry
-from millrace.bench.torch_peer import TorchPeer
+from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import Workload
 from millrace.host import memory_fit
 
@@ -44,6 +45,9 @@ class Session:
         self._entries = {entry.name: entry for entry in entries}
         self._devices = jax.local_devices()
         self._on_cpu = self._devices[0].platform == "cpu"
+        self._torch_device = "cpu" if self._on_cpu else "cuda"
+        if config.peer == "torch":
+            require_torch(config.torch_python, self._torch_device)
         self._options = config.xla_options
         stamp = time.strftime("bench-%Y-%m-%d_%H-%M-%S")
         self._folder = config.out or Path("runs") / stamp
@@ -61,8 +65,11 @@ class Session:
 
     @property
     def failed(self) -> bool:
-        """Whether an entry has failed."""
-        return any(found["status"] == "failed" for found in self._found.values())
+        """Whether an entry has failed, or all that PyTorch was asked to do for one."""
+        return any(
+            found["status"] == "failed" or ("peers" in found and "ratio" not in found)
+            for found in self._found.values()
+        )
 
     def run(self) -> None:
         """Measure everything."""
@@ -82,7 +89,7 @@ class Session:
             self._prepare(peer)
             for name, work in works.items():
                 self._measure(name, work)
-                self._measure_peer(name, peer)
+                self._measure_peer(name, work, peer)
 
     def _one_by_one(self) -> None:
         # Ours come first, so that they are there even if PyTorch's take too long.
@@ -92,18 +99,19 @@ class Session:
             works[name] = work
         with contextlib.closing(self._peer(works)) as peer:
             self._prepare(peer)
-            for name in works:
-                self._measure_peer(name, peer)
+            for name, work in works.items():
+                self._measure_peer(name, work, peer)
 
     def _peer(self, works: dict[str, Workload]) -> TorchPeer:
         """Return PyTorch for what of this it should do, if it should."""
         asked = {
             name: work.peer
             for name, work in works.items()
-            if self._config.peer == "torch" and work.peer and self._entries[name].peer
+            if self._config.peer == "torch"
+            and isinstance(work.peer, dict)
+            and self._entries[name].peer
         }
-        device = "cpu" if self._on_cpu else "cuda"
-        return TorchPeer(self._config.torch_python, device, asked)
+        return TorchPeer(self._config.torch_python, self._torch_device, asked)
 
     def _prepare(self, peer: TorchPeer) -> None:
         if peer.works:
@@ -176,13 +184,16 @@ class Session:
             self._say(f"{name}: {found['samples_per_second']['median']:,.1f} samples/s")
         self._write()
 
-    def _measure_peer(self, name: str, peer: TorchPeer) -> None:
+    def _measure_peer(self, name: str, work: Workload, peer: TorchPeer) -> None:
         found = self._found[name]
-        if name in peer.works and found["status"] == "measured":
-            repeat, seconds = self._config.repeat, self._config.torch_seconds
-            found |= compared(found, peer.measure(name, repeat, seconds))
-            speeds = {n: p.get("median", p.get("error")) for n, p in found["peers"].items()}
-            self._say(f"{name}: {found.get('ratio') or 0:.3f} of PyTorch {speeds}")
+        if self._config.peer == "torch" and found["status"] == "measured":
+            if name in peer.works:
+                repeat, seconds = self._config.repeat, self._config.torch_seconds
+                found |= compared(found, peer.measure(name, repeat, seconds))
+            else:
+                asked = self._entries[name].peer
+                found["no_ratio"] = work.peer if asked else "the spec has peer: false"
+            self._say(f"{name}: {against_torch(found)}")
             self._write()
         peer.finish(name)
 
@@ -218,14 +229,29 @@ class Session:
 def compared(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
     """Return the ratios to the fastest of the peers; above 1, ours is faster."""
     found: dict[str, Any] = {"peers": peers}
-    best = max((peer.get("median", 0.0) for peer in peers.values()), default=0.0)
-    if best:
-        found["ratio"] = ours["samples_per_second"]["median"] / best
+    if best := fastest(peers):
+        found["ratio"] = ours["samples_per_second"]["median"] / best["median"]
+        found["ratio_noise"] = ratio_noise(ours | found)
+        found["ratio_uncertain"] = is_uncertain(ours | found)
+    else:
+        found["no_ratio"] = "; ".join(f"{n}: {peer['error']}" for n, peer in peers.items())
     times = [peer["latency_ms"]["p50"] for peer in peers.values() if "latency_ms" in peer]
     if times and ours["latency_ms"]:
         found["torch_latency_p50_ms"] = min(times)
         found["latency_ratio"] = min(times) / ours["latency_ms"]["p50"]
     return found
+
+
+def against_torch(found: dict[str, Any]) -> str:
+    """Say how an entry compares with PyTorch, or why it does not."""
+    if "ratio" not in found:
+        return f"not compared with PyTorch: {found['no_ratio']}"
+    speeds = {n: p.get("median", p.get("error")) for n, p in found["peers"].items()}
+    said = ", ".join(
+        f"{name} {value:,.1f}" if isinstance(value, float) else f"{name} failed: {value}"
+        for name, value in speeds.items()
+    )
+    return f"{ratio_of(found)} of PyTorch, {said}"
 
 
 def _batch(config: Any, batch: int) -> dict[str, Any]:

@@ -43,17 +43,27 @@ class Entry:
     """Of vcd: random pictures in place of the data set's, which take as long."""
     reference: str = ""
     """Whose command it is, if not ours."""
+    file: Path | None = None
+    """The spec that has it."""
 
     def __post_init__(self) -> None:
-        if self.application not in COMMANDS:
+        try:
+            application = self.application
+        except ValueError as error:
             raise ConfigurationError(
-                f"Benchmark {self.name}: {self.application!r} cannot be measured. What "
-                f"can: {', '.join(COMMANDS)}."
+                f"the command cannot be read, {str(error).lower()}: {self.command}"
+            ) from error
+        if application not in COMMANDS:
+            raise ConfigurationError(
+                f"{application!r} cannot be measured. What can: {', '.join(COMMANDS)}."
             )
         if self.needs not in ("", "gpu", "cpu"):
-            raise ConfigurationError(
-                f"Benchmark {self.name}: needs must be gpu or cpu, got {self.needs!r}."
-            )
+            raise ConfigurationError(f"needs must be gpu or cpu, got {self.needs!r}.")
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for an error."""
+        return f"{self.file}: benchmark {self.name}" if self.file else "The command"
 
     @property
     def application(self) -> str:
@@ -63,7 +73,7 @@ class Entry:
     @property
     def words(self) -> list[str]:
         """The options of the command; $NAME is taken from the environment."""
-        return shlex.split(os.path.expandvars(self.command))[2:]
+        return [os.path.expandvars(word) for word in shlex.split(self.command)[2:]]
 
     def expanded(self) -> "list[Entry]":
         """Return an entry for each batch size, or this one."""
@@ -94,7 +104,8 @@ def load_spec(path: Path | None) -> list[Entry]:
 
 
 def _entry(path: Path, name: str, values: Any) -> Entry:
-    known = [f.name for f in dataclasses.fields(Entry) if f.name != "name"]
+    own = ("name", "file")
+    known = [f.name for f in dataclasses.fields(Entry) if f.name not in own]
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: benchmark {name} is not a mapping of options.")
     for key in values:
@@ -103,7 +114,12 @@ def _entry(path: Path, name: str, values: Any) -> Entry:
                 f"{path}: benchmark {name} has an unknown option {key}."
                 f"{did_you_mean(str(key), known)} There is: {', '.join(known)}."
             )
-    return build(Entry, {"name": name, **values})
+    if not values.get("command"):
+        raise ConfigurationError(f"{path}: benchmark {name} has no command.")
+    try:
+        return build(Entry, {**values, "name": name, "file": path})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: benchmark {name}: {error}") from error
 
 
 def select(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:

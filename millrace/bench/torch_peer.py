@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.config import ConfigurationError
+
 _SCRIPT = Path(__file__).with_name("torch_process.py")
 _VARIANTS = {"eager": False, "compiled": True}
 _AT_ONCE = 6
@@ -65,7 +67,7 @@ class TorchProcess:
             if line.startswith("{"):  # libraries may print, too
                 answer = json.loads(line)
                 if "error" in answer:
-                    raise PeerFailed(answer["error"])
+                    raise PeerFailed(" ".join(answer["error"].split()).rstrip("."))
                 return answer
         status = process.wait()
         self._errors.seek(0)
@@ -84,6 +86,18 @@ class TorchProcess:
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
+
+
+def require_torch(python: str, device: str) -> None:
+    """Refuse a Python in which PyTorch cannot be imported, or cannot use the device."""
+    try:
+        TorchProcess(python, device).close()
+    except PeerFailed as error:
+        raise ConfigurationError(
+            f"--peer torch: there is no PyTorch for {device} in {python}: {error}. Install "
+            f"it with `{python} -m pip install torch torchvision`, or name a Python that "
+            "has it with --torch-python."
+        ) from error
 
 
 class TorchPeer:
@@ -165,7 +179,9 @@ class TorchPeer:
             except PeerFailed as error:
                 found[variant] = {"error": str(error)}
                 continue
-            answer["median"] = statistics.median(answer["samples_per_second"])
+            values = answer["samples_per_second"]
+            answer["median"] = statistics.median(values)
+            answer |= {"lowest": min(values), "highest": max(values)}
             answer["prepare_seconds"] = self._prepared[name, variant]
             found[variant] = answer
         return found

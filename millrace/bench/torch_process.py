@@ -8,6 +8,9 @@ one is measured at any time.
 
 # pyright: reportMissingImports=false
 
+import contextlib
+import functools
+import importlib.metadata
 import json
 import statistics
 import sys
@@ -16,8 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 _LEARNING_RATE = 0.01
-_WARM_UP, _FIRST_CALLS = 5, 3
-_MIN_CALLS = 20
+_WARM_UP = 5
+_MIN_CALLS = 5
+"""Fewer are no value."""
+_TRIES, _AGREEMENT = 20, 0.03
 
 
 class Training:
@@ -147,22 +152,21 @@ def prepare(settings: dict[str, Any], compiled: bool) -> Any:
 def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) -> Any:
     """Return samples per second, and of inference the latencies."""
     import torch
+    from latency import latency_calls, supported  # beside this file
 
     device = settings["device"]
     torch.backends.cudnn.benchmark = True
     for _ in range(_WARM_UP):
         work.call()
     work.ready()
-    once = _time(work.call, _FIRST_CALLS, device) / _FIRST_CALLS
-    calls = max(1, int(seconds / repeat / once))
-    values = [_time(work.call, calls, device) / calls for _ in range(repeat + 1)][1:]
+    values = values_of(functools.partial(_time, work.call, device), repeat, seconds)
     found: dict[str, Any] = {
         "samples_per_second": [settings["batch"] / value for value in values]
     }
     if settings["kind"] == "inference":
-        number = max(_MIN_CALLS, int(seconds / statistics.median(values)))
-        timed = [_time(work.call, 1, device) for _ in range(number)]
-        found["latency_ms"] = _figures(timed)
+        number = latency_calls(statistics.median(values), seconds)
+        timed = [_time(work.call, device, 1) for _ in range(number)]
+        found |= {"latency_ms": supported(_figures(timed), number), "latency_calls": number}
     if device == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -170,7 +174,35 @@ def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) ->
     return found
 
 
-def _time(call: Callable[[], None], count: int, device: str) -> float:
+def values_of(timed: Callable[[int], float], repeat: int, seconds: float) -> list[float]:
+    """Return the seconds of a call, `repeat` times, after a warm-up."""
+    once = warm_up(timed, seconds)
+    calls = max(_MIN_CALLS, int(seconds / repeat / once))
+    return [timed(calls) / calls for _ in range(repeat)]
+
+
+def warm_up(timed: Callable[[int], float], seconds: float) -> float:
+    """Call until two values in a row agree, or it has taken long enough.
+
+    Args:
+        timed: Makes so many calls and returns the seconds that they took.
+        seconds: What is long enough.
+
+    Returns:
+        The seconds of a call.
+    """
+    taken = timed(_MIN_CALLS)
+    value = taken / _MIN_CALLS
+    for _ in range(_TRIES):
+        calls = max(_MIN_CALLS, int(seconds / _TRIES / value))
+        before, now = value, timed(calls)
+        taken, value = taken + now, now / calls
+        if abs(value / before - 1) <= _AGREEMENT or taken >= seconds:
+            break
+    return value
+
+
+def _time(call: Callable[[], None], device: str, count: int) -> float:
     synchronise(device)
     started = time.perf_counter()
     for _ in range(count):
@@ -208,11 +240,12 @@ def _free(device: str) -> None:
 def facts(device: str) -> dict[str, str]:
     """Say what PyTorch this is; an error if there is none, or none for the device."""
     import torch
-    import torchvision
 
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     torch.set_float32_matmul_precision("high")
-    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
+    versions: dict[str, str] = {"torch": torch.__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["torchvision"] = importlib.metadata.version("torchvision")
     return {**versions, "device": name, "threads": str(torch.get_num_threads())}
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from millrace.bench.operations import operations
+from millrace.bench.operations import Counted, count
 from millrace.feeds.infeed import Infeed
 from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.program.compiling import Options, compiling, peak_bytes
@@ -23,6 +23,7 @@ class Cost(NamedTuple):
 
     operations: float | None
     num_bytes: float | None
+    """The larger of what XLA counts and what products and convolutions read and write."""
 
 
 class Workload(abc.ABC):
@@ -40,8 +41,8 @@ class Workload(abc.ABC):
     compile_seconds = 0.0
     memory_bytes = 0
     known_cost = Cost(None, None)
-    peer: dict[str, Any] | None = None
-    """What PyTorch has to know to do the same; None where it cannot."""
+    peer: dict[str, Any] | str = "PyTorch's side does not know this command"
+    """What PyTorch has to know to do the same, or why it cannot."""
 
     @abc.abstractmethod
     def compile(self, options: Options | None = None) -> None:
@@ -60,8 +61,19 @@ class Workload(abc.ABC):
         """Let go of everything on the devices."""
 
     @abc.abstractmethod
+    def traced(self) -> Counted:
+        """Count a unit's products and convolutions on each device, compiling nothing."""
+
+    @abc.abstractmethod
+    def compiled_bytes(self) -> float | None:
+        """Return what XLA says that a unit moves on each device, None if it cannot."""
+
     def cost(self) -> Cost:
         """Work out what a unit costs, on each device."""
+        counted = self.traced()
+        # Of what XLA hands to cuDNN and cuBLAS, it counts nothing.
+        num_bytes = max(counted.num_bytes, self.compiled_bytes() or 0.0)
+        return Cost(counted.operations, num_bytes or None)
 
     def work_out_cost(self) -> None:
         """Keep what a unit costs; of a model that cannot be traced alone, nothing."""
@@ -70,10 +82,10 @@ class Workload(abc.ABC):
         except Exception as error:
             _log.warning("What it costs is not known: %s", error)
 
-    def latency(self, seconds: float) -> dict[str, float]:
-        """Return latency in milliseconds, for about so long; {} if there is no such."""
+    def latency(self, seconds: float) -> list[float]:
+        """Time single calls, for about so long or some times that; [] if there are none."""
         del seconds
-        return {}
+        return []
 
 
 class Training(Workload):
@@ -87,7 +99,7 @@ class Training(Workload):
         weights: tuple[Any, Any],
         infeed: Infeed,
         execution: int,
-        peer: dict[str, Any] | None = None,
+        peer: dict[str, Any] | str = Workload.peer,
     ) -> None:
         batching = program.plan.batching
         self.samples_per_unit = batching.global_batch_size
@@ -130,8 +142,14 @@ class Training(Workload):
         self._infeed.close()
         self._state = None
 
-    def cost(self) -> Cost:
-        return training_cost(self._program, self._weights, self._infeed, self._programs)
+    def traced(self) -> Counted:
+        return training_counted(self._program, self._weights, self._infeed)
+
+    def compiled_bytes(self) -> float | None:
+        # Of loops inside an update, XLA counts one pass.
+        count = self._program.plan.batching.gradient_accumulation_count
+        plain = count == 1 and len(self._programs) == 1
+        return bytes_accessed(self._programs[0]) if plain else None
 
 
 def compiling_with(
@@ -141,10 +159,8 @@ def compiling_with(
     return compiling({jax.default_backend(): options or {}})
 
 
-def training_cost(
-    program: TrainingProgram, weights: Any, infeed: Infeed, programs: list[Any]
-) -> Cost:
-    """Count an update's operations from its loss, its bytes from the compiled program."""
+def training_counted(program: TrainingProgram, weights: Any, infeed: Infeed) -> Counted:
+    """Count an update from its loss."""
     plan = program.plan
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((plan.micro_batch_size, *x.shape[1:]), x.dtype),
@@ -155,14 +171,11 @@ def training_cost(
         key = jax.random.key(0)
         return jax.grad(lambda p: program.loss_fn(p, carried, batch, key)[0])(params)
 
-    count = plan.batching.gradient_accumulation_count
-    counted = count * operations(gradient, *weights, batch) / plan.num_stages
-    # Of loops inside an update, XLA counts one pass.
-    plain = count == 1 and len(programs) == 1
-    return Cost(counted, bytes_accessed(programs[0]) if plain else None)
+    passes = plan.batching.gradient_accumulation_count
+    return count(gradient, *weights, batch).times(passes / plan.num_stages)
 
 
 def bytes_accessed(program: jax.stages.Compiled) -> float | None:
-    """Return the bytes XLA says a program moves, the body of a loop counted once."""
+    """Return the bytes XLA says a program moves, a loop once and what cuDNN does never."""
     analysis: Any = program.cost_analysis() or {}
     return analysis.get("bytes accessed")

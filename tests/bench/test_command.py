@@ -118,9 +118,10 @@ def test_the_figures_are_consistent(measured):
         part = entry["flops_per_second"] / limit
         assert entry["of_matmul_limit"] == pytest.approx(part)
         assert entry["peak_bytes"] > 0 and entry["compile_seconds"] > 0
-    latency = entry_of(results, "infer_b2")["latency_ms"]
-    assert 0 < latency["p50"] <= latency["p99.9"]
-    assert entry_of(results, "train")["latency_ms"] == {}
+    entry = entry_of(results, "infer_b2")
+    assert entry["latency_calls"] >= 20 and entry["latency_ms"]["p50"] > 0
+    entry = entry_of(results, "train")
+    assert (entry["latency_ms"], entry["latency_calls"]) == ({}, 0)
 
 
 def test_csv_and_markdown_say_the_same(measured):

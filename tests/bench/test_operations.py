@@ -1,4 +1,4 @@
-"""Operations counted in a trace, against closed forms and a published figure."""
+"""Operations and bytes counted in a trace, against closed forms and published figures."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,20 @@ from jax import lax
 
 from millrace.apps.cnn import models
 from millrace.apps.cnn.families import find_size
-from millrace.bench.operations import operations
+from millrace.bench.building import bytes_of, configuration
+from millrace.bench.cnn import Validation
+from millrace.bench.operations import count
+from millrace.bench.spec import Entry
 from millrace.nn.layers import apply_layers, init_shapes
 from millrace.nn.norms import batch_norm
 
 
 def shape(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def operations(function, *arguments):
+    return count(function, *arguments).operations
 
 
 def test_a_product_is_two_operations_for_each_of_its_terms():
@@ -61,3 +68,53 @@ def test_resnet50_has_the_published_operations():
 
     counted = operations(logits, params, carried, x)
     assert counted == pytest.approx(2 * 4.09e9, rel=0.01)
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert weights == pytest.approx(4 * 25.6e6, rel=0.01)
+    assert count(logits, params, carried, x).num_bytes > weights
+
+
+def small_network(x, kernel, dense):
+    x = lax.conv_general_dilated(
+        x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(x).reshape(2, -1).astype(jnp.bfloat16) @ dense
+
+
+def test_bytes_are_those_of_operands_and_results():
+    dense = jax.ShapeDtypeStruct((16, 10), jnp.bfloat16)
+    counted = count(small_network, shape(2, 4, 4, 3), shape(3, 3, 3, 4), dense)
+    pictures, kernel, channels = 2 * 4 * 4 * 3, 3 * 3 * 3 * 4, 2 * 2 * 2 * 4
+    convolution = 4 * (pictures + kernel + channels)
+    product = 2 * (channels + 16 * 10 + 2 * 10)
+    assert counted.num_bytes == convolution + product
+
+
+def test_bytes_of_a_loop_s_body_count_as_often_as_it_runs():
+    def loop(x):
+        return lax.scan(lambda c, _: (c @ c, None), x, None, length=7)[0]
+
+    assert count(jax.jit(loop), shape(8, 8)).num_bytes == 7 * 3 * 8 * 8 * 4
+
+
+INFERENCE = "cnn validate --dataset digits --synthetic-data --num-batches 3 --batch-size 2"
+
+
+@pytest.mark.parametrize("counted_by_xla", [None, 15.0, 1e12])
+def test_bytes_are_never_fewer_than_what_products_and_convolutions_touch(
+    counted_by_xla, monkeypatch
+):
+    work = Validation(configuration(Entry(name="x", command=INFERENCE)))
+    monkeypatch.setattr(work, "compiled_bytes", lambda: counted_by_xla)
+    work.work_out_cost()
+    weights = jax.tree.leaves(work._inference.network.params)
+    at_least = sum(x.size * x.dtype.itemsize for x in weights if x.ndim > 1)
+    touched = bytes_of(INFERENCE)
+    assert touched >= at_least
+    assert work.known_cost.num_bytes == max(touched, counted_by_xla or 0.0)
+    work.stop()
+
+
+def test_bytes_of_an_update_are_counted_as_often_as_gradients_are_added_up():
+    command = "cnn train --dataset digits --batch-size 4 --updates-per-execution 1"
+    once = bytes_of(command)
+    assert bytes_of(f"{command} --gradient-accumulation-count 3") == 3 * once > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from millrace.bench.page import files_in, page, reports_in
+from millrace.bench.page import beside, files_in, page, reports_in
 from millrace.bench.spec import load_spec
 from millrace.cli import main
 from millrace.config import ConfigurationError
@@ -55,7 +55,7 @@ def test_every_row_has_its_command_its_hardware_and_what_others_say(tmp_path):
     assert made.index("## a GPU, 2026-02-01") < made.index("## a GPU, 2026-01-01")
     assert "| 7,123 " in made and "200.0 (25 %)" in made and "failed" in made
     assert "- resnet50_train_b256: `millrace cnn train --model resnet`" in made
-    assert "42,029 (16 Bow IPUs (Bow Pod16))" in made
+    assert "42,029 (16 Bow IPUs (Bow Pod16), batch 1,920)" in made
     assert "- large: skipped, it needs 9 devices\n" in made
 
 
@@ -74,14 +74,49 @@ def test_a_folder_without_results_is_an_error(tmp_path):
         files_in([tmp_path])
 
 
-def test_all_published_figures_stand_beside_an_entry_and_name_their_source():
+def published():
     files = resources.files("millrace.bench")
-    published = yaml.safe_load((files / "published.yml").read_text())
+    return yaml.safe_load((files / "published.yml").read_text())
+
+
+def test_all_published_figures_name_their_source_and_the_entries_that_there_are():
     names = [entry.name for entry in load_spec(None)]
-    for part in published:
-        assert fnmatch.filter(names, part["entries"]), part["what"]
-        for hardware, figure, how, source in part["figures"]:
-            assert all((hardware, figure, how, source))
+    for part in published():
+        for pattern in part["entries"]:
+            assert fnmatch.filter(names, pattern), part["what"]
+        for hardware, figure, batch, how, source in part["figures"]:
+            assert all((hardware, figure, how, source)) and isinstance(batch, str)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("resnet50_infer_b1", "8,237 (1 RTX 4090, batch 256)"),
+        ("efficientnet_b0_train_b128", "2,489 (1 A100 80GB, batch not said)"),
+        # Bow IPUs had the variant G16, which is another network.
+        ("efficientnet_b4_train_b64", "331 (1 A100 80GB, batch not said)"),
+        ("tf1_efficientnet_b4_train_m2000", "8,936 (16 Bow IPUs (Bow Pod16), batch 6,144)"),
+        ("vcd_test", ""),  # other pictures
+        ("autoencoder_128_b64", ""),  # other ratings
+    ],
+)
+def test_a_published_figure_stands_beside_its_own_network_and_says_its_batch(name, said):
+    assert name in [entry.name for entry in load_spec(None)]
+    assert beside(name, published()) == said
+
+
+def test_kept_files_without_newer_figures_are_shown_with_what_they_have(tmp_path):
+    kept = results("2026-01-01", 100.0)
+    kept["entries"][0] |= {
+        "latency_ms": {"mean": 1.0, "p50": 1.5, "p99": 2.5, "p99.9": 3.5},
+        "peers": {"eager": {"median": 95.0, "samples_per_second": [90.0, 95.0, 99.5]}},
+        "ratio": 100 / 95,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(kept))
+    made = page(files_in([tmp_path]))
+    assert "| eager spread |" in made and "| 10.0 % " in made
+    assert "| ~1.05 |" in made and "\n~: the ratio is no further from 1" in made
+    assert "| 1.500 " in made and "2.500" not in made  # of how many calls is not known
 
 
 def test_of_each_subject_and_device_the_newest_report_is_on_the_page(tmp_path):

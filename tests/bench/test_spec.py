@@ -89,17 +89,23 @@ def test_an_unknown_benchmark_is_told_the_known_ones(spec, capsys):
         ({"comand": "vcd train"}, "unknown option comand. Did you mean command?"),
         ({"comand": "vcd train"}, "There is: command, about, groups, batch_sizes"),
         ({"command": "vcd sample"}, "'vcd sample' cannot be measured. What can: cnn train"),
-        ({"command": "cnn train --modle x"}, "Benchmark x: There is no option --modle"),
+        ({"command": "cnn train --modle x"}, "There is no option --modle. Did you mean"),
+        ({"command": "cnn train --qqq"}, "--qqq. See millrace cnn train --help."),
+        ({"command": "cnn train --model 'x"}, "cannot be read, no closing quotation"),
         ({"command": "cnn validate --batch-size 1 2"}, "give one batch size"),
-        ({}, "--command must be given"),
+        ({}, "has no command"),
+        ({"command": None}, "has no command"),
+        ({"command": "vcd train", "batch_sizes": "many"}, "--batch-sizes"),
         ("vcd train", "is not a mapping"),
         ({"command": "vcd train", "needs": "tpu"}, "needs must be gpu or cpu"),
     ],
     ids=str,
 )
 def test_a_wrong_spec_is_refused_before_anything_is_measured(entry, said, spec, capsys):
-    assert bench("--spec", spec({"x": entry})) == 2
-    assert said in capsys.readouterr().err
+    path = spec({"x": entry})
+    assert bench("--spec", path) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error and f"{path}: benchmark x" in error
 
 
 def test_a_variable_of_the_environment_says_where_data_are(monkeypatch):

@@ -1,6 +1,7 @@
 """The protocol with PyTorch's process, and PyTorch itself where there is one."""
 
 import importlib.util
+import json
 import os
 import stat
 import sys
@@ -8,7 +9,13 @@ import textwrap
 
 import pytest
 
-from millrace.bench.torch_peer import PeerFailed, TorchPeer, TorchProcess
+from millrace.bench import cnn, session
+from millrace.bench.building import configuration
+from millrace.bench.session import Session
+from millrace.bench.spec import Entry
+from millrace.bench.torch_peer import PeerFailed, TorchPeer, TorchProcess, require_torch
+from millrace.bench.torch_process import values_of, warm_up
+from millrace.cli import main
 
 WORK = {"kind": "training", "model": "a", "batch": 4}
 
@@ -48,7 +55,8 @@ def test_each_variant_is_prepared_then_measured(tmp_path):
     said = []
     peer.prepare(said.append)
     assert peer.facts == {"torch": "9.9"}
-    assert peer.measure("first", 3, 0.1)["compiled"]["median"] == 2.0
+    first = peer.measure("first", 3, 0.1)["compiled"]
+    assert (first["median"], first["lowest"], first["highest"]) == (2.0, 1.0, 3.0)
     found = peer.measure("second", 3, 0.1)
     assert found["eager"]["median"] == 2.0
     assert found["compiled"] == {"error": "RuntimeError: no compiler"}
@@ -84,6 +92,130 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
         TorchProcess(str(tmp_path / "nowhere"), "cpu")
 
 
+class Calls:
+    """Calls that take what they are told to, the last of it for ever."""
+
+    def __init__(self, *seconds):
+        self._seconds, self.counts = list(seconds), []
+
+    def __call__(self, count):
+        self.counts.append(count)
+        left = self._seconds
+        return sum(left.pop(0) if len(left) > 1 else left[0] for _ in range(count))
+
+
+def test_pytorch_is_warm_when_two_values_in_a_row_agree():
+    slow_at_first = Calls(*[9.0] * 5, *[5.0] * 5, *[2.0] * 5, 1.0)
+    assert warm_up(slow_at_first, seconds=1000.0) == pytest.approx(1.0, rel=0.03)
+    assert warm_up(Calls(1.0), seconds=10.0) == 1.0
+
+
+def test_a_warm_up_ends_though_no_two_values_agree():
+    slower = Calls(*(2.0**n for n in range(20) for _ in range(5)))
+    warm_up(slower, seconds=100.0)
+    assert slower.counts == [5] * 5  # 5, 10, 20, 40 and 80 s
+    counts = []
+
+    def jumping(count):
+        counts.append(count)
+        return count * (1e-6 if len(counts) % 2 else 2e-6)
+
+    warm_up(jumping, seconds=1.0)
+    assert 10 < len(counts) <= 21
+
+
+def test_a_value_of_pytorch_s_is_of_several_calls_however_long_they_take():
+    slow = Calls(3.0)
+    assert values_of(slow, repeat=4, seconds=1.0) == [3.0] * 4
+    assert min(slow.counts) >= 5
+    quick = Calls(1 / 128)
+    values_of(quick, repeat=4, seconds=4.0)
+    assert quick.counts[-4:] == [128] * 4
+
+
+TORCH = """
+__version__ = "9.9"
+def set_float32_matmul_precision(_): pass
+def get_num_threads(): return 1
+"""
+
+
+def test_pytorch_without_torchvision_will_do(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "torchvision.py").write_text("raise ImportError('no torchvision')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    require_torch(sys.executable, "cpu")
+    process = TorchProcess(sys.executable, "cpu")
+    assert process.facts["torch"] == "9.9"
+    process.close()
+
+
+def test_where_there_is_no_pytorch_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(Session, "run", lambda _: pytest.fail("too late"))
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "vcd_test", "--peer", "torch", "--out", str(tmp_path / "out")])
+    assert left.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no PyTorch for cpu" in said and "no torch here" in said
+    assert f"{sys.executable} -m pip install torch torchvision" in said
+    assert not (tmp_path / "out").exists()
+
+
+DIGITS = "cnn validate --dataset digits --synthetic-data --num-batches 3"
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """Measure inference beside a PyTorch that answers as `body` says."""
+    monkeypatch.setattr(session, "measure_limits", lambda _: {})
+
+    def run(body):
+        spec, out = tmp_path / "spec.yml", tmp_path / "out"
+        spec.write_text(json.dumps({"infer": {"command": DIGITS, "batch_sizes": [2]}}))
+        words = ["--spec", spec, "--out", out, "--seconds", 0.02, "--repeat", 1]
+        words += ["--peer", "torch", "--torch-python", fake_python(tmp_path, body)]
+        with pytest.raises(SystemExit) as left:
+            main(["bench", *map(str, words)])
+        (entry,) = json.loads((out / "results.json").read_text())["entries"]
+        return left.value.code, entry, (out / "results.md").read_text()
+
+    return run
+
+
+def test_an_entry_without_a_counterpart_says_so(compare, capsys):
+    status, entry, text = compare(GOOD)
+    assert status == 0
+    assert entry["no_ratio"] == "torchvision has no such network"
+    reason = "not compared with PyTorch: torchvision has no such network"
+    assert f"infer_b2: {reason}" in capsys.readouterr().err
+    assert f"infer_b2 is {reason}." in text
+
+
+def test_an_entry_whose_peer_fails_says_why_and_is_the_status(compare, capsys, monkeypatch):
+    monkeypatch.setattr(cnn, "torch_model", lambda _: "resnet18")
+    status, entry, text = compare("""
+    answer = {"torch": "9.9"}
+    if request["do"] != "facts":
+        answer = {"error": "ImportError: no\\ntorchvision."}
+    """)
+    assert status == 1 and "ratio" not in entry
+    why = "ImportError: no torchvision"
+    assert entry["no_ratio"] == f"eager: {why}; compiled: {why}"
+    assert f"infer_b2 is not compared with PyTorch: eager: {why}; compiled" in text
+    said = capsys.readouterr().err
+    assert f"infer_b2: not compared with PyTorch: eager: {why}" in said
+    assert "0.000" not in said
+
+
+@pytest.mark.parametrize("size", ["18", "34", "50", "101", "152"])
+def test_every_resnet_has_its_counterpart(size):
+    command = f"cnn train --model resnet --model-size {size} --dataset imagenet"
+    config = configuration(Entry(name="x", command=f"{command} --batch-norm"))
+    assert cnn.torch_model(config) == f"resnet{size}"
+
+
 HERE = importlib.util.find_spec("torchvision") is not None
 PYTHON = os.environ.get("MILLRACE_TORCH_PYTHON", sys.executable if HERE else "")
 
@@ -113,4 +245,4 @@ def test_pytorch_does_the_same_work(kind):
     found = process.ask(do="measure", repeat=2, seconds=0.2, **request)
     process.close()
     assert len(found["samples_per_second"]) == 2
-    assert ("latency_ms" in found) == (kind == "inference")
+    assert ("latency_ms" in found) == ("latency_calls" in found) == (kind == "inference")
