@@ -2,11 +2,11 @@
 
 import csv
 import gzip
+import json
 import shutil
 
 import numpy as np
 import pytest
-import yaml
 from autoencoder_runs import (
     FIRST_ITEM,
     ITEMS,
@@ -20,7 +20,7 @@ from autoencoder_runs import (
 
 from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.titles import load_titles
-from millrace.apps.autoencoder.trained import find_trained
+from millrace.apps.autoencoder.trained import RATINGS, find_trained
 from millrace.config import ConfigurationError
 from millrace.data.ratings.file import load_ratings
 
@@ -175,12 +175,13 @@ def test_a_file_of_the_run_that_is_gone_is_asked_for(
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path / "run")
-    path = tmp_path / "run" / "config.yml"
-    values = yaml.safe_load(path.read_text()) | {f"{name}_data_file": "ml/some.txt"}
-    path.write_text(yaml.safe_dump(values))
+    path = tmp_path / "run" / RATINGS
+    kept = json.loads(path.read_text())
+    kept[name]["file"] = "/ml/some.txt"
+    path.write_text(json.dumps(kept))
     ended = command(capsys, f"{words} --checkpoint {tmp_path}/run")
     assert ended.status == 2
-    assert f"There is no file ml/some.txt, which the run was {role}." in ended.err
+    assert f"There is no file /ml/some.txt, which the run was {role}." in ended.err
     assert f"Say where it is with --{name}-data-file." in ended.err
 
 
