@@ -59,8 +59,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
         config, model, ratings.training, ratings.validation, validation_device
     )
     state = program.init(*first_weights(config, model), seed=config.seed)
-    parts = {"training": ratings.training, "validation": ratings.validation}
-    keep_ratings(run.directory.path, config, parts)
+    keep_ratings(run.directory.path, config)
     keep_names(run.directory.path, ratings.training, config.rows)
     keep_biases(run.directory.path, ratings.column_biases)
     describe(config, run, program.devices, ratings, state.params, steps)

@@ -17,6 +17,7 @@ from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
 from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.ratings.biases import ColumnBiases
+from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
 from millrace.host.run_directory import write_atomically
@@ -30,7 +31,9 @@ USERS = "users.npy"
 BIASES = "biases.npz"
 """Where biases are subtracted: the mean, and those of the columns."""
 RATINGS = "ratings.json"
-"""Which ratings it was trained and validated with: their files, and their fingerprints."""
+"""Which files its ratings are from, as seen from any folder, and the hash of each."""
+ROLES = {"training": "trained on", "validation": "validated with"}
+"""What a file of ratings is to a run."""
 
 
 _COLUMNS: dict[Rows, str] = {"users": ITEMS, "items": USERS}
@@ -48,6 +51,8 @@ class Trained(NamedTuple):
     checkpoint: Path
     column_biases: ColumnBiases | None
     """What is to be subtracted from ratings first, if anything."""
+    hashes: Mapping[str, str]
+    """Of the files it was trained on and validated with, as they were."""
 
     def weights(self) -> tuple[Any, dict[str, Any]]:
         """Read the weights, and what the checkpoint says about itself."""
@@ -104,6 +109,7 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
         columns,
         checkpoint,
         _biases_in(folder) if config.subtract_biases else None,
+        {name: kept["hash"] for name, kept in kept_ratings(folder).items()},
     )
 
 
@@ -125,9 +131,8 @@ def _config_of(folder: Path) -> AutoencoderConfig:
     # Where it was run, and whether it was resumed, are of no concern here.
     for name in ("run_dir", "resume", "logdir", "testing_on_checkpoint"):
         values.pop(name, None)
-    for part, kept in _kept_ratings(folder).items():
-        if kept["file"] is not None:  # as seen from any folder
-            values[f"{part}_data_file"] = kept["file"]
+    for name, kept in kept_ratings(folder).items():
+        values[f"{name}_data_file"] = kept["file"]
     return build(AutoencoderConfig, values)
 
 
@@ -190,43 +195,29 @@ def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
         partial.rename(folder / BIASES)
 
 
-def keep_ratings(
-    folder: Path, config: AutoencoderConfig, parts: Mapping[str, Ratings | None]
-) -> None:
-    """Write which ratings these are; a run that is resumed must have the same.
-
-    Args:
-        folder: Of the run.
-        config: Which names the files.
-        parts: The ratings, as "training" and "validation".
-    """
+def keep_ratings(folder: Path, config: AutoencoderConfig) -> None:
+    """Write which files a run has its ratings from; one that is resumed must have these."""
+    files = {name: getattr(config, f"{name}_data_file") for name in ROLES}
     found = {
-        name: {
-            "file": _absolute(getattr(config, f"{name}_data_file")),
-            "fingerprint": ratings.fingerprint(),
-        }
-        for name, ratings in parts.items()
-        if ratings is not None
+        name: {"file": str(path.absolute()), "hash": file_hash(path)}
+        for name, path in files.items()
+        if path is not None
     }
-    before = _kept_ratings(folder)
+    before = kept_ratings(folder)
     for name, kept in before.items():
-        if name in found and kept["fingerprint"] != found[name]["fingerprint"]:
+        if name in found and kept["hash"] != found[name]["hash"]:
             raise ConfigurationError(
-                f"The {name} ratings have changed since the run in {folder} was started. "
-                "Start a new run."
+                f"{files[name]} has changed since the run in {folder} was started. Start a "
+                "new run."
             )
     if not before:
         write_atomically(folder / RATINGS, json.dumps(found, indent=2) + "\n")
 
 
-def _kept_ratings(folder: Path) -> dict[str, Any]:
+def kept_ratings(folder: Path) -> dict[str, Any]:
     """Return what ``keep_ratings`` wrote; runs of older versions have nothing."""
     path = folder / RATINGS
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _absolute(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())
 
 
 def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:

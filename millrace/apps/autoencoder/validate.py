@@ -1,6 +1,7 @@
 """Validate a trained recommender: its ratings and its ranking."""
 
 import dataclasses
+import logging
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,21 @@ from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.feeding import validation_users
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of, rankings_of
-from millrace.apps.autoencoder.trained import Trained, find_trained, with_columns_of_model
+from millrace.apps.autoencoder.trained import (
+    ROLES,
+    Trained,
+    find_trained,
+    with_columns_of_model,
+)
 from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import ConfigurationError
+from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, align, transposed
 from millrace.host.run import Run
 from millrace.nn.layers import num_parameters
 
-_FILES = {
-    "training_data_file": "trained on",
-    "validation_data_file": "validated with",
-}
 _NOTHING = Unseen(0, 0, 0)
+_log = logging.getLogger("millrace")
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
@@ -126,7 +130,7 @@ def ratings_for(
         training: What users have rated; None for what it was trained on.
         validation: What is to be foretold; None for what it was validated with.
     """
-    asked = _asked(trained.config, training, validation)
+    asked = _asked(trained, training, validation)
     loaded = data.load(asked, asked.seed)
     known, unknown = with_columns_of_model(loaded.training, trained)
     validated, unseen = _aligned(loaded.validation, known)
@@ -144,14 +148,15 @@ def ratings_for(
 
 
 def _asked(
-    config: AutoencoderConfig, training: Path | None, validation: Path | None
+    trained: Trained, training: Path | None, validation: Path | None
 ) -> AutoencoderConfig:
     """Return what a model was trained with, but for the files."""
+    config = trained.config
     given = {"training_data_file": training, "validation_data_file": validation}
     given = {name: path for name, path in given.items() if path is not None}
-    for name in _FILES:
-        if name not in given:
-            _check_is_there(config, name)
+    for name in ROLES:
+        if f"{name}_data_file" not in given:
+            _check_file(trained, name)
     if given and config.data_kind != "file":
         if training is None:
             raise ConfigurationError(
@@ -165,13 +170,18 @@ def _asked(
     return dataclasses.replace(config, subtract_biases=False, **sizes, **given)
 
 
-def _check_is_there(config: AutoencoderConfig, name: str) -> None:
-    path = getattr(config, name)
-    if path is not None and not path.exists():
+def _check_file(trained: Trained, name: str) -> None:
+    """Raise where a file of the run is gone, and warn where it is another by now."""
+    path: Path | None = getattr(trained.config, f"{name}_data_file")
+    if path is None:
+        return
+    if not path.exists():
         raise ConfigurationError(
-            f"There is no file {path}, which the run was {_FILES[name]}. Say where it is "
-            f"with --{name.replace('_', '-')}."
+            f"There is no file {path}, which the run was {ROLES[name]}. Say where it is "
+            f"with --{name}-data-file."
         )
+    if name in trained.hashes and file_hash(path) != trained.hashes[name]:
+        _log.warning("%s has changed since the run was %s it.", path, ROLES[name])
 
 
 def _aligned(targets: Ratings | None, known: Ratings) -> tuple[Ratings | None, Unseen]:

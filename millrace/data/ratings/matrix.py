@@ -1,6 +1,5 @@
 """What users think of items: a sparse matrix of ratings, in memory or mapped from disk."""
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,14 +68,6 @@ class Ratings:
         """Return the items that a user has rated, and the ratings."""
         place = slice(self.starts[user], self.starts[user + 1])
         return self.items[place], self.values[place]
-
-    def fingerprint(self) -> str:
-        """Return what other ratings, users or items would make another."""
-        found = hashlib.blake2b(digest_size=16)
-        for array in (self.starts, self.items, self.values, self.user_ids, self.item_ids):
-            found.update(array.dtype.str.encode())
-            found.update(np.ascontiguousarray(array).view(np.uint8).data)
-        return found.hexdigest()
 
 
 def transposed(ratings: Ratings) -> Ratings:

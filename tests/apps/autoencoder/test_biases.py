@@ -178,6 +178,6 @@ def test_a_resumed_run_keeps_its_biases(trained, capsys):
     train.write_text(before.replace("\t5\n", "\t4.5\n"))
     ended = command(capsys, words)
     train.write_text(before)
-    assert ended.status == 2 and "training ratings have changed" in ended.err
+    assert ended.status == 2 and "train.txt has changed since the run" in ended.err
     ended = command(capsys, words.replace("--subtract-biases ", ""))
     assert ended.status == 2 and "subtract_biases" in ended.err.replace("-", "_")

@@ -163,8 +163,7 @@ def test_a_run_is_not_resumed_with_other_ratings(tmp_path, capsys, part):
     path.write_text(before.replace("\t3\n", "\t4\n"))
     assert path.read_text() != before
     ended = command(capsys, words + "--resume")
-    kind = {"train": "training", "valid": "validation"}[part]
-    assert ended.status == 2 and f"The {kind} ratings have changed" in ended.err
+    assert ended.status == 2 and f"{part}.txt has changed since the run" in ended.err
     path.write_text(before)
     assert command(capsys, words + "--resume").status == 0
 
@@ -178,7 +177,11 @@ def test_a_model_finds_its_ratings_from_another_folder(tmp_path, capsys, monkeyp
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     ended = command(capsys, "validate --checkpoint ../run --run-dir found")
-    assert ended.status == 0, ended.err
+    assert ended.status == 0 and "has changed" not in ended.err, ended.err
+    with (tmp_path / "train.txt").open("a") as file:
+        file.write("1001\t500\t1\n")
+    ended = command(capsys, "validate --checkpoint ../run --run-dir again")
+    assert "train.txt has changed since the run was trained on it." in ended.err
 
 
 @pytest.mark.parametrize(
