@@ -153,7 +153,7 @@ class Infeed:
         """
         pattern = (capacity,) if isinstance(capacity, int) else capacity
         key = (pattern, sharding, only_full)
-        if self._reader is None or self._reader.key != key:
+        if self._reader is None or self._reader.key != key or self._reader.failed:
             self.close()
             self._reader = _Reader(self, *key)
         if self._chunk is None or self._chunk.start == self._chunk.stop:
@@ -200,8 +200,12 @@ class _ReadOnce:
 
     def first(self) -> Any:
         if not self._kept:
-            self._kept.append(next(self._iterator))
+            self._keep(next(self._iterator))
         return self._kept[0]
+
+    def _keep(self, element: Any) -> None:
+        # A copy: whoever makes the elements may fill the same arrays again.
+        self._kept.append(jax.tree.map(np.array, element))
 
     def skip(self, count: int) -> None:
         for _ in range(count):
@@ -213,7 +217,7 @@ class _ReadOnce:
     def __iter__(self) -> Iterator[Any]:
         yield from list(self._kept)
         for element in self._iterator:
-            self._kept.append(element)
+            self._keep(element)
             yield element
 
 
@@ -254,6 +258,8 @@ class _Reader:
         self._sharding = sharding
         self._ready: queue.Queue[Any] = queue.Queue(infeed.prefetch_depth)
         self._ended = False
+        self.failed = False
+        """Whether the dataset raised an error: who asks again reads it anew."""
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
         )
@@ -277,7 +283,7 @@ class _Reader:
                 if not self._thread.is_alive() and self._ready.empty():
                     raise RuntimeError("The infeed was closed while in use.") from None
         if isinstance(item, BaseException):
-            self._ended = True
+            self.failed = True
             raise item
         self._ended = item is None
         return item

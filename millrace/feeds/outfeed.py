@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ class Outfeed:
         mode: "all" keeps every element, "last" only the newest.
         capacity_bytes: Size of the buffer.
         patience_seconds: How long a loop waits for a reader of a full buffer before it
-            fails.
+            fails, since it began to wait or since something was last read.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Outfeed:
         self._blocks: collections.deque[_Block] = collections.deque()
         self._changed = threading.Condition()
         self._state: Literal["new", "running", "finished"] = "new"
-        self._was_read = False
+        self._last_read = -math.inf
 
     def dequeue(self, wait: bool = False) -> Any:
         """Return what has arrived since the last call.
@@ -69,7 +70,7 @@ class Outfeed:
                     "No loop has filled this outfeed. Pass it to repeat, while_loop or "
                     "train first."
                 )
-            self._was_read = True
+            self._last_read = time.monotonic()
             blocks = list(self._blocks)
             if self.mode == "all":
                 self._blocks.clear()
@@ -95,7 +96,7 @@ class Outfeed:
                     self._changed.wait()
                 if not self._blocks:
                     return
-                self._was_read = True
+                self._last_read = time.monotonic()
                 block = self._blocks[0]
                 index = block.start
                 block.start += 1
@@ -138,20 +139,18 @@ class Outfeed:
             self._changed.notify_all()
 
     def _wait_for_room(self, size: int) -> None:
-        said = False
-        deadline = time.monotonic() + self._patience
+        said, began = False, time.monotonic()
         held = sum(block.bytes for block in self._blocks)
         # A block larger than the buffer still passes, alone.
         while self._blocks and held + size > self._capacity:
             if not said:
                 _log.warning(
-                    "The outfeed is full (%d MiB); the loop waits for its reader.",
-                    self._capacity >> 20,
+                    "The outfeed is full (%s bytes); the loop waits for its reader.",
+                    f"{self._capacity:,}",
                 )
                 said = True
-            # A reader that has come may be as slow as it likes.
-            patience = None if self._was_read else max(0.0, deadline - time.monotonic())
-            if not self._changed.wait(timeout=patience):
+            deadline = max(began, self._last_read) + self._patience
+            if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())):
                 raise OutfeedFull(
                     f"The outfeed's buffer of {self._capacity} bytes has been full for "
                     f"{self._patience:g} s and nobody reads it. Read it from another "

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +57,7 @@ def repeat(
     loop = LoopBody(body, None, infeed is not None, outfeed is not None)
     with filling(outfeed):
         check_infeed(infeed)
-        if n < 0:
-            raise ValueError(f"n must not be negative, got {n}.")
+        n = _whole("n", n)
         if steps_per_execution is not None and steps_per_execution < 1:
             raise ValueError(
                 f"steps_per_execution must be at least 1, got {steps_per_execution}."
@@ -83,11 +83,20 @@ def while_loop(
     loop = LoopBody(body, condition, infeed is not None, outfeed is not None)
     with filling(outfeed):
         check_infeed(infeed)
-        if maximum_iterations is not None and maximum_iterations < 0:
-            raise ValueError(
-                f"maximum_iterations must not be negative, got {maximum_iterations}."
-            )
+        if maximum_iterations is not None:
+            maximum_iterations = _whole("maximum_iterations", maximum_iterations)
         return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a number of steps, whatever type of whole number it is."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.") from None
+    if count < 0:
+        raise ValueError(f"{name} must not be negative, got {count}.")
+    return count
 
 
 def filling(outfeed: Outfeed | None) -> contextlib.AbstractContextManager[Any]:

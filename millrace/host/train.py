@@ -34,6 +34,7 @@ def train(
             `plan.updates_per_execution` updates, or twenty times if that is not given.
     """
     in_flight: collections.deque[Any] = collections.deque()
+    state = program.usable(state)
     watch = FiniteWatch(program.plan, int(state.update))
     with filling(outfeed):
         check_infeed(infeed)

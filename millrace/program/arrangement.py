@@ -25,7 +25,7 @@ from millrace.program.packing import (
 )
 from millrace.program.replicas import fetch
 from millrace.program.stages import StagedModel
-from millrace.program.step import Step, TrainState, state_like
+from millrace.program.step import Step, TrainState, state_like, widened
 
 _BUCKET_BYTES = 64 << 20
 """Of optimiser state that is streamed at a time where it rests in host memory."""
@@ -46,6 +46,8 @@ class Arrangement(NamedTuple):
     model: StagedModel
     params: Rows
     carried: Rows
+    changes: Rows
+    """What micro-batches contribute to the carried values, added up."""
     gradients: Rows
     optimiser: tuple[Rows, ...]
     """One or, where it is streamed, several buckets."""
@@ -73,6 +75,7 @@ def arrange(step: Step, model: StagedModel, params: Tree, carried: Tree) -> Arra
         model,
         _rows(by_bucket, params),
         _rows(by_stage, carried),
+        _rows(by_stage, jax.eval_shape(widened, carried)),
         _rows(by_stage, gradients),
         tuple(
             _as_rows([lay_out(state_of(names)) for names in bucket]) for bucket in buckets

@@ -213,7 +213,7 @@ class Pipeline:
         start = (
             Sums(
                 packing.empty(self._arrangement.gradients.sizes),
-                packing.empty(self._arrangement.carried.sizes),
+                packing.empty(self._arrangement.changes.sizes),
                 {name: jnp.float32(0) for name in self._info},
             ),
             packing.empty(self._mail_sizes, routes.num_mail_slots + 1),
@@ -271,7 +271,10 @@ class Pipeline:
         info = lax.psum(info, STAGE_AXIS)
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
         info = {name: value / count for name, value in info.items()}
-        gradients = {name: value / plan.num_replicas for name, value in gradients.items()}
+        gradients = {
+            name: (value / plan.num_replicas).astype(sums.gradients[name].dtype)
+            for name, value in gradients.items()
+        }
         return Sums(gradients, carried, info)
 
     def _branches(self, state: TrainState, batches: Any) -> list[Callable[..., Any]]:
@@ -322,7 +325,7 @@ class Pipeline:
                 y, (changes, info) = self._runner(stage)(*values)
             if not last:
                 sent = self._packed_output(stage, y)
-            layout = self._layout("carried", stage)
+            layout = self._layout("changes", stage)
             carried = _section_updated(layout, sums.carried, changes, jnp.add)
             info = {n: sums.info[n] + info[n] if last else sums.info[n] for n in sums.info}
             return Sums(sums.gradients, carried, info), sent, residual

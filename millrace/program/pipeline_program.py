@@ -369,6 +369,7 @@ class PipelineProgram(TrainingProgram):
         """Move the carried values and everything else that is not a weight."""
         assert self._arrangement is not None
         rows: Rows = self._arrangement.carried
+        changed: Rows = self._arrangement.changes
         micro_batches = self._count * self.plan.num_replicas
 
         def on_device(device: int) -> Callable[..., Any]:
@@ -376,9 +377,8 @@ class PipelineProgram(TrainingProgram):
                 layout = rows.layouts[device]
                 tree = packing.unpack(layout, old)
                 modes = steps.carried_modes(self._step.carried_reduction, tree)
-                new = steps.combined(
-                    modes, tree, packing.unpack(layout, changes), micro_batches
-                )
+                summed = packing.unpack(changed.layouts[device], changes)
+                new = steps.combined(modes, tree, summed, micro_batches)
                 return packing.pack(layout, new, rows.sizes)
 
             return move

@@ -115,9 +115,15 @@ def split_batch(mesh: Mesh) -> NamedSharding:
 
 
 def sum_over_replicas(tree: Any, num_replicas: int) -> Any:
-    """Add every leaf up over all replicas, in one exchange."""
+    """Add every leaf up over all replicas, in one exchange; float16 becomes float32.
+
+    A gradient that float16 just holds would not fit it times the number of replicas.
+    """
     if num_replicas == 1:
         return tree  # on CPU, an exchange with oneself still copies everything
+    tree = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x, tree
+    )
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         return _summed_in_one_piece(tree)
     return lax.psum(tree, REPLICA_AXIS)

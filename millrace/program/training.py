@@ -208,14 +208,26 @@ class TrainingProgram:
         Returns:
             The new state, and info whose leaves have one value per update.
         """
-        if state.update.is_deleted():
+        state = self.usable(state)
+        runner = self._runner(state, chunk)
+        with no_silent_copies():
+            return runner(state, chunk)
+
+    def usable(self, state: TrainState) -> TrainState:
+        """Return a state that can be run; place one of NumPy arrays, refuse a used one.
+
+        Args:
+            state: From ``init``, a call, or ``jax.device_get`` of one of these.
+        """
+        some = jax.tree.leaves((state.update, state.params))[:2]
+        if not all(isinstance(leaf, jax.Array) for leaf in some):
+            return self.place(state)
+        if any(leaf.is_deleted() for leaf in some):
             raise ValueError(
                 "This state was used up by an earlier call. Go on with the state that "
                 "the call returned."
             )
-        runner = self._runner(state, chunk)
-        with no_silent_copies():
-            return runner(state, chunk)
+        return state
 
     def _runner(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(chunk))

@@ -152,6 +152,51 @@ def test_what_an_iterator_read_ahead_is_not_lost_when_chunks_change_their_size()
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10))
 
 
+def test_whoever_fills_the_same_array_again_and_again_loses_nothing():
+    def reusing():
+        buffer = np.zeros(1, np.float32)
+        for number in range(1000):
+            buffer[:] = number
+            yield buffer
+
+    outfeed = mr.Outfeed()
+    with mr.Infeed(reusing()) as infeed:
+        for steps, length in ((4, 4), (6, 3), (5, None)):
+            mr.repeat(
+                steps,
+                lambda carry, x: (carry, x[0]),
+                0,
+                infeed=infeed,
+                outfeed=outfeed,
+                steps_per_execution=length,
+            )
+    np.testing.assert_array_equal(outfeed.dequeue(), np.arange(15))
+
+
+class FailsOnce:
+    """A dataset that can be read again after an error."""
+
+    def __init__(self):
+        self.has_failed = False
+
+    def __iter__(self):
+        for number in range(20):
+            if number == 5 and not self.has_failed:
+                self.has_failed = True
+                raise OSError("the disk is away")
+            yield np.float32(number)
+
+
+@pytest.mark.parametrize("on_end", ["error", "stop"])
+def test_after_an_error_the_dataset_is_read_again_from_where_it_stopped(on_end):
+    with mr.Infeed(FailsOnce(), on_end=on_end) as infeed:
+        with pytest.raises(OSError, match="the disk is away"):
+            mr.repeat(10, add, 0.0, infeed=infeed)
+        position = infeed.position
+        total = mr.repeat(10, add, 0.0, infeed=infeed)
+    assert total == sum(range(position, position + 10))
+
+
 def test_an_iterable_that_hands_out_one_generator_is_read_once_too():
     class Shared:
         def __init__(self):

@@ -112,6 +112,14 @@ def test_a_full_outfeed_that_nobody_reads_is_an_error_not_a_hang():
         mr.repeat(600, count_up, 0, outfeed=outfeed)
 
 
+def test_one_that_was_read_once_is_not_waited_for_without_end():
+    outfeed = mr.Outfeed(capacity_bytes=100, patience_seconds=0.2)
+    mr.repeat(3, count_up, 0, outfeed=outfeed)
+    outfeed.dequeue()
+    with pytest.raises(mr.OutfeedFull, match="nobody reads it"):
+        mr.repeat(600, count_up, 0, outfeed=outfeed)
+
+
 def test_a_reader_is_not_left_waiting_when_the_loop_fails():
     def failing():
         yield np.zeros(1, np.float32)

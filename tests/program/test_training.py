@@ -247,6 +247,42 @@ def test_carried_changes_of_all_micro_batches_can_be_added_up():
     np.testing.assert_array_equal(state.carried["table"], np.bincount(data["y"].ravel()))
 
 
+@pytest.mark.parametrize("accumulation_dtype", ["float16", None])
+@pytest.mark.parametrize("split", [(24, 1, 1), (3, 8, 1), (3, 1, 8), (1, 3, 8)])
+def test_gradients_that_float16_just_holds_survive_any_split(split, accumulation_dtype):
+    def loss(params, carried, batch, key):
+        return (params["w"] * batch["x"]).mean(), (carried, {})
+
+    micro, count, replicas = split
+    plan = Plan(
+        micro_batch_size=micro,
+        gradient_accumulation_count=count,
+        num_replicas=replicas,
+        gradient_accumulation_dtype=accumulation_dtype,
+        precision="16.16",
+        half_type="float16",
+    )
+    program = training_program(loss, optax.sgd(1e-6), plan)
+    state = program.init({"w": jnp.ones(())})
+    data = {"x": np.full((count, micro * replicas), 20_000, np.float32)}
+    state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
+    assert float(state.params["w"]) == pytest.approx(0.98, abs=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("bfloat16", 1.297), ("float16", 5000)])
+def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
+    def loss(params, carried, batch, key):
+        return (params["w"] * batch["x"]).mean(), (carried, {})
+
+    plan = Plan(micro_batch_size=1, gradient_accumulation_count=300, num_replicas=2)
+    program = training_program(loss, optax.sgd(0.1), plan)
+    first = jnp.asarray(value, dtype)
+    state = program.init({"w": jnp.ones(())}, {"kept": first})
+    data = {"x": np.ones((300, 2), np.float32)}
+    state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
+    assert state.carried["kept"] == first and state.carried["kept"].dtype == dtype
+
+
 def test_integers_cannot_be_averaged_and_the_message_says_what_to_do():
     program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
     state = program.init(make_params(), {"mean": jnp.zeros(12, jnp.int32)})
@@ -282,13 +318,27 @@ def test_no_warning_is_raised_by_a_run():
         train_with(Plan(micro_batch_size=8, num_replicas=4))
 
 
-def test_a_state_that_was_used_up_is_refused_plainly():
-    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
+@pytest.mark.parametrize("offloading", [False, True])
+def test_a_state_that_was_used_up_is_refused_plainly(offloading):
+    plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
+    program = training_program(loss_fn, make_optimiser(), plan)
     state = program.init(make_params(), make_carried())
     chunk = stage(program, make_data())
     program.run(state, chunk)
     with pytest.raises(ValueError, match="used up by an earlier call"):
         program.run(state, chunk)
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_a_state_of_numpy_arrays_goes_on_as_it_was(offloading):
+    plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
+    program = training_program(loss_fn, make_optimiser(), plan)
+    chunk = stage(program, make_data())
+    first, _ = program.run(program.init(make_params(), make_carried()), chunk)
+    saved = jax.device_get(first)
+    one, _ = program.run(first, chunk)
+    other, _ = program.run(saved, chunk)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.parametrize("name", ["loss", "learning_rate"])
