@@ -4,7 +4,9 @@ Only what is needed to read a command is imported here; the work is imported whe
 command is known to be right.
 """
 
+import contextlib
 import importlib
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import millrace
 from millrace.config import ConfigurationError, parse
+from millrace.host.interrupts import INTERRUPTED, interruptible, leave_on_signals
 from millrace.launch.environment import is_follower, with_replicas
 
 
@@ -150,6 +153,28 @@ _COMMANDS = {
 }
 
 
+def script() -> None:
+    """Be the command: leave in order at whatever moment a signal comes."""
+    leave_on_signals()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED and not _is_one_of_several():
+            # Threads may still compile what is no longer wanted: Python would wait for
+            # them, or crash on them.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(INTERRUPTED)
+        raise
+
+
+def _is_one_of_several() -> bool:
+    """Whether other processes wait for this one to take its leave."""
+    group = sys.modules.get("millrace.host.group")
+    return group is not None and group.num_processes() > 1
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status: 0 done, 1 failed, 2 a wrong command."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -160,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"millrace: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        status = 130
+        status = INTERRUPTED
     sys.exit(status)
 
 
@@ -210,7 +235,8 @@ def _run(words: list[str]) -> int:
 def _answer(function: Callable[[Any], int | None], config: Any) -> int:
     """Call a command that needs no run directory; it may return a status."""
     try:
-        return function(config) or 0
+        with interruptible():
+            return function(config) or 0
     except ConfigurationError:
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ from millrace.host.account import account_of, write_phases
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line, figure
 from millrace.host.events import Schedule
+from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
 from millrace.host.process import kept_programs_folder
@@ -38,10 +39,6 @@ from millrace.program.compiling import compiling
 from millrace.program.step import TrainState
 from millrace.report.numbers import byte_size, duration
 from millrace.report.page import write_report
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
-
 
 _WRONG_COMMAND = 2
 
@@ -180,7 +177,7 @@ def run_command(
         if group.is_first():
             note_run_directory(directory.path)
             writers += open_writers(options, directory, as_plain(options), command)
-        with compiling({}, programs, kept_in=kept_programs_folder()):
+        with interruptible(), compiling({}, programs, kept_in=kept_programs_folder()):
             function(options, run)
         interrupted = run.summary["status"] == "interrupted"
         status = INTERRUPTED if interrupted else 0

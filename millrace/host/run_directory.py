@@ -206,10 +206,12 @@ def _never_began(path: Path) -> bool:
     if not {entry.name for entry in path.iterdir()} <= _ACCOUNT:
         return False
     try:
-        summary = json.loads((path / "summary.json").read_text())
+        is_ours = "command" in load_yaml(path / "config.yml")
+        summary = path / "summary.json"
+        found = json.loads(summary.read_text()) if summary.exists() else {}
     except (OSError, ValueError):
         return False
-    return isinstance(summary, dict) and summary.get("status") in ("failed", "interrupted")
+    return is_ours and found.get("status", "failed") in ("failed", "interrupted")
 
 
 def _clear(path: Path) -> None:

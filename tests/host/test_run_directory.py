@@ -78,13 +78,17 @@ def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path):
     [
         ("failed", None, True),
         ("interrupted", None, True),
+        (None, None, True),
         ("completed", None, False),
         ("failed", "metrics.jsonl", False),
         ("failed", "items.npy", False),
     ],
 )
 def test_the_place_of_a_run_that_never_began_is_free(tmp_path, status, other, is_free):
-    start(tmp_path).write_summary({"status": status})
+    started = start(tmp_path)
+    if status:
+        started.write_summary({"status": status})
+    started.close()
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "data.json").write_text("{}")
     if other:
@@ -95,6 +99,12 @@ def test_the_place_of_a_run_that_never_began_is_free(tmp_path, status, other, is
     start(tmp_path, Options(learning_rate=0.5))
     assert [path.name for path in tmp_path.iterdir()] == ["config.yml"]
     assert yaml.safe_load((tmp_path / "config.yml").read_text())["learning_rate"] == 0.5
+
+
+def test_a_config_of_ones_own_is_not_taken_for_a_run(tmp_path):
+    (tmp_path / "config.yml").write_text("learning_rate: 0.1\n")
+    assert "not empty" in refusal(tmp_path)
+    assert (tmp_path / "config.yml").read_text() == "learning_rate: 0.1\n"
 
 
 def test_a_file_in_place_of_the_directory_is_called_a_file(tmp_path):

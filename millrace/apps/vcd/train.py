@@ -17,7 +17,8 @@ from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.apps.vcd.watching import ELBO, Watch
 from millrace.host import group
 from millrace.host.events import Schedule, schedule_events
-from millrace.host.run import INTERRUPTED, Run, run_command
+from millrace.host.interrupts import INTERRUPTED
+from millrace.host.run import Run, run_command
 from millrace.host.runner import Runner
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState

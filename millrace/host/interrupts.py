@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM before and after training, where no runner waits for them."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_RETRY_SECONDS = 0.02
+_SWALLOWING = {"_xla_gc_callback"}
+"""Functions that C++ calls: what they raise is lost, or ends the process."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have signals raise KeyboardInterrupt, as soon as it can be raised safely.
+
+    Raised while an extension module is being imported, or where C++ has called back, it
+    is swallowed or ends in a crash.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, _interrupt) for number in _NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def leave_on_signals() -> None:
+    """End the process at once on a signal: for when nothing has been begun."""
+
+    def leave(*_: Any) -> None:
+        os._exit(INTERRUPTED)
+
+    for number in _NUMBERS:
+        signal.signal(number, leave)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_safe(frame):
+        raise KeyboardInterrupt
+    again = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+
+
+def _is_safe(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SWALLOWING or code.co_filename.startswith("<frozen importlib"):
+            return False
+        frame = frame.f_back
+    return not sys.is_finalizing()

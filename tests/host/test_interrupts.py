@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM at any moment: never lost, never a crash, never a traceback."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launched import environment
+
+from millrace.host.interrupts import interruptible
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+def wait_for_interrupt() -> None:
+    time.sleep(5)
+    raise AssertionError("the signal is lost")
+
+
+@BOTH
+def test_a_signal_is_an_interrupt(number):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), number)
+        wait_for_interrupt()
+
+
+@BOTH
+def test_where_it_would_be_swallowed_it_comes_later(number):
+    reached = []
+
+    def _xla_gc_callback():
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        _xla_gc_callback()
+        wait_for_interrupt()
+    assert reached == ["the end"]
+
+
+def test_what_is_being_imported_is_imported_whole(tmp_path, monkeypatch):
+    name = "millrace_test_interrupted_import"
+    (tmp_path / f"{name}.py").write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        importlib.import_module(name)
+        wait_for_interrupt()
+    assert sys.modules.pop(name).whole
+
+
+def test_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with interruptible():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6, 2.4])
+@BOTH
+def test_a_command_that_has_hardly_begun_leaves_without_a_word(tmp_path, number, seconds):
+    words = ["cnn", "train", "--config", "digits_demo", "--num-epochs", "400", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", *words, "--run-dir", str(tmp_path / "run")],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said and "Exception" not in said
