@@ -116,6 +116,22 @@ def test_a_recommender_foretells_and_recommends(autoencoder):
         model.predict({12345: 3.0})
 
 
+def test_items_rated_by_the_text_of_their_names_are_not_recommended(autoencoder):
+    model = autoencoder.model
+    rated = {str(item): 5.0 for item in model.item_ids[:2].tolist()}
+    best = model.recommend(rated, top=len(model.item_ids))
+    assert len(best) == len(model.item_ids) - 2
+    assert not set(rated) & {str(item) for item, _ in best}
+
+
+@pytest.mark.parametrize("rating", [float("nan"), float("inf"), None])
+def test_a_rating_that_is_no_number_is_refused(autoencoder, rating):
+    model = autoencoder.model
+    first = model.item_ids[0].item()
+    with pytest.raises(ValueError, match=f"rating of the item {first} is .*, not a number"):
+        model.recommend({first: rating})
+
+
 def test_the_residuals_have_the_rmse_that_was_reported(autoencoder):
     part = json.loads((autoencoder.path / "report" / "residuals.json").read_text())
     assert f"RMSE {autoencoder.metrics['test_rmse']:.4f}" in part["note"]
