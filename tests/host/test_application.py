@@ -71,8 +71,5 @@ def test_a_resume_with_other_options_is_one_line_and_status_2(
     capsys.readouterr()
     assert run(monkeypatch, *words, "--resume", "--learning-rate", "0.1") == 2
     errors = capsys.readouterr().err
-    assert (
-        errors.startswith("curve: ")
-        and errors.count("\n") == 1
-        and "learning_rate was 0.01" in errors
-    )
+    assert errors.startswith("curve: ") and errors.count("\n") == 1
+    assert "learning_rate was 0.01" in errors
