@@ -52,7 +52,7 @@ class TrainedCnn(NamedTuple):
         return [self.classes[n] for n in shares.argmax(1)], shares.max(1)
 
     def predict_files(self, paths: Iterable[Path | str]) -> tuple[list[str], np.ndarray]:
-        """Do the same for JPEG or PNG files, cropped and scaled as in validation."""
+        """Do the same for files of pictures, cropped and scaled as in validation."""
         side = self.image_shape[0]
         if self.image_shape[2] != 3:
             raise ValueError(f"Files are pictures in colour, not {self.image_shape}.")
