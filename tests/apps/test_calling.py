@@ -93,6 +93,14 @@ def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
     assert accuracy == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
 
 
+def test_pictures_that_are_scaled_already_are_warned_of(cnn):
+    shape = (2, *cnn.model.image_shape)
+    with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
+        cnn.model.predict(np.full(shape, 0.5, np.float32))
+    cnn.model.predict(np.ones(shape, np.uint8))
+    cnn.model.predict(np.full(shape, 8.0))
+
+
 def test_the_confusion_matrix_counts_every_validation_sample_once(cnn):
     part = json.loads((cnn.path / "report" / "1-confusion.json").read_text())
     total = sum(number for _, _, number in part["counts"])
