@@ -17,6 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)  ## train a small CNN on the embedded digits
 	$(BIN)/millrace cnn train --config digits_demo
+	@echo "The command millrace is there after: . $(BIN)/activate"
 
 test: $(INSTALLED) lint types  ## everything CI checks
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile

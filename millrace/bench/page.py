@@ -16,7 +16,7 @@ import yaml
 
 from millrace.bench.comparing import read_results
 from millrace.bench.reporting import command_line, notes, row_of, table
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, writing
 
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
 _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
@@ -53,7 +53,8 @@ def write_page(places: Sequence[Path], out: Path | None) -> int:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text)
+        with writing(out):
+            out.write_text(text)
     return 0
 
 

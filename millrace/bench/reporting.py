@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.bench.latency import supported
 from millrace.bench.noise import is_uncertain, peer_speeds, ratio_noise, spread_of
+from millrace.config import writing
 from millrace.host.run_directory import finite_json, write_atomically
 
 _COLUMNS: tuple[str, ...] = (
@@ -51,11 +52,12 @@ _UNCERTAIN = "~: the ratio is no further from 1 than the values of the two are a
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write all three forms; called again whenever there is more."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(finite_json(results), indent=1) + "\n"
-    write_atomically(folder / "results.json", text)
-    write_atomically(folder / "results.csv", as_csv(results["entries"]))
-    write_atomically(folder / "results.md", as_markdown(results))
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "results.json", text)
+        write_atomically(folder / "results.csv", as_csv(results["entries"]))
+        write_atomically(folder / "results.md", as_markdown(results))
 
 
 def as_csv(entries: Sequence[Mapping[str, Any]]) -> str:

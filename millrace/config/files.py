@@ -1,5 +1,7 @@
 """Configurations in YAML files, by name."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise ConfigurationError(f"{path} must hold a mapping at its top level.")
     return entries
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"Cannot write {path}: {error.strerror}.") from error

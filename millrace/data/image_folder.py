@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.catalogue import not_found
+from millrace.data.catalogue import DatasetNotFound, not_found
 from millrace.data.image_source import ImageSource, PerImage
 from millrace.data.source import DatasetError
 
-_EXTENSIONS = (".jpg", ".jpeg", ".png")
+_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 _VALIDATION_FOLDERS = ("val", "validation", "test")
 
 
 class ImageFolder(ImageSource):
-    """JPEG and PNG files, labelled by the folder they lie in.
+    """JPEG, PNG and WebP files, labelled by the folder they lie in.
 
     Args:
         path: The folder of class folders. Files may lie deeper in a class folder.
@@ -43,7 +43,10 @@ class ImageFolder(ImageSource):
             )
         files = {name: list(_pictures(self.path / name)) for name in found}
         if empty := [name for name, pictures in files.items() if not pictures]:
-            raise DatasetError(f"The class folder {self.path / empty[0]} has no pictures.")
+            raise DatasetError(
+                f"The class folder {self.path / empty[0]} has no pictures, which are files "
+                f"that end in {', '.join(_EXTENSIONS[:-1])} or {_EXTENSIONS[-1]}."
+            )
         # Texts, not paths: of 1.3 million, paths would take half a gigabyte.
         self._files = [f"{name}/{file}" for name in found for file in files[name]]
         number = {name: label for label, name in enumerate(self.classes)}
@@ -61,27 +64,42 @@ class ImageFolder(ImageSource):
 
 
 def load_image_folder(
-    path: str | Path, prepare: PerImage, *, name: str = "imagenet", **options: Any
-) -> tuple[ImageFolder, ImageFolder]:
+    path: str | Path,
+    prepare: PerImage,
+    *,
+    name: str = "imagenet",
+    needs_validation: bool = True,
+    **options: Any,
+) -> tuple[ImageFolder, ImageFolder | None]:
     """Return training and validation pictures from ``train`` and ``val`` in `path`.
 
     Args:
         path: Holds ``train/<class>/`` and one of ``val``, ``validation`` or ``test``.
         prepare: Makes the array of each picture of either.
         name: What to call the data set if it is not there.
+        needs_validation: Whether it is an error that there are no validation pictures.
         options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
     """
     folder = Path(path)
     held_out = next(
         (folder / split for split in _VALIDATION_FOLDERS if (folder / split).is_dir()), None
     )
-    if held_out is None or not has_classes(folder / "train"):
+    if not has_classes(folder / "train"):
         raise not_found(
-            name, folder, ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png)"]
+            name,
+            folder,
+            ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png, .webp)"],
         )
-    if not has_classes(held_out):
+    if held_out is None and needs_validation:
+        raise DatasetNotFound(
+            f"{folder.resolve()} has train/, but not val/ (or validation/, or test/) with "
+            "pictures to validate with. --no-validation trains without."
+        )
+    if held_out is not None and not has_classes(held_out):
         raise DatasetError(f"{held_out} has no class folders; sort its pictures into them.")
     training = ImageFolder(folder / "train", prepare, **options)
+    if held_out is None:
+        return training, None
     validation = ImageFolder(held_out, prepare, classes=training.classes, **options)
     return training, validation
 

@@ -21,11 +21,12 @@ PerImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
 
 The image is opened but not decoded. Every array must have the same shape."""
 
-_FORMATS = ("JPEG", "PNG")  # some of Pillow's other readers start programs
+_FORMATS = ("JPEG", "PNG", "WEBP")  # some of Pillow's other readers start programs
 _MIN_CORRUPT = 10
-_MAX_NAMES_SHOWN = 20
+_MAX_NAMES_SHOWN = 3
 _DECODE_ERRORS = (
     OSError,
+    EOFError,
     SyntaxError,
     ValueError,
     IndexError,
@@ -170,7 +171,7 @@ class ImageSource(ABC):
             with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
                 return self._prepare(image, generator), label
         except UnidentifiedImageError:
-            return self._remember(index, "neither JPEG nor PNG")
+            return self._remember(index, "neither JPEG, PNG nor WebP")
         except _DECODE_ERRORS as error:
             return self._remember(index, str(error) or type(error).__name__)
 

@@ -17,22 +17,26 @@ class Pictures(NamedTuple):
     """The two splits, and what there is to say of them."""
 
     training: ImageSource
-    validation: ImageSource
+    validation: ImageSource | None
     num_classes: int
     warning: str | None = None
 
 
-def load_imagenet(path: str | Path, prepare: PerImage, **options: Any) -> Pictures:
+def load_imagenet(
+    path: str | Path, prepare: PerImage, *, needs_validation: bool = True, **options: Any
+) -> Pictures:
     """Return pictures from TFRecord files or from class folders at `path`.
 
     Args:
         path: Holds ``train-*`` and ``validation-*`` (TFRecord files of 1000 classes), or
             ``train/<class>/`` and ``val/<class>/`` (as many classes as folders).
         prepare: Makes the array of each picture of either split.
+        needs_validation: Whether class folders must have some to validate with.
         options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
     """
     folder = Path(path)
     if has_classes(folder / "train"):
+        options["needs_validation"] = needs_validation
         return load_folders(folder, prepare, name="imagenet", **options)
     num_classes = CATALOGUE["imagenet"].num_classes
     try:

@@ -34,6 +34,11 @@ class ArraySource:
     """
 
     def __init__(self, arrays: Sample) -> None:
+        if not isinstance(arrays, Mapping):
+            raise ValueError(
+                "A source needs a dict of arrays, such as {'x': ..., 'y': ...}, got "
+                f"{type(arrays).__name__}."
+            )
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths:
             raise ValueError("A source needs at least one array.")

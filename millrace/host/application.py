@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from millrace.config import ConfigurationError, parse
 from millrace.host.options import RunOptions
 from millrace.host.process import tune_memory_allocation
-from millrace.launch.environment import with_replicas
+from millrace.launch.environment import is_follower, with_replicas
 
 
 def run_as_command(
@@ -33,11 +33,12 @@ def run_as_command(
     try:
         told = with_replicas(config_type, words)
         config, _ = parse(config_type, told, program=name, named_configs=named_configs)
-    except ConfigurationError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    tune_memory_allocation()
-    from millrace.host.run import run_command
+        tune_memory_allocation()
+        from millrace.host.run import run_command
 
-    command_line = shlex.join([name, *words])
-    sys.exit(run_command(function, config, command=name, command_line=command_line))
+        command_line = shlex.join([name, *words])
+        sys.exit(run_command(function, config, command=name, command_line=command_line))
+    except ConfigurationError as error:
+        if not is_follower():  # of several processes, one says it
+            print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from millrace.config import ConfigurationError
 from millrace.launch import environment as env
 from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.hardware import gpus_for, uses_gpu
@@ -150,6 +151,11 @@ class Launcher:
                 # Ctrl-C in the terminal is ours to pass on, once.
                 start_new_session=True,
             )
+        except OSError as error:
+            os.close(tell)
+            raise ConfigurationError(
+                f"Cannot start {self._command[0]}: {error.strerror}."
+            ) from error
         finally:
             os.close(told)
         pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]

@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from millrace.config import writing
 from millrace.schedule.config import ScheduleConfig
 from millrace.schedule.draw import draw_timelines
 from millrace.schedule.quantities import (
@@ -27,14 +28,15 @@ def show_schedule(config: ScheduleConfig) -> None:
     simulation = simulate(table, config.costs, config.link, execution=config.execution)
     facts = _facts(config, table, simulation)
     if config.out is not None:
-        draw_timelines(
-            [("", simulation.timeline)],
-            config.out,
-            title=_title(config, table),
-            subtitle=f"{_subtitle(config)}; {facts['time']}",
-            facts=facts,
-            unit=None if config.stage_times else FORWARD_PASSES,
-        )
+        with writing(config.out):
+            draw_timelines(
+                [("", simulation.timeline)],
+                config.out,
+                title=_title(config, table),
+                subtitle=f"{_subtitle(config)}; {facts['time']}",
+                facts=facts,
+                unit=None if config.stage_times else FORWARD_PASSES,
+            )
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(_title(config, table))
     console.print(_subtitle(config))

@@ -117,7 +117,7 @@ class ScheduleConfig(CostOptions, MachineOptions):
     @property
     def layout(self) -> Stages:
         """Where the stages stand."""
-        single = len(self.stages) == 1
+        single = len(self.stages) == 1 and self.stages[0] > 0
         shape = [1] * self.stages[0] if single else self.stages
         return place_stages(shape, self.device_mapping)
 

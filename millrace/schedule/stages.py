@@ -54,7 +54,7 @@ def place_stages(shape: Sequence[int], device_mapping: DeviceMapping | None) -> 
     if not shape or min(shape) < 1:
         raise ConfigurationError(
             "A pipeline needs at least one stage, and at least one at each position; "
-            f"got {list(shape)}."
+            f"got {' '.join(map(str, shape)) or 'none'}."
         )
     groups, num_stages = [], 0
     for count in shape:

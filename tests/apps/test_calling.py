@@ -93,6 +93,14 @@ def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
     assert accuracy == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
 
 
+def test_pictures_that_are_scaled_already_are_warned_of(cnn):
+    shape = (2, *cnn.model.image_shape)
+    with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
+        cnn.model.predict(np.full(shape, 0.5, np.float32))
+    cnn.model.predict(np.ones(shape, np.uint8))
+    cnn.model.predict(np.full(shape, 8.0))
+
+
 def test_the_confusion_matrix_counts_every_validation_sample_once(cnn):
     part = json.loads((cnn.path / "report" / "1-confusion.json").read_text())
     total = sum(number for _, _, number in part["counts"])
@@ -114,6 +122,22 @@ def test_a_recommender_foretells_and_recommends(autoencoder):
     assert [r for _, r in best] == sorted((r for _, r in best), reverse=True)
     with pytest.raises(ValueError, match="trained without the item 12345"):
         model.predict({12345: 3.0})
+
+
+def test_items_rated_by_the_text_of_their_names_are_not_recommended(autoencoder):
+    model = autoencoder.model
+    rated = {str(item): 5.0 for item in model.item_ids[:2].tolist()}
+    best = model.recommend(rated, top=len(model.item_ids))
+    assert len(best) == len(model.item_ids) - 2
+    assert not set(rated) & {str(item) for item, _ in best}
+
+
+@pytest.mark.parametrize("rating", [float("nan"), float("inf"), None])
+def test_a_rating_that_is_no_number_is_refused(autoencoder, rating):
+    model = autoencoder.model
+    first = model.item_ids[0].item()
+    with pytest.raises(ValueError, match=f"rating of the item {first} is .*, not a number"):
+        model.recommend({first: rating})
 
 
 def test_the_residuals_have_the_rmse_that_was_reported(autoencoder):

@@ -8,13 +8,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from millrace.bench.page import beside, files_in, page, reports_in
+from millrace.bench.page import beside, files_in, page, reports_in, write_page
+from millrace.bench.reporting import write_results
 from millrace.bench.spec import load_spec
 from millrace.cli import main
 from millrace.config import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results"
+
+
+def test_a_page_or_results_that_cannot_be_written_are_named(tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    with pytest.raises(ConfigurationError, match=r"Cannot write .*taken: Is a directory"):
+        write_page([KEPT], taken)
+    (taken / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"Cannot write .*file: File exists"):
+        write_results(taken / "file", {"entries": []})
 
 
 def results(date, median, device="a GPU"):

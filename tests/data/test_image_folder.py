@@ -169,13 +169,46 @@ def test_a_small_set_that_is_corrupt_throughout_is_an_error(tmp_path):
         ImageFolder(tmp_path, SMALL)[np.array([0])]
 
 
-def test_formats_other_than_jpeg_and_png_are_not_opened(tmp_path):
+def test_of_many_corrupt_pictures_a_few_are_named_and_the_rest_counted(tmp_path):
+    write_folders(tmp_path)
+    training = ImageFolder(tmp_path / "train", SMALL, max_corrupt=5)
+    names = [spoil(tmp_path / "train", number) for number in range(10)]
+    with pytest.raises(TooManyCorrupt, match="10 of 15 samples") as caught:
+        training[np.arange(15)]
+    assert str(caught.value).endswith("and 7 more")
+    assert sum(name in str(caught.value) for name in names) == 3
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.8])
+def test_webp_is_read_and_its_damage_noticed(tmp_path, keep):
+    write_folders(tmp_path)
+    folder = tmp_path / "train" / "class_0"
+    for number in (0, 1):
+        content = encode(picture(0), "WEBP")
+        content = content[: int(keep * len(content))] if number else content
+        (folder / f"a{number}.webp").write_bytes(content)
+    training = ImageFolder(tmp_path / "train", SMALL)
+    places = [n for n in range(len(training)) if training.name(n).endswith(".webp")]
+    read = training[np.array(places)]["image"][0].astype(int)
+    assert np.abs(read - SMALL(picture(0), None).astype(int)).mean() < 8
+    assert list(training.corrupt) == [str(folder / "a1.webp")]
+
+
+def test_what_is_missing_is_val_where_there_is_train(tmp_path):
+    (write_folders(tmp_path) / "val").rename(tmp_path / "unused")
+    with pytest.raises(ConfigurationError, match=r"has train/, but not val/"):
+        load_image_folder(tmp_path, SMALL)
+    training, validation = load_image_folder(tmp_path, SMALL, needs_validation=False)
+    assert (len(training), validation) == (15, None)
+
+
+def test_formats_other_than_jpeg_png_and_webp_are_not_opened(tmp_path):
     write_folders(tmp_path)
     victim = tmp_path / "train" / "class_0" / "0.JPEG"
     victim.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
     training = ImageFolder(tmp_path / "train", SMALL)
     training[np.arange(3)]
-    assert training.corrupt == {str(victim): "neither JPEG nor PNG"}
+    assert training.corrupt == {str(victim): "neither JPEG, PNG nor WebP"}
 
 
 def test_a_file_that_vanished_is_an_error_and_no_corruption(tmp_path):
@@ -206,7 +239,7 @@ def test_a_missing_or_misshapen_data_set_is_said_so(tmp_path):
     with pytest.raises(ValueError, match="has the class class_7, which training has not"):
         load_image_folder(tmp_path, SMALL)
     (tmp_path / "train" / "class_7").mkdir()
-    with pytest.raises(ValueError, match=r"class_7 has no pictures"):
+    with pytest.raises(ValueError, match=r"class_7 has no pictures.*\.png or \.webp"):
         load_image_folder(tmp_path, SMALL)
 
 

@@ -98,6 +98,8 @@ def test_arrays_of_different_lengths_are_refused():
         ArraySource({"a": np.zeros(3), "b": np.zeros(4)})
     with pytest.raises(ValueError, match="at least one array"):
         ArraySource({})
+    with pytest.raises(ValueError, match=r"needs a dict of arrays.* got ndarray"):
+        ArraySource(np.ones((5, 2)))
 
 
 def test_the_embedded_digits_are_whole_and_do_not_overlap():

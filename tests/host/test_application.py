@@ -42,3 +42,34 @@ def test_it_has_a_run_directory_and_can_be_resumed(monkeypatch, tmp_path, capsys
     assert summary["changed_options"]["num_epochs"] == 5
     assert "curve" in (tmp_path / "run" / "report.html").read_text()
     assert run(monkeypatch, *words, "--resume") == 0
+
+
+@pytest.mark.parametrize(
+    ("present", "words", "said"),
+    [
+        ("run/config.yml", (), "exists and is not empty"),
+        (None, ("--resume",), "There is no run to resume"),
+        ("run", (), "is a file, not a directory"),
+    ],
+)
+def test_a_wrong_run_directory_is_one_line_and_status_2(
+    monkeypatch, tmp_path, capsys, present, words, said
+):
+    if present is not None:
+        (tmp_path / present).parent.mkdir(exist_ok=True)
+        (tmp_path / present).write_text("command: curve\n")
+    assert run(monkeypatch, "--run-dir", str(tmp_path / "run"), *words) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("curve: ") and errors.count("\n") == 1 and said in errors
+
+
+def test_a_resume_with_other_options_is_one_line_and_status_2(
+    monkeypatch, tmp_path, capsys
+):
+    words = ("--run-dir", str(tmp_path / "run"), "--quiet", "--num-epochs", "5")
+    assert run(monkeypatch, *words) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, *words, "--resume", "--learning-rate", "0.1") == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("curve: ") and errors.count("\n") == 1
+    assert "learning_rate was 0.01" in errors

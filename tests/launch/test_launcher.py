@@ -199,6 +199,17 @@ def test_a_wrong_command_is_not_started_again():
     assert said.count("tried") == 2 and "starting again" not in said
 
 
+def test_a_command_that_cannot_be_started_is_one_line_and_status_2(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("print('not executable')")
+    for name, why in [
+        ("nosuchcmd", "No such file or directory"),
+        (str(tmp_path / "train.py"), "Permission denied"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main(["launch", "-n", "2", "--", name])
+        assert capsys.readouterr().err == f"millrace: Cannot start {name}: {why}.\n"
+
+
 def test_a_restart_that_cannot_go_on_says_why(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     run.mkdir()

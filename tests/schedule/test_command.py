@@ -118,7 +118,8 @@ def test_one_value_stands_for_all_stages():
     ("words", "said"),
     [
         ("--schedule groupd", "Did you mean grouped?"),
-        ("--stages 0", "at least one stage"),
+        ("--stages 0", "at least one stage, and at least one at each position; got 0."),
+        ("--stages 1 0", "got 1 0."),
         ("--stages 2 0 1", "at least one at each position"),
         ("--gradient-accumulation-count 12", "The nearest: 8 or 16"),
         ("--gradient-accumulation-count 0", "positive multiple of 8"),
@@ -163,12 +164,11 @@ def test_a_mistake_is_a_plain_line_and_status_2_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drawing_that_cannot_be_written_is_a_plain_failure(call, tmp_path):
-    (tmp_path / "taken.svg").mkdir()
-    status, _, err = call("--out taken.svg")
-    assert status == 1
-    assert "taken.svg" in err
-    assert len(err.splitlines()) == 1
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_a_drawing_that_cannot_be_written_is_a_plain_failure(call, tmp_path, suffix):
+    (tmp_path / f"taken.{suffix}").mkdir()
+    status, _, err = call(f"--out taken.{suffix}")
+    assert (status, err) == (2, f"millrace: Cannot write taken.{suffix}: Is a directory.\n")
 
 
 def test_help_names_every_option(call):

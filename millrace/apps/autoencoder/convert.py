@@ -3,14 +3,13 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from millrace.apps.autoencoder.convert_options import ConvertConfig
 from millrace.apps.autoencoder.data_options import RECOMMENDED
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.raw import read_raw
 from millrace.data.ratings.split import (
     PERIODS,
@@ -84,25 +83,16 @@ def _write(paths: dict[str, Path], events: Events, split: Split) -> None:
     try:
         for part, path in paths.items():
             chosen = getattr(split, _PARTS[part])
-            with _writing(path):
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(parts[path], events.users, events.items, events.values, chosen)
         for path, written in parts.items():
-            with _writing(path):
+            with writing(path):
                 written.replace(path)
     finally:
         for written in parts.values():
             with contextlib.suppress(NotADirectoryError):
                 written.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Name the file that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def _report(

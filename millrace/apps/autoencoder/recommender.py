@@ -41,15 +41,11 @@ class Recommender(NamedTuple):
                 "A model with rows of items foretells the ratings of the users that it was "
                 "trained with: ask recommend_to(user)."
             )
-        ids = np.array(list(ratings))
-        places = find(self.item_ids, ids) if len(ids) else np.zeros(0, int)
-        if (places < 0).any():
-            unknown = ids[places < 0][0]
-            raise ValueError(f"The model was trained without the item {unknown}.")
+        places = self._places(ratings)
         given = from_events(
             np.zeros(len(places), int),
             places,
-            np.array(list(ratings.values()), np.float32),
+            _finite(ratings),
             user_ids=np.zeros(1, int),
             item_ids=self.item_ids,
         )
@@ -67,7 +63,8 @@ class Recommender(NamedTuple):
     ) -> list[tuple[Any, float]]:
         """Return the items not rated yet that the user would rate best, best first."""
         foretold = self.predict(ratings)
-        others = [pair for pair in foretold.items() if pair[0] not in ratings]
+        rated = set(self.item_ids[self._places(ratings)].tolist())
+        others = [pair for pair in foretold.items() if pair[0] not in rated]
         return sorted(others, key=lambda pair: -pair[1])[:top]
 
     def recommend_to(self, user: Any, top: int = 10) -> list[tuple[Any, float]]:
@@ -77,6 +74,24 @@ class Recommender(NamedTuple):
         users = find_users([user], ratings, unknown, trained)
         found = recommendations(trained, ratings, users, top, 1, {})
         return [(entry.item, entry.rating) for entry in found]
+
+    def _places(self, ratings: Mapping[Any, float]) -> np.ndarray:
+        """Return the number of each rated item, which the model must know."""
+        ids = np.array(list(ratings))
+        places = find(self.item_ids, ids) if len(ids) else np.zeros(0, int)
+        if (places < 0).any():
+            unknown = ids[places < 0][0]
+            raise ValueError(f"The model was trained without the item {unknown}.")
+        return places
+
+
+def _finite(ratings: Mapping[Any, float]) -> np.ndarray:
+    """Return the ratings, each of which must be a number."""
+    values = np.array(list(ratings.values()), np.float32)
+    for item, value in zip(ratings, values, strict=True):
+        if not np.isfinite(value):
+            raise ValueError(f"The rating of the item {item} is {value}, not a number.")
+    return values
 
 
 def load_recommender(path: Path | str) -> Recommender:

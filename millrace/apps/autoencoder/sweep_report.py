@@ -96,7 +96,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": best_config(config, best)}))
     run.closing_facts["best"] = (
-        f"2^-{label(best.base_learning_rate)}: autoencoder train --config best "
+        f"2^-{label(best.base_learning_rate)}: millrace autoencoder train --config best "
         f"--config-path {path}"
     )
 

@@ -46,6 +46,7 @@ class ImageData(NamedTuple):
 
     training: Any
     validation: Any
+    """None where a folder has none and none is needed."""
     num_classes: int
     image_shape: tuple[int, int, int]
     transform: Callable[[Any, np.random.Generator], Any] | None
@@ -125,7 +126,11 @@ def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
         pixels = augment.imagenet_image(image, generator, size=size, flip=not on_device)
         return pixels if config.eight_bit_transfer else travels(pixels)
 
-    options = {"prepare": prepare, "max_corrupt": config.max_corrupt}
+    options = {
+        "prepare": prepare,
+        "max_corrupt": config.max_corrupt,
+        "needs_validation": config.validation,
+    }
     found, folder = _find(name, config, functools.partial(_PICTURES[name], **options))
     return ImageData(
         found.training,
@@ -165,9 +170,10 @@ def describe(images: ImageData, config: CnnConfig) -> str:
     about = f" (synthetic, made on the {config.synthetic})" if config.synthetic else ""
     if images.folder is not None:
         about = f" from {images.folder.resolve()}"
+    held_out = 0 if images.validation is None else len(images.validation)
     return (
         f"{config.resolved_dataset}{about}, {len(images.training):,} training and "
-        f"{len(images.validation):,} validation samples, {images.num_classes} classes"
+        f"{held_out:,} validation samples, {images.num_classes} classes"
     )
 
 

@@ -16,7 +16,7 @@ from millrace.feeds.infeed import Infeed
 from millrace.feeds.resident import ResidentInfeed
 from millrace.host.run import Run
 
-_MAX_NAMES_SHOWN = 10
+_MAX_NAMES_SHOWN = 3
 
 
 def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) -> Infeed:

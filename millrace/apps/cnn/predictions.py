@@ -163,7 +163,7 @@ def _displayed(image: np.ndarray) -> np.ndarray:
 
 def class_names(images: ImageData, dataset: str) -> list[str]:
     """Return what the classes are called, or their numbers."""
-    known = getattr(images.validation, "classes", None) or _NAMES.get(dataset)
+    known = getattr(images.training, "classes", None) or _NAMES.get(dataset)
     return list(known or map(str, range(images.num_classes)))
 
 

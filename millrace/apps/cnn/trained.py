@@ -1,5 +1,6 @@
 """A trained network, found again from what its run has left."""
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +35,16 @@ class TrainedCnn(NamedTuple):
     checkpoint: Path
 
     def logits(self, images: Any) -> np.ndarray:
-        """Return the outputs for pictures of bytes, (number, height, width, channels)."""
+        """Return the outputs for pictures, (number, height, width, channels).
+
+        Args:
+            images: Pixels as they are stored, from 0 to 255 (of digits, to 16), not scaled.
+        """
         shape = np.shape(images)
         if shape[1:] != self.image_shape:
             wanted = ", ".join(map(str, ("number", *self.image_shape)))
             raise ValueError(f"images must have the shape ({wanted}), got {shape}.")
+        _warn_of_scaled(np.asarray(images))
         steps = preparation(
             self.config.resolved_dataset, normalise=self.config.normalise_input
         )
@@ -47,12 +53,16 @@ class TrainedCnn(NamedTuple):
         return np.asarray(outputs)
 
     def predict(self, images: Any) -> tuple[list[str], np.ndarray]:
-        """Return the most likely class of each picture, and how sure the network is."""
+        """Return the most likely class of each picture, and how sure the network is.
+
+        Args:
+            images: Pixels as they are stored, from 0 to 255 (of digits, to 16), not scaled.
+        """
         shares = np.asarray(jax.nn.softmax(self.logits(images)))
         return [self.classes[n] for n in shares.argmax(1)], shares.max(1)
 
     def predict_files(self, paths: Iterable[Path | str]) -> tuple[list[str], np.ndarray]:
-        """Do the same for JPEG or PNG files, cropped and scaled as in validation."""
+        """Do the same for files of pictures, cropped and scaled as in validation."""
         side = self.image_shape[0]
         if self.image_shape[2] != 3:
             raise ValueError(f"Files are pictures in colour, not {self.image_shape}.")
@@ -64,6 +74,15 @@ class TrainedCnn(NamedTuple):
 
     def _apply(self, params: Any, carried: Any, images: Any) -> Any:
         return apply_layers(self.layers, params, carried, images, training=False)
+
+
+def _warn_of_scaled(images: np.ndarray) -> None:
+    if np.issubdtype(images.dtype, np.floating) and not (images > 1).any():
+        warnings.warn(
+            "No pixel is above 1. Give pictures as they are stored, from 0 to 255: the "
+            "network scales them itself.",
+            stacklevel=3,
+        )
 
 
 def load_trained(path: Path | str) -> TrainedCnn:

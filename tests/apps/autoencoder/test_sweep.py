@@ -46,6 +46,15 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     assert summary["samples"] == 3 * 12 * 8
 
 
+def test_a_sweep_says_how_to_train_with_the_best(swept, tmp_path, capsys):
+    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    words += f"--base-learning-rates 11 --run-dir {tmp_path}/run"
+    ended = command(capsys, words.replace("--quiet", ""))
+    assert ended.status == 0, ended.err
+    said = " ".join(ended.err.split())
+    assert "2^-11: millrace autoencoder train --config best --config-path" in said
+
+
 def test_a_sweep_of_which_nothing_is_left_has_failed(swept, tmp_path, capsys):
     words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
     words += f"--base-learning-rates 1,1.5 --run-dir {tmp_path}/run"

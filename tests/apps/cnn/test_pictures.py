@@ -11,6 +11,7 @@ from image_files import encode, example, picture, write_folders, write_records
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.trained import load_trained
 from millrace.cli import main
 from millrace.config import ConfigurationError, build
 
@@ -94,6 +95,28 @@ def test_anyones_pictures_can_be_trained_on(command, folders, tmp_path):
     assert 0 <= summary(tmp_path)["metrics"]["validation_accuracy"] <= 1
 
 
+def test_pictures_without_a_validation_folder_are_trained_on_if_asked(command, tmp_path):
+    (write_folders(tmp_path) / "val").rename(tmp_path / "unused")
+    words = (*TRAIN, "--dataset", "imagefolder")
+    status, said = command(*words)
+    assert status == 2
+    assert f"{tmp_path} has train/, but not val/" in said and "--no-validation" in said
+    status, said = command(*words, "--no-validation")
+    assert status == 0, said
+    assert "15 training and 0 validation samples, 3 classes" in said
+    assert load_trained(tmp_path / "run").classes == ["class_0", "class_1", "class_2"]
+
+
+def test_of_many_damaged_pictures_the_warning_names_a_few(command, tmp_path):
+    for name in sorted((write_folders(tmp_path) / "train").rglob("*.JPEG"))[:6]:
+        name.write_bytes(b"no picture")
+    status, said = command(*TRAIN, "--dataset", "imagefolder")
+    assert status == 0, said
+    (warning,) = (line for line in said.splitlines() if "could not be read" in line)
+    assert "6 samples" in warning and "and 3 more (see summary.json)" in warning
+    assert warning.count(".JPEG") == 3
+
+
 def records(count, label=lambda number: number % 3 + 1):
     return [example(encode(picture(number)), label(number)) for number in range(count)]
 
@@ -109,7 +132,7 @@ def test_records_with_some_damage_are_trained_on_and_the_damage_is_named(command
     assert "warning: 2 samples could not be read, and others took their place:" in said
     corrupt = summary(tmp_path)["corrupt_samples"]
     assert [name.split(",")[0] for name in corrupt] == ["train-0", "validation-0"]
-    assert set(corrupt.values()) == {"neither JPEG nor PNG"}
+    assert set(corrupt.values()) == {"neither JPEG, PNG nor WebP"}
     status, said = command(*words[:-3], "limited", *words[-2:], "--max-corrupt", "0")
     assert status == 1
     assert "1 of 8 samples cannot be read; at most 0 may be replaced" in said

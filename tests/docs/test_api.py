@@ -1,0 +1,22 @@
+"""The API page has every name that the package offers."""
+
+import re
+
+import pytest
+from docs_blocks import ROOT
+
+import millrace
+
+PAGE = (ROOT / "docs" / "api.md").read_text()
+
+
+@pytest.mark.parametrize("name", millrace.__all__)
+def test_every_public_name_stands_on_the_page(name):
+    module = re.escape(f"::: millrace.{millrace._HOME[name]}")
+    if name in millrace._MODULES:
+        assert re.search(rf"^{module}$", PAGE, re.MULTILINE)
+    else:
+        listed = re.search(
+            rf"^{module}\n +options: .*members: \[(.*)\]", PAGE, re.MULTILINE
+        )
+        assert listed is not None and name in listed[1].split(", ")
