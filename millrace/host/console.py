@@ -81,15 +81,18 @@ class Console:
         for name, value in facts.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def start(self, total: int, done: int, elapsed: float = 0.0) -> None:
+    def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Begin to show progress over `total` updates.
 
         Args:
             total: How many there are to be.
             done: How many there are already.
-            elapsed: What the run's clock, which a resumed run goes on with, shows now.
+            elapsed: What the run's clock, which a resumed run goes on with, shows now; if
+                not given, it goes on as it is.
         """
-        self._zero = time.perf_counter() - elapsed
+        if elapsed is not None:
+            self._end_phase()
+            self._zero = time.perf_counter() - elapsed
         if not self.live:
             return
         self._progress = Progress(

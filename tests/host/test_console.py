@@ -119,6 +119,41 @@ def test_what_was_done_when_is_remembered_on_the_runs_clock(monkeypatch):
     assert console.phases[-1] == ("training", 52, 55)
 
 
+def test_a_second_bar_leaves_the_runs_clock_as_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("millrace.host.console.time.perf_counter", lambda: now[0])
+    console = Console(quiet=True)
+    console.start(10, 0, elapsed=0.0)
+    console.status("training")
+    now[0] += 12
+    console.stop()
+    console.status("estimating")
+    now[0] += 1
+    console.start(5, 0)
+    console.status("estimating")
+    now[0] += 2
+    console.stop()
+    assert console.phases == [
+        ("training", 0, 12),
+        ("estimating", 12, 13),
+        ("estimating", 13, 15),
+    ]
+
+
+def test_what_is_being_done_when_the_clock_is_set_does_not_end_before_it_began(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("millrace.host.console.time.perf_counter", lambda: now[0])
+    console = Console(quiet=True)
+    now[0] += 5
+    console.status("watching the pipeline")
+    now[0] += 3
+    console.start(10, 0, elapsed=0.5)
+    console.status("training")
+    now[0] += 1
+    seconds = [end - start for _, start, end in console.phases]
+    assert seconds == [3, 1]
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_packages_log_goes_to_the_console(verbose, capsys):
     Console(verbose=verbose)
