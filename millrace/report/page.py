@@ -81,10 +81,16 @@ def table(values: Mapping[str, Any]) -> str:
 
 def _head(record: RunRecord) -> str:
     status = record.status
+    said, colour = record.badge
     parts = [
         f"<h1>{html.escape(record.command or 'run')} · {html.escape(record.name)}</h1>",
-        f'<p><span class="status {status}">{status}</span></p>',
+        f'<p><span class="status {colour}">{said}</span></p>',
     ]
+    if (update := record.diverged_at) is not None:
+        parts.append(
+            f"<p>From update {update:,} on, the logged loss was not finite: training has "
+            "diverged. A smaller learning rate may help.</p>"
+        )
     if why := _EXPLAINED.get(status, ""):
         parts.append(f"<p>{why}</p>")
     if error := record.summary.get("error"):

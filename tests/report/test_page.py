@@ -190,6 +190,28 @@ def test_values_that_are_no_numbers_do_not_break_the_curves(run):
     assert "nan loss" in page.text
 
 
+def losses(*values):
+    return [
+        {"update": 10 * n, "epoch": n, "time": n, "train_loss": value}
+        for n, value in enumerate(values, 1)
+    ]
+
+
+@pytest.mark.parametrize("lost", ["nan", "inf"])
+def test_a_run_whose_loss_was_lost_says_so_and_is_not_green(run, lost):
+    events = losses(0.5, "nan", 0.4, lost, lost)
+    page, _ = report(make_run(run, events=events, metrics={"train_loss": lost}))
+    assert "completed, but diverged" in page.text
+    assert "From update 40 on, the logged loss was not finite" in page.text
+    assert ("span", "class", "status diverged") in page.attributes
+
+
+def test_a_loss_that_came_back_is_no_divergence(run):
+    page, _ = report(make_run(run, events=losses(0.5, "nan", 0.25)))
+    assert "diverged" not in page.text
+    assert ("span", "class", "status completed") in page.attributes
+
+
 def test_values_far_apart_are_drawn_on_a_logarithmic_axis(run):
     events = [
         {"update": n, "epoch": n, "time": 1, "learning_rate": rate}
