@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from millrace.host.account import (
     account_of,
+    add_earlier,
     changed_options,
     machine,
     memory_used,
@@ -62,6 +63,18 @@ def test_a_resumed_run_keeps_what_it_had_done_before(tmp_path):
     assert [name for name, _, _ in kept()] == ["compiling", "training", "training"]
     write_phases(tmp_path, [Phase("training", 0, 1), Phase("x", 1, 1)], resumed=False)
     assert kept() == [["training", 0, 1]]  # and what took no time is left out
+
+
+def test_the_times_of_a_resumed_run_are_those_of_all_its_parts():
+    before = {"wall_seconds": 10.0, "seconds": {"compiling": 2.0, "training": 7.0}}
+    summary = {"wall_seconds": 4.0, "seconds": {"training": 3.0, "validating": 0.5}}
+    add_earlier(summary, before)
+    assert summary == {
+        "wall_seconds": 14.0,
+        "seconds": {"compiling": 2.0, "training": 10.0, "validating": 0.5},
+    }
+    add_earlier(summary, {})  # killed before it could write one
+    assert summary["wall_seconds"] == 14.0
 
 
 def test_the_memory_of_the_largest_program_is_told():

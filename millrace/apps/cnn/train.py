@@ -144,7 +144,7 @@ def _train(
         if config.validates != "during":
             paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
             events = validate_checkpoints(paths, validator, like, run, runner.elapsed)
-        run.summary["time_to_train_seconds"] = seconds = runner.elapsed()
+        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run, runner)
         run.closing_facts["time to train"] = time_span(seconds)
     if config.averages_weights:
         average_checkpoints(config, run, folder, like, validator, runner.elapsed)
@@ -152,6 +152,14 @@ def _train(
     if config.clean_dir:
         delete_checkpoints(folder)
     return state
+
+
+def _time_to_train(run: Run, runner: Runner) -> float:
+    """Return the run's clock, or what it showed at the end if that was before a resume."""
+    before = run.summary_before()
+    if any(before.get(name) != run.summary[name] for name in ("status", "updates")):
+        return runner.elapsed()
+    return before.get("time_to_train_seconds", runner.elapsed())
 
 
 def _profile_pipeline(
