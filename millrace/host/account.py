@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ def account_of(
         "seconds": {name: round(seconds, 3) for name, seconds in spent.items()},
         "memory": memory_used(programs),
         "changed_options": changed_options(options),
+        "commit": commit(),
         "machine": machine(),
         "directory": str(Path.cwd()),
     }
@@ -130,6 +132,21 @@ def machine() -> dict[str, str]:
         "processor": f"{os.cpu_count()} cores of {_processor()}",
     }
     return facts | {name: os.environ[name] for name in _TELLING if os.environ.get(name)}
+
+
+def commit() -> str | None:
+    """Return the commit this package is a checkout of, if it is one."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().replace("-dirty", ", with changes")
 
 
 def _processor() -> str:

@@ -1,6 +1,7 @@
 """What a run tells of itself: options, phases, memory and machine."""
 
 import json
+import subprocess
 from dataclasses import dataclass, field
 
 import jax
@@ -10,6 +11,7 @@ from millrace.host.account import (
     account_of,
     add_earlier,
     changed_options,
+    commit,
     machine,
     memory_used,
     write_phases,
@@ -94,3 +96,23 @@ def test_variables_that_change_what_is_computed_are_told(monkeypatch):
     assert facts["XLA_FLAGS"] == "--odd"
     assert "CUDA_VISIBLE_DEVICES" not in facts
     assert "cores of" in facts["processor"]
+
+
+def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monkeypatch):
+    file = tmp_path / "millrace" / "host" / "account.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("first")
+    monkeypatch.setattr("millrace.host.account.__file__", str(file))
+    assert commit() is None
+
+    def git(*words):
+        names = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        command = ["git", "-C", str(tmp_path), *names, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "One")
+    assert commit() == git("rev-parse", "HEAD").strip()
+    file.write_text("second")
+    assert commit() == git("rev-parse", "HEAD").strip() + ", with changes"
