@@ -71,16 +71,17 @@ def train(config: CnnConfig, run: Run) -> None:
         state = program.init(params, carried, seed=config.seed)
         batches = _batches_per_epoch(config, schedule, len(images.training))
         infeed = open_infeed(images, config, batches)
+        fits = functools.partial(
+            check_memory, config, images, model, (params, carried), schedule
+        )
         if config.compile_only:
             run.console.status("compiling")
             with infeed:
                 compile_calls(program, state, infeed, schedule.updates_per_execution)
+            fits(peak_bytes(programs), program.devices[0])
             return _report_compilation(run, program, peak_bytes(programs))
         if config.profile_pipeline:
             _profile_pipeline(config, run, program, state, infeed)
-        fits = functools.partial(
-            check_memory, config, images, model, (params, carried), schedule
-        )
         with corrupt_samples_reported(images, run):
             state = _train(
                 config,
