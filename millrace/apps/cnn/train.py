@@ -20,7 +20,7 @@ from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_i
 from millrace.apps.cnn.memory import check_memory
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.predictions import report_predictions
-from millrace.apps.cnn.recipe import metrics_of, model_of, program_of
+from millrace.apps.cnn.recipe import metrics_of, model_of, program_of, warnings_about_rate
 from millrace.apps.cnn.validation import (
     ACCURACY,
     Validator,
@@ -240,8 +240,9 @@ def _describe(
         model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
     )
-    for warning in warnings_about(config, schedule) if schedule else ():
-        run.console.warning(warning)
+    for warn in (warnings_about, warnings_about_rate) if schedule else ():
+        for warning in warn(config, schedule):
+            run.console.warning(warning)
     announce(images, config, run)
     for line in ipu_options.lines_about(config):
         run.console.line(line)
