@@ -18,6 +18,9 @@ from rich.progress import (
 )
 from rich.table import Column
 
+_METRICS_SHARE = 4
+"""How many times as wide as the bar the metrics beside it may be."""
+
 
 class Phase(NamedTuple):
     """What was being done from when to when, in seconds of the run's clock."""
@@ -43,6 +46,8 @@ class Console:
         self.verbose = verbose and not quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        # Takes what the other columns leave, and is cut where that is too little.
+        self._metrics = Column(no_wrap=True, overflow="ellipsis", ratio=0)
         self._said: set[str] = set()
         self._zero = time.perf_counter()
         self._phases: list[Phase] = []
@@ -100,7 +105,7 @@ class Console:
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[metrics]}", table_column=self._metrics),
             TimeRemainingColumn(compact=True),
             console=self._rich,
             expand=True,
@@ -130,6 +135,7 @@ class Console:
         shown = [f"{_short(name)} {figure(value)}" for name, value in chosen.items()]
         if speed:
             shown.append(f"{speed:,.0f} samples/s")
+        self._metrics.ratio = _METRICS_SHARE if shown else 0
         self._progress.update(self._task, completed=done, metrics="  ".join(shown))
 
     def stop(self) -> None:

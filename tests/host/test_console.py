@@ -97,6 +97,18 @@ def test_in_a_terminal_the_bar_shows_loss_metric_speed_and_what_is_being_done():
     assert re.search(COLOURS, seen)
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_in_a_narrow_terminal_count_and_time_left_stay_and_metrics_are_cut(verbose):
+    plain = re.sub(
+        r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", in_terminal(verbose=verbose, COLUMNS="80")
+    )
+    (*_, line) = [line for line in re.split(r"[\r\n]+", plain) if "50/100" in line]
+    words = "accuracy 0.5" if verbose else "loss 0.25  val rmse 0.7  1,234 samples/s "
+    assert re.search(rf"training ━.* 50/100 {words}.*--:--", line), line
+    assert ("…" in line) == verbose
+    assert len(line) <= 80
+
+
 def test_no_color_leaves_the_bar_but_no_colours():
     seen = in_terminal(NO_COLOR="1")
     assert "50/100" in seen
