@@ -240,8 +240,8 @@ def _describe(
         model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
     )
-    for warn in (warnings_about, warnings_about_rate) if schedule else ():
-        for warning in warn(config, schedule):
+    for warn in (warnings_about, warnings_about_rate):
+        for warning in warn(config, schedule) if schedule else ():
             run.console.warning(warning)
     announce(images, config, run)
     for line in ipu_options.lines_about(config):
