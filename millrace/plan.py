@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from millrace.batching import Batching, resolve_batching
 from millrace.precision import HalfType, Precision, PrecisionName, resolve_precision
 
@@ -198,7 +196,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    if value not in (True, False):  # NumPy's are equal to these
         raise ValueError(f"{name} must be True or False, got {value!r}.")
     return bool(value)
 
