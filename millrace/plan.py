@@ -1,8 +1,9 @@
 """The plan: how the work of training is replicated, accumulated, rounded, offloaded."""
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from millrace.batching import Batching, resolve_batching
 from millrace.precision import HalfType, Precision, PrecisionName, resolve_precision
@@ -21,6 +22,13 @@ _WHOLE_NUMBERS = (
     "gradient_accumulation_count",
     "global_batch_size",
     "updates_per_execution",
+)
+
+_SWITCHES = (
+    "stochastic_rounding",
+    "optimizer_state_offloading",
+    "recomputation",
+    "fp_exceptions",
 )
 
 
@@ -79,10 +87,7 @@ class Plan:
     """Stop at the first loss or gradient that is not a finite number."""
 
     def __post_init__(self) -> None:
-        for name in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, got {value!r}.")
+        self._settle_types()
         _ = self.batching, self.types  # each raises on what does not fit
         if self.updates_per_execution is not None and self.updates_per_execution < 1:
             raise ValueError(
@@ -108,10 +113,23 @@ class Plan:
         self._check_loss_scaling()
         self._check_pipeline()
 
+    def _settle_types(self) -> None:
+        """Refuse values of a wrong type; make NumPy's and other spellings our own."""
+        settled: dict[str, Any] = {
+            name: _whole(name, value)
+            for name in _WHOLE_NUMBERS
+            if (value := getattr(self, name)) is not None
+        }
+        settled |= {name: _switch(name, getattr(self, name)) for name in _SWITCHES}
+        settled["pipeline_splits"] = _splits(self.pipeline_splits)
+        settled["pipeline_schedule"] = _schedule(self.pipeline_schedule)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
     def _check_pipeline(self) -> None:
         splits = self.pipeline_splits
-        numbers = [split for split in splits if isinstance(split, int)]
-        if numbers and (len(splits) > 1 or numbers[0] < 2):
+        counts = [split for split in splits if isinstance(split, int)]
+        if counts and (len(splits) > 1 or counts[0] < 2):
             raise ValueError(
                 "pipeline_splits must be names of layers, or one number of stages, at "
                 f"least 2; got {' '.join(map(str, splits))}."
@@ -165,3 +183,40 @@ class Plan:
     def types(self) -> Precision:
         """The types of computation and weights."""
         return resolve_precision(self.precision, self.half_type)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any) -> int:
+    if not _is_whole(value):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    return int(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if value not in (True, False):  # NumPy's are equal to these
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def _splits(value: Any) -> list[int | str]:
+    splits = [] if value is None else value
+    if not isinstance(splits, list | tuple) or not all(
+        isinstance(split, str) or _is_whole(split) for split in splits
+    ):
+        raise ValueError(
+            "pipeline_splits must be a list of names of layers, or of one number of "
+            f"stages; got {value!r}."
+        )
+    return [split if isinstance(split, str) else int(split) for split in splits]
+
+
+def _schedule(value: Any) -> str:
+    known = get_args(PipelineSchedule)
+    if not isinstance(value, str) or value.lower() not in known:
+        raise ValueError(
+            f"pipeline_schedule must be one of {', '.join(known)}, got {value!r}."
+        )
+    return value.lower()

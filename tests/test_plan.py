@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from millrace.batching import Batching
@@ -53,11 +54,37 @@ def test_a_changed_copy_is_checked_too():
             {"gradient_accumulation_reduction": "median"},
             "gradient_accumulation_reduction .* got 'median'",
         ),
+        ({"num_replicas": True}, "num_replicas must be a whole number, got True"),
+        ({"micro_batch_size": 4.0}, "micro_batch_size must be a whole number, got 4.0"),
+        ({"recomputation": "no"}, "recomputation must be True or False, got 'no'"),
+        ({"pipeline_splits": "second"}, "pipeline_splits must be a list .* got 'second'"),
+        ({"pipeline_splits": 2}, "pipeline_splits must be a list .* got 2"),
+        ({"pipeline_splits": [True]}, r"pipeline_splits must be a list .* got \[True\]"),
+        (
+            {"pipeline_schedule": "foo"},
+            "one of grouped, interleaved, sequential, got 'foo'",
+        ),
+        ({"pipeline_schedule": None}, "pipeline_schedule must be one of .* got None"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**options)
+
+
+def test_numpys_numbers_and_other_spellings_are_made_plain():
+    plan = Plan(
+        micro_batch_size=np.int64(4),
+        recomputation=np.True_,
+        pipeline_splits=(np.int32(2),),
+        pipeline_schedule="Grouped",
+    )
+    assert type(plan.micro_batch_size) is int and plan.micro_batch_size == 4
+    assert plan.recomputation is True
+    assert plan.pipeline_splits == [2] and type(plan.pipeline_splits[0]) is int
+    assert plan.num_stages == 2
+    assert plan.pipeline_schedule == "grouped"
+    assert Plan(pipeline_splits=None).pipeline_splits == []
 
 
 def test_an_accumulator_type_that_does_not_exist_is_refused_before_compiling():

@@ -87,7 +87,7 @@ def _download(file: DataFile, address: str, target: Path, progress: Progress) ->
         raise FetchError(
             f"What {address} sends is not the published {file.name}: its checksum is "
             f"{found}, expected {expected_digest(file)}. It has been deleted. "
-            f"{_by_hand(file, target)}"
+            f"{_by_hand(file, target.parent)}"
         )
     part.replace(target)
 
@@ -101,18 +101,18 @@ def _receive_all(file: DataFile, address: str, part: Path, progress: Progress) -
             if pause is None:
                 raise FetchError(
                     f"{address} broke off: {error}. What is there is kept: the same "
-                    f"command goes on from it. {_by_hand(file, part)}"
+                    f"command goes on from it. {_by_hand(file, part.parent)}"
                 ) from error
             time.sleep(pause)
         except urllib.error.HTTPError as error:
             error.close()
             raise FetchError(
                 f"The server answered {error.code} {error.reason} for {address}. "
-                f"{_by_hand(file, part)}"
+                f"{_by_hand(file, part.parent)}"
             ) from error
         except urllib.error.URLError as error:
             raise FetchError(
-                f"Cannot reach {address}: {error.reason}. {_by_hand(file, part)}"
+                f"Cannot reach {address}: {error.reason}. {_by_hand(file, part.parent)}"
             ) from error
 
 
@@ -173,11 +173,26 @@ def _copy(
             return  # the checksum will not match; enough has come to know it
 
 
-def _by_hand(file: DataFile, target: Path) -> str:
+def _by_hand(file: DataFile, folder: Path) -> str:
+    """Say how to do without the server, and what is wrong with a file put there."""
+    there = folder / file.name
+    if not there.is_file():
+        return (
+            f"Put {file.name} ({file.num_bytes:,} bytes) into {folder} by hand and run the "
+            "command again, or give the URL of a mirror's folder with --url."
+        )
+    wrong = _difference(there, file)
     return (
-        f"Put {file.name} ({file.num_bytes:,} bytes) into {target.parent} by hand and run "
-        "the command again, or give the URL of a mirror's folder with --url."
+        f"The {file.name} in {folder} is not the published one: {wrong}. Put the right one "
+        "in its place and run the command again, or give the URL of a mirror's folder with "
+        "--url."
     )
+
+
+def _difference(path: Path, file: DataFile) -> str:
+    if (size := path.stat().st_size) != file.num_bytes:
+        return f"it has {size:,} bytes, expected {file.num_bytes:,}"
+    return f"its checksum is {digest(path, file)}, expected {expected_digest(file)}"
 
 
 def _has_folders(folder: Path) -> bool:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,19 @@ def account_of(
         "seconds": {name: round(seconds, 3) for name, seconds in spent.items()},
         "memory": memory_used(programs),
         "changed_options": changed_options(options),
+        "commit": commit(),
         "machine": machine(),
         "directory": str(Path.cwd()),
     }
+
+
+def add_earlier(summary: dict[str, Any], before: dict[str, Any]) -> None:
+    """Add the time that the parts of a run took which a resume goes on from."""
+    summary["wall_seconds"] += before.get("wall_seconds", 0.0)
+    spent = dict(before.get("seconds", {}))
+    for name, seconds in summary["seconds"].items():
+        spent[name] = round(spent.get(name, 0.0) + seconds, 3)
+    summary["seconds"] = spent
 
 
 def write_phases(run: Path, phases: Sequence[Phase], *, resumed: bool) -> None:
@@ -121,6 +132,21 @@ def machine() -> dict[str, str]:
         "processor": f"{os.cpu_count()} cores of {_processor()}",
     }
     return facts | {name: os.environ[name] for name in _TELLING if os.environ.get(name)}
+
+
+def commit() -> str | None:
+    """Return the commit this package is a checkout of, if it is one."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().replace("-dirty", ", with changes")
 
 
 def _processor() -> str:

@@ -18,6 +18,9 @@ from rich.progress import (
 )
 from rich.table import Column
 
+_METRICS_SHARE = 4
+"""How many times as wide as the bar the metrics beside it may be."""
+
 
 class Phase(NamedTuple):
     """What was being done from when to when, in seconds of the run's clock."""
@@ -43,6 +46,8 @@ class Console:
         self.verbose = verbose and not quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        # Takes what the other columns leave, and is cut where that is too little.
+        self._metrics = Column(no_wrap=True, overflow="ellipsis", ratio=0)
         self._said: set[str] = set()
         self._zero = time.perf_counter()
         self._phases: list[Phase] = []
@@ -81,15 +86,18 @@ class Console:
         for name, value in facts.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def start(self, total: int, done: int, elapsed: float = 0.0) -> None:
+    def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Begin to show progress over `total` updates.
 
         Args:
             total: How many there are to be.
             done: How many there are already.
-            elapsed: What the run's clock, which a resumed run goes on with, shows now.
+            elapsed: What the run's clock, which a resumed run goes on with, shows now; if
+                not given, it goes on as it is.
         """
-        self._zero = time.perf_counter() - elapsed
+        if elapsed is not None:
+            self._end_phase()
+            self._zero = time.perf_counter() - elapsed
         if not self.live:
             return
         self._progress = Progress(
@@ -97,7 +105,7 @@ class Console:
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[metrics]}", table_column=self._metrics),
             TimeRemainingColumn(compact=True),
             console=self._rich,
             expand=True,
@@ -127,6 +135,7 @@ class Console:
         shown = [f"{_short(name)} {figure(value)}" for name, value in chosen.items()]
         if speed:
             shown.append(f"{speed:,.0f} samples/s")
+        self._metrics.ratio = _METRICS_SHARE if shown else 0
         self._progress.update(self._task, completed=done, metrics="  ".join(shown))
 
     def stop(self) -> None:

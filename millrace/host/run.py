@@ -14,7 +14,7 @@ import jax
 
 from millrace.config import ConfigurationError, as_plain
 from millrace.host import group
-from millrace.host.account import account_of, write_phases
+from millrace.host.account import account_of, add_earlier, write_phases
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line, figure
 from millrace.host.events import Schedule
@@ -202,6 +202,8 @@ def run_command(
         _report_failure(_plain(error, message), status, silently=options.debug)
     run.summary["wall_seconds"] = time.time() - started
     run.summary |= account_of(options, console.phases, programs)
+    if options.resume:
+        add_earlier(run.summary, run.summary_before())
     nothing_ran = not directory.metrics_path.exists() and not options.resume
     endings: list[Callable[[], Any]] = [writer.close for writer in writers]
     if status == _WRONG_COMMAND and nothing_ran:

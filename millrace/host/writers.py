@@ -82,7 +82,7 @@ class _WeightsAndBiases:
             import wandb  # pyright: ignore[reportMissingImports]  (an optional extra)
         except ImportError as error:
             raise ConfigurationError(
-                "--wandb needs the wandb package: pip install 'millrace[wandb]'."
+                "--wandb needs the wandb package: pip install wandb."
             ) from error
         kept = path / "wandb-id"  # so that a resumed run goes on with the same one
         identity = kept.read_text() if kept.exists() else secrets.token_hex(8)

@@ -81,10 +81,16 @@ def table(values: Mapping[str, Any]) -> str:
 
 def _head(record: RunRecord) -> str:
     status = record.status
+    said, colour = record.badge
     parts = [
         f"<h1>{html.escape(record.command or 'run')} · {html.escape(record.name)}</h1>",
-        f'<p><span class="status {status}">{status}</span></p>',
+        f'<p><span class="status {colour}">{said}</span></p>',
     ]
+    if (update := record.diverged_at) is not None:
+        parts.append(
+            f"<p>From update {update:,} on, the logged loss was not finite: training has "
+            "diverged. A smaller learning rate may help.</p>"
+        )
     if why := _EXPLAINED.get(status, ""):
         parts.append(f"<p>{why}</p>")
     if error := record.summary.get("error"):
@@ -181,21 +187,33 @@ def _repeat(record: RunRecord) -> str:
     command = record.summary.get("command")
     if not command:
         return ""
-    versions = record.summary.get("versions") or {}
-    pinned = " ".join(
-        f"{name}=={version}" for name, version in versions.items() if name != "python"
-    )
-    lines = [f"pip install {pinned}"] if pinned else []
+    others = {
+        name: version
+        for name, version in (record.summary.get("versions") or {}).items()
+        if name not in ("python", "millrace")
+    }
+    pinned = " ".join(f"{name}=={version}" for name, version in others.items())
+    lines = [f"pip install . {pinned}"] if pinned else []
     lines.append(_without(command, "--run-dir", "--resume"))
-    told = ""
-    if where := record.summary.get("directory"):
-        told = f"<p>It was run in <code>{html.escape(where)}</code>, with this:</p>"
+    told = f"<p>{_origin(record.summary)}. In a checkout of millrace as it was then:</p>"
     note = (
         '<p class="note">The seed is among the options, so on the same kind of device and '
         "with the same versions the weights come out the same.</p>"
     )
     shown = html.escape("\n".join(lines))
     return f"{told}<pre>{shown}</pre>{note}"
+
+
+def _origin(summary: Mapping[str, Any]) -> str:
+    """Say where it was run, and with which millrace, as far as that is known."""
+    said = "It was run"
+    if where := summary.get("directory"):
+        said += f" in <code>{html.escape(where)}</code>"
+    if version := (summary.get("versions") or {}).get("millrace"):
+        said += f" with millrace {html.escape(version)}"
+    if commit := summary.get("commit"):
+        said += f", commit <code>{html.escape(commit)}</code>"
+    return said
 
 
 def _without(command: str, *options: str) -> str:

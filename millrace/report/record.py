@@ -1,6 +1,7 @@
 """What a run has left in its directory, read back, also while it is still going."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,9 @@ FOLDER, PHASES = "report", "phases.json"
 
 RUNNING = "unfinished"
 """The status of a run without a summary: still going, or killed."""
+
+
+_LOSSES = ("train_loss", "loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,25 @@ class RunRecord:
     def status(self) -> str:
         """completed, interrupted, failed or unfinished."""
         return self.summary.get("status", RUNNING)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first logged update from which on no training loss was finite."""
+        logged = [
+            (event["update"], math.isfinite(as_number(event[name])))
+            for event in self.events
+            for name in _LOSSES
+            if name in event
+        ]
+        lost = itertools.takewhile(lambda entry: not entry[1], reversed(logged))
+        return min((update for update, _ in lost), default=None)
+
+    @property
+    def badge(self) -> tuple[str, str]:
+        """How it ended, in words, and the class of their colour."""
+        if self.status == "completed" and self.diverged_at is not None:
+            return "completed, but diverged", "diverged"
+        return self.status, self.status
 
     @property
     def metrics(self) -> dict[str, float]:

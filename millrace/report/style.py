@@ -111,7 +111,7 @@ thead th { border-bottom: 1px solid var(--grid); }
 .status { display: inline-block; padding: .1rem .6rem; border-radius: 1rem;
   border: 1px solid currentColor; font-weight: 600; }
 .completed { color: var(--good); } .failed { color: var(--bad); }
-.interrupted, .unfinished { color: var(--warn); }
+.interrupted, .unfinished, .diverged { color: var(--warn); }
 .error { border-left: 3px solid var(--bad); padding-left: .8rem; overflow-wrap: anywhere; }
 .tiles { display: grid; gap: .6rem; margin: 1rem 0;
   grid-template-columns: repeat(auto-fill, minmax(min(48%, 9.5rem), 1fr)); }

@@ -220,6 +220,26 @@ def test_offline_says_which_file_to_put_where(server, tmp_path):
     assert fetched(known, tmp_path)[0] == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (CONTENT[:-1], "it has 5,119 bytes, expected 5,120."),
+        (CONTENT[:-1] + b"?", f"expected {hashlib.sha256(CONTENT).hexdigest()}."),
+    ],
+)
+def test_offline_says_what_is_wrong_with_a_file_put_there(server, tmp_path, wrong, found):
+    known = dataset(server, one=CONTENT)
+    server.close()
+    (tmp_path / "one").write_bytes(wrong)
+    with pytest.raises(FetchError, match="Cannot reach") as caught:
+        fetched(known, tmp_path)
+    said = str(caught.value)
+    assert f"The one in {tmp_path} is not the published one: it" in said
+    assert found in said
+    assert "Put the right one in its place and run the command again" in said
+    assert (tmp_path / "one").read_bytes() == wrong
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path):
     known = dataset(server, one=CONTENT)

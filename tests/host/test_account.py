@@ -1,6 +1,7 @@
 """What a run tells of itself: options, phases, memory and machine."""
 
 import json
+import subprocess
 from dataclasses import dataclass, field
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 
 from millrace.host.account import (
     account_of,
+    add_earlier,
     changed_options,
+    commit,
     machine,
     memory_used,
     write_phases,
@@ -64,6 +67,18 @@ def test_a_resumed_run_keeps_what_it_had_done_before(tmp_path):
     assert kept() == [["training", 0, 1]]  # and what took no time is left out
 
 
+def test_the_times_of_a_resumed_run_are_those_of_all_its_parts():
+    before = {"wall_seconds": 10.0, "seconds": {"compiling": 2.0, "training": 7.0}}
+    summary = {"wall_seconds": 4.0, "seconds": {"training": 3.0, "validating": 0.5}}
+    add_earlier(summary, before)
+    assert summary == {
+        "wall_seconds": 14.0,
+        "seconds": {"compiling": 2.0, "training": 10.0, "validating": 0.5},
+    }
+    add_earlier(summary, {})  # killed before it could write one
+    assert summary["wall_seconds"] == 14.0
+
+
 def test_the_memory_of_the_largest_program_is_told():
     small, large = (
         jax.jit(lambda x: x + 1).lower(jnp.zeros(n, jnp.float32)).compile()
@@ -81,3 +96,23 @@ def test_variables_that_change_what_is_computed_are_told(monkeypatch):
     assert facts["XLA_FLAGS"] == "--odd"
     assert "CUDA_VISIBLE_DEVICES" not in facts
     assert "cores of" in facts["processor"]
+
+
+def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monkeypatch):
+    file = tmp_path / "millrace" / "host" / "account.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("first")
+    monkeypatch.setattr("millrace.host.account.__file__", str(file))
+    assert commit() is None
+
+    def git(*words):
+        names = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        command = ["git", "-C", str(tmp_path), *names, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "One")
+    assert commit() == git("rev-parse", "HEAD").strip()
+    file.write_text("second")
+    assert commit() == git("rev-parse", "HEAD").strip() + ", with changes"

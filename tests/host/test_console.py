@@ -97,6 +97,18 @@ def test_in_a_terminal_the_bar_shows_loss_metric_speed_and_what_is_being_done():
     assert re.search(COLOURS, seen)
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_in_a_narrow_terminal_count_and_time_left_stay_and_metrics_are_cut(verbose):
+    plain = re.sub(
+        r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", in_terminal(verbose=verbose, COLUMNS="80")
+    )
+    (*_, line) = [line for line in re.split(r"[\r\n]+", plain) if "50/100" in line]
+    words = "accuracy 0.5" if verbose else "loss 0.25  val rmse 0.7  1,234 samples/s "
+    assert re.search(rf"training ━.* 50/100 {words}.*--:--", line), line
+    assert ("…" in line) == verbose
+    assert len(line) <= 80
+
+
 def test_no_color_leaves_the_bar_but_no_colours():
     seen = in_terminal(NO_COLOR="1")
     assert "50/100" in seen
@@ -117,6 +129,41 @@ def test_what_was_done_when_is_remembered_on_the_runs_clock(monkeypatch):
     console.stop()
     now[0] += 9
     assert console.phases[-1] == ("training", 52, 55)
+
+
+def test_a_second_bar_leaves_the_runs_clock_as_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("millrace.host.console.time.perf_counter", lambda: now[0])
+    console = Console(quiet=True)
+    console.start(10, 0, elapsed=0.0)
+    console.status("training")
+    now[0] += 12
+    console.stop()
+    console.status("estimating")
+    now[0] += 1
+    console.start(5, 0)
+    console.status("estimating")
+    now[0] += 2
+    console.stop()
+    assert console.phases == [
+        ("training", 0, 12),
+        ("estimating", 12, 13),
+        ("estimating", 13, 15),
+    ]
+
+
+def test_what_is_being_done_when_the_clock_is_set_does_not_end_before_it_began(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("millrace.host.console.time.perf_counter", lambda: now[0])
+    console = Console(quiet=True)
+    now[0] += 5
+    console.status("watching the pipeline")
+    now[0] += 3
+    console.start(10, 0, elapsed=0.5)
+    console.status("training")
+    now[0] += 1
+    seconds = [end - start for _, start, end in console.phases]
+    assert seconds == [3, 1]
 
 
 @pytest.mark.parametrize("verbose", [False, True])

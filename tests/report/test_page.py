@@ -85,10 +85,20 @@ def test_a_report_says_what_ran_how_it_ended_and_what_came_of_it(run):
 def test_what_repeats_a_run_leaves_its_directory_alone(run):
     command = "millrace cnn train --run-dir 'my run' --seed 3 --resume"
     _, text = report(make_run(run, command="cnn-train"))
-    assert "<pre>pip install jax==0.10.2\nmillrace cnn train --num-epochs 2</pre>" in text
+    assert "<pre>pip install . jax==0.10.2\nmillrace cnn train --num-epochs 2</pre>" in text
     (run / "summary.json").write_text(f'{{"command": "{command}"}}')
     _, text = report(run)
     assert "<pre>millrace cnn train --seed 3</pre>" in text
+
+
+def test_what_repeats_a_run_names_its_millrace_but_no_package_of_that_name(run):
+    versions = {"python": "3.11.7", "millrace": "0.1.0", "jax": "0.10.2"}
+    _, text = report(make_run(run, versions=versions, commit="874615f"))
+    assert "with millrace 0.1.0, commit <code>874615f</code>. In a checkout" in text
+    assert "<pre>pip install . jax==0.10.2\n" in text
+    assert "millrace==" not in text
+    _, text = report(make_run(run, versions=versions, commit=None))
+    assert "with millrace 0.1.0. In a checkout" in text
 
 
 def test_a_report_says_how_long_training_took_where_that_was_measured(run):
@@ -188,6 +198,28 @@ def test_values_that_are_no_numbers_do_not_break_the_curves(run):
     assert len(line.split()) == 2 and "nan" not in line
     assert "2 not finite" in page.text
     assert "nan loss" in page.text
+
+
+def losses(*values):
+    return [
+        {"update": 10 * n, "epoch": n, "time": n, "train_loss": value}
+        for n, value in enumerate(values, 1)
+    ]
+
+
+@pytest.mark.parametrize("lost", ["nan", "inf"])
+def test_a_run_whose_loss_was_lost_says_so_and_is_not_green(run, lost):
+    events = losses(0.5, "nan", 0.4, lost, lost)
+    page, _ = report(make_run(run, events=events, metrics={"train_loss": lost}))
+    assert "completed, but diverged" in page.text
+    assert "From update 40 on, the logged loss was not finite" in page.text
+    assert ("span", "class", "status diverged") in page.attributes
+
+
+def test_a_loss_that_came_back_is_no_divergence(run):
+    page, _ = report(make_run(run, events=losses(0.5, "nan", 0.25)))
+    assert "diverged" not in page.text
+    assert ("span", "class", "status completed") in page.attributes
 
 
 def test_values_far_apart_are_drawn_on_a_logarithmic_axis(run):

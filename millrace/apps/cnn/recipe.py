@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
@@ -34,15 +36,7 @@ def program_of(
     config: CnnConfig, images: ImageData, model: list[Layer], schedule: Schedule
 ) -> TrainingProgram:
     """Return the training loop: the model's loss, the optimiser and the plan."""
-    batching = config.batching
-    learning_rate = learning_rate_schedule(
-        config.lr_schedule,
-        config.lr_schedule_params,
-        global_batch_size=batching.global_batch_size,
-        updates_per_epoch=schedule.updates_per_epoch,
-        warmup=config.lr_warmup_params,
-        staircase=config.lr_staircase,
-    )
+    learning_rate = learning_rate_of(config, schedule)
     optimiser = build_optimiser(
         config.optimizer,
         config.optimizer_params,
@@ -50,7 +44,7 @@ def program_of(
         weight_decay=config.weight_decay,
         l2_regularization=config.l2_regularization,
         decay_kernels_only=config.decay_kernels_only,
-        global_batch_size=batching.global_batch_size,
+        global_batch_size=config.batching.global_batch_size,
     )
     splits = models.split_points(model, config.pipeline_splits)
     return training_program(
@@ -59,6 +53,34 @@ def program_of(
         dataclasses.replace(config, pipeline_splits=splits),
         watch={"learning_rate": learning_rate},
     )
+
+
+def learning_rate_of(config: CnnConfig, schedule: Schedule) -> optax.Schedule:
+    """Return the learning rate of each update."""
+    return learning_rate_schedule(
+        config.lr_schedule,
+        config.lr_schedule_params,
+        global_batch_size=config.batching.global_batch_size,
+        updates_per_epoch=schedule.updates_per_epoch,
+        warmup=config.lr_warmup_params,
+        staircase=config.lr_staircase,
+    )
+
+
+def warnings_about_rate(config: CnnConfig, schedule: Schedule) -> list[str]:
+    """Say where the learning rate has come down to 0 long before the run's end."""
+    starts = np.arange(0, schedule.total_updates, schedule.updates_per_epoch)
+    rates = np.asarray(jax.jit(learning_rate_of(config, schedule))(starts))
+    learns_until = 1 + max(np.flatnonzero(rates > 0), default=-1)
+    if learns_until >= len(starts) - 1:
+        return []
+    decays = "epochs_to_total_decay" in config.lr_schedule_params
+    where = f"from epoch {learns_until} of {len(starts)} on"
+    return [
+        f"The learning rate is {rates[-1]:g} {where}: nothing is learnt there. Change "
+        f"{'epochs_to_total_decay in ' if decays else ''}--lr-schedule-params, or "
+        "--num-epochs."
+    ]
 
 
 def loss_of(model: list[Layer], images: ImageData, config: CnnConfig) -> LayeredLoss:

@@ -20,7 +20,7 @@ from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_i
 from millrace.apps.cnn.memory import check_memory
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.predictions import report_predictions
-from millrace.apps.cnn.recipe import metrics_of, model_of, program_of
+from millrace.apps.cnn.recipe import metrics_of, model_of, program_of, warnings_about_rate
 from millrace.apps.cnn.validation import (
     ACCURACY,
     Validator,
@@ -71,16 +71,17 @@ def train(config: CnnConfig, run: Run) -> None:
         state = program.init(params, carried, seed=config.seed)
         batches = _batches_per_epoch(config, schedule, len(images.training))
         infeed = open_infeed(images, config, batches)
+        fits = functools.partial(
+            check_memory, config, images, model, (params, carried), schedule
+        )
         if config.compile_only:
             run.console.status("compiling")
             with infeed:
                 compile_calls(program, state, infeed, schedule.updates_per_execution)
+            fits(peak_bytes(programs), program.devices[0])
             return _report_compilation(run, program, peak_bytes(programs))
         if config.profile_pipeline:
             _profile_pipeline(config, run, program, state, infeed)
-        fits = functools.partial(
-            check_memory, config, images, model, (params, carried), schedule
-        )
         with corrupt_samples_reported(images, run):
             state = _train(
                 config,
@@ -144,7 +145,7 @@ def _train(
         if config.validates != "during":
             paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
             events = validate_checkpoints(paths, validator, like, run, runner.elapsed)
-        run.summary["time_to_train_seconds"] = seconds = runner.elapsed()
+        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run, runner)
         run.closing_facts["time to train"] = time_span(seconds)
     if config.averages_weights:
         average_checkpoints(config, run, folder, like, validator, runner.elapsed)
@@ -152,6 +153,14 @@ def _train(
     if config.clean_dir:
         delete_checkpoints(folder)
     return state
+
+
+def _time_to_train(run: Run, runner: Runner) -> float:
+    """Return the run's clock, or what it showed at the end if that was before a resume."""
+    before = run.summary_before()
+    if any(before.get(name) != run.summary[name] for name in ("status", "updates")):
+        return runner.elapsed()
+    return before.get("time_to_train_seconds", runner.elapsed())
 
 
 def _profile_pipeline(
@@ -231,8 +240,9 @@ def _describe(
         model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
     )
-    for warning in warnings_about(config, schedule) if schedule else ():
-        run.console.warning(warning)
+    for warn in (warnings_about, warnings_about_rate):
+        for warning in warn(config, schedule) if schedule else ():
+            run.console.warning(warning)
     announce(images, config, run)
     for line in ipu_options.lines_about(config):
         run.console.line(line)

@@ -142,11 +142,13 @@ def validate_checkpoints(
 
 
 def report_event(event: dict[str, Any], run: Run) -> None:
-    """Send an event to all that receive them, and show it."""
+    """Send an event to all that receive them, and show it; an update of 0 says nothing."""
     for writer in run.writers:
         writer.write(event)
-    shown = "  ".join(f"{name} {figure(value)}" for name, value in event.items())
-    run.console.line(shown)
+    unsaid = () if event["update"] else ("update", "epoch")
+    run.console.line(
+        "  ".join(f"{name} {figure(v)}" for name, v in event.items() if name not in unsaid)
+    )
 
 
 def report_target(target: float | None, events: Sequence[dict[str, Any]], run: Run) -> None:

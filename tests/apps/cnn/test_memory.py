@@ -29,9 +29,12 @@ def needed(tmp_path_factory):
     return json.loads((path / "summary.json").read_text())["memory_bytes"]
 
 
-def test_a_micro_batch_too_large_says_what_would_fit(needed, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("words", [[], ["--compile-only"]], ids=" ".join)
+def test_a_micro_batch_too_large_says_what_would_fit(
+    words, needed, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(memory, "memory_limit", lambda _: needed * 3 // 4)
-    assert run(tmp_path / "run") == 2
+    assert run(tmp_path / "run", *words) == 2
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
     assert "A micro-batch 64 needs" in said

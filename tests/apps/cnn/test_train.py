@@ -9,7 +9,7 @@ import pytest
 
 from millrace.apps.cnn import ipu_options, models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.recipe import norm_factory
+from millrace.apps.cnn.recipe import norm_factory, warnings_about_rate
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
 from millrace.host.run import run_command
@@ -76,12 +76,31 @@ def test_every_named_configuration_makes_a_schedule_and_fits_its_model(name):
     schedule = plan_events(config, SIZES[config.resolved_dataset])
     assert schedule.total_updates % schedule.updates_per_execution == 0
     assert not schedule.warnings
+    assert not warnings_about_rate(config, schedule)
     norm = norm_factory(config)
     model = models.build(config.resolved_model, 10, norm, **config.network)
     splits = models.split_points(model, config.pipeline_splits)
     assert set(splits) <= {layer.name for layer in model}
     for line in ipu_options.lines_about(config):
         pytest.fail(line)  # what changes nothing is left out
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(21, False), (22, True), (200, True)])
+def test_a_learning_rate_that_is_0_long_before_the_end_is_not_passed_over(epochs, said):
+    config = build(CnnConfig, load_named(RUNS, "digits_demo") | {"num_epochs": epochs})
+    found = warnings_about_rate(config, plan_events(config, SIZES["digits"]))
+    start = f"The learning rate is 0 from epoch 20 of {epochs} on"
+    assert [warning.startswith(start) for warning in found] == [True] * said
+    assert all("epochs_to_total_decay in --lr-schedule-params" in w for w in found)
+
+
+def test_a_run_says_that_its_learning_rate_is_0_before_it_trains(tmp_path, capsys):
+    steps = {"boundaries": [1], "values": [0.1, 0.0]}
+    options = {"lr_schedule": "stepped", "lr_schedule_params": steps, "num_epochs": 9}
+    assert run(tmp_path / "run", compile_only=True, **options)[0] == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("The learning rate is 0 from epoch 2 of 9 on") == 1
+    assert "Change --lr-schedule-params, or --num-epochs." in said
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,13 @@ def trained(tmp_path_factory):
     return folder, summary
 
 
+def test_what_trains_nothing_says_no_update_and_no_epoch(tmp_path, capsys):
+    run("--synthetic-data --num-batches 2 --latency-calls 0", tmp_path / "a")
+    said = capsys.readouterr().err
+    assert "batch_size 1" in said and "\ntime " in said
+    assert "update" not in said and "epoch" not in said
+
+
 def test_a_slow_network_is_called_for_half_a_minute_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr("millrace.apps.cnn.validate._LATENCY_SECONDS", 0.0)
     found = run("--synthetic-data --num-batches 2", tmp_path / "a")

@@ -131,6 +131,10 @@ def test_a_resumed_run_does_not_validate_twice(trained, tmp_path, capsys):
     assert said.count("_accuracy") == 1  # nor are the averages
     assert list(validations(directory).items()) == list(validations(trained[0]).items())
     assert [e["update"] for e in summary["validations"]] == UPDATES
+    # The time is that of both parts, but nothing was trained in the second.
+    assert summary["wall_seconds"] > trained[1]["wall_seconds"] + 0.01
+    assert summary["seconds"]["compiling"] > trained[1]["seconds"]["compiling"]
+    assert summary["time_to_train_seconds"] == trained[1]["time_to_train_seconds"]
 
 
 def test_averages_are_saved_validated_and_told_of(trained):
