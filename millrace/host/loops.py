@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from millrace.feeds.infeed import Chunk, DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
@@ -132,7 +133,8 @@ class _Loop:
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, carry: Any, limit: int | None) -> Any:
-        carry = jax.tree.map(_own_array, carry)
+        self._place = _place_of(carry)
+        carry = jax.tree.map(lambda leaf: _own_array(leaf, self._place), carry)
         done, more = 0, True
         if self._body.condition is not None:
             start = jax.jit(holds, static_argnums=0)(self._body, carry)
@@ -141,7 +143,7 @@ class _Loop:
             while more and (limit is None or done < limit):
                 chunk = None
                 if self._infeed is not None:
-                    chunk = self._infeed.chunk(self._length)
+                    chunk = self._infeed.chunk(self._length, self._place)
                     if chunk is None:
                         self._check_end(done, limit)
                         break
@@ -169,11 +171,12 @@ class _Loop:
 
     def _execute(self, carry: Any, chunk: Chunk | None, count: int) -> LoopResult:
         data = None if chunk is None else chunk.data
-        start = jax.device_put(np.int32(0 if chunk is None else chunk.start))
+        begin = np.int32(0 if chunk is None else chunk.start)
+        start = jax.device_put(begin, self._place)
         if self._length is not None:
             return scan_steps(carry, data, start, body=self._body, length=count)
         capacity = self._capacity if self._outfeed is not None else 1
-        number = jax.device_put(np.int32(count))
+        number = jax.device_put(np.int32(count), self._place)
         return run_steps(carry, data, start, number, body=self._body, capacity=capacity)
 
     def _settle(self, asked: int, result: LoopResult) -> int:
@@ -222,9 +225,22 @@ class _Pace:
         self._last = now
 
 
-def _own_array(leaf: Any) -> jax.Array:
+def _place_of(carry: Any) -> SingleDeviceSharding | None:
+    """Return the device that the carry lies on, or the one in force; None for the first.
+
+    The infeed's thread does not see what is in force here.
+    """
+    for leaf in jax.tree.leaves(carry):
+        if isinstance(leaf, jax.Array) and leaf.committed and len(leaf.devices()) == 1:
+            return SingleDeviceSharding(next(iter(leaf.devices())))
+    chosen = getattr(jax.config, "jax_default_device", None)
+    return SingleDeviceSharding(chosen) if isinstance(chosen, jax.Device) else None
+
+
+def _own_array(leaf: Any, place: SingleDeviceSharding | None) -> jax.Array:
     """A copy of our own, for the loop will use its memory again."""
     if isinstance(leaf, jax.Array):
         return jnp.copy(leaf)
     array = np.asarray(leaf)
-    return jax.device_put(array.astype(jax.dtypes.canonicalize_dtype(array.dtype)))
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.device_put(array, place)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +70,9 @@ class Run:
             "versions": versions(),
         }
         self._runner: Runner | None = None
+        self._before: dict[str, Any] = {}
+        if options.resume:
+            self._before = group.from_first("summary-before", directory.take_summary())
         self.closing_facts: dict[str, str] = {}
         """What the application has to say at the end, besides the metrics."""
 
@@ -130,10 +132,7 @@ class Run:
 
     def summary_before(self) -> dict[str, Any]:
         """Return the summary that an earlier part of this run has left, if any."""
-        try:
-            return json.loads((self.directory.home / "summary.json").read_text())
-        except (OSError, ValueError):
-            return {}
+        return self._before
 
     def account_for_loss(self, line: str) -> None:
         """Say in the summary that another process was lost; this one is about to leave."""
@@ -208,6 +207,9 @@ def run_command(
     endings: list[Callable[[], Any]] = [writer.close for writer in writers]
     if status == _WRONG_COMMAND and nothing_ran:
         endings.append(directory.discard)  # leave the name free
+    elif status == _WRONG_COMMAND and run.summary_before():
+        # What had been done is as good as before.
+        endings.append(functools.partial(directory.write_summary, run.summary_before()))
     else:
         endings.append(functools.partial(directory.write_summary, run.summary))
         write = functools.partial(write_phases, directory.path, console.phases)

@@ -105,6 +105,19 @@ class RunDirectory:
         text = json.dumps(finite_json(summary), indent=2) + "\n"
         write_atomically(self.path / "summary.json", text)
 
+    def take_summary(self) -> dict[str, Any]:
+        """Return the account that an earlier part of the run left, which is no longer true.
+
+        Should this part be killed, there must not be one that says how it ended.
+        """
+        path = self.home / "summary.json"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return {}
+        path.unlink(missing_ok=True)
+        return found if isinstance(found, dict) else {}
+
 
 class FollowedDirectory(RunDirectory):
     """The directory as another process than the first sees it: to read, not to write.
@@ -127,6 +140,10 @@ class FollowedDirectory(RunDirectory):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Leave that to the first process."""
+
+    def take_summary(self) -> dict[str, Any]:
+        """Leave that to the first process."""
+        return {}
 
     def close(self) -> None:
         """Delete what this process wrote for itself."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from millrace.config import writing
 from millrace.report.comparison import comparison_page
 from millrace.report.options import ReportConfig
 from millrace.report.page import run_page, write_report
@@ -11,15 +12,15 @@ from millrace.report.record import read_run
 def report(config: ReportConfig) -> None:
     """Write the page that is asked for, and say where it is."""
     runs = [run for given in config.run for run in _runs_in(given)]
-    if len(runs) > 1:
-        path = config.out or Path("comparison.html")
-        page = comparison_page([read_run(run) for run in runs])
+    several = len(runs) > 1
+    if not several and config.out is None:
+        with writing(runs[0] / "report.html"):
+            return print(write_report(runs[0]))
+    path = config.out or Path("comparison.html")
+    records = [read_run(run) for run in runs]
+    page = comparison_page(records) if several else run_page(records[0])
+    with writing(path):
         path.write_text(page, encoding="utf-8")
-    elif config.out is not None:
-        path = config.out
-        path.write_text(run_page(read_run(runs[0])), encoding="utf-8")
-    else:
-        path = write_report(runs[0])
     print(path)
 
 

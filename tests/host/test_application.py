@@ -47,7 +47,7 @@ def test_it_has_a_run_directory_and_can_be_resumed(monkeypatch, tmp_path, capsys
 @pytest.mark.parametrize(
     ("present", "words", "said"),
     [
-        ("run/config.yml", (), "exists and is not empty"),
+        ("run/metrics.jsonl", (), "exists and is not empty"),
         (None, ("--resume",), "There is no run to resume"),
         ("run", (), "is a file, not a directory"),
     ],

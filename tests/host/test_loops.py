@@ -1,5 +1,6 @@
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,3 +158,23 @@ def test_the_body_is_traced_once_for_two_lengths_of_execution():
 
     mr.repeat(10, counted, 0, steps_per_execution=4, outfeed=mr.Outfeed())
     assert traces == 1
+
+
+def test_a_loop_runs_on_the_device_in_force_or_that_of_its_carry():
+    device = jax.devices()[3]
+    numbers = [np.float32(n) for n in range(6)]
+    with jax.default_device(device), mr.Infeed(numbers) as infeed:
+        total = mr.repeat(3, lambda c, x: (c + x, None), 0.0, infeed=infeed)
+    assert total == 3 and total.devices() == {device}
+    with mr.Infeed(numbers) as infeed:
+        first = jax.device_put(np.float32(1), device)
+        total = mr.repeat(4, lambda c, x: (c + x, None), first, infeed=infeed)
+    assert total == 7 and total.devices() == {device}
+    assert mr.while_loop(lambda c: c < 9, lambda c: (c + 2, None), first) == 9
+
+
+@pytest.mark.parametrize("count", [2.5, "3", None])
+def test_a_number_of_steps_is_a_whole_number(count):
+    with pytest.raises(TypeError, match="n must be a whole number"):
+        mr.repeat(count, lambda c: (c, None), 0)
+    assert mr.repeat(np.int64(3), lambda c: (c + 1, None), 0) == 3

@@ -306,3 +306,14 @@ def test_the_versions_behind_the_results_are_known():
     assert found["jax"] == jax.__version__
     assert found["millrace"] == millrace.__version__
     assert {"python", "jaxlib", "optax", "orbax-checkpoint", "numpy"} <= set(found)
+
+
+# The account of an earlier part
+
+
+def test_who_resumes_takes_the_account_of_the_part_before(tmp_path):
+    directory = start(tmp_path)
+    directory.write_summary({"status": "interrupted", "updates": 198})
+    assert directory.take_summary() == {"status": "interrupted", "updates": 198}
+    assert not (tmp_path / "summary.json").exists()
+    assert directory.take_summary() == {}

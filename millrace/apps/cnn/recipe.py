@@ -70,7 +70,7 @@ def learning_rate_of(config: CnnConfig, schedule: Schedule) -> optax.Schedule:
 def warnings_about_rate(config: CnnConfig, schedule: Schedule) -> list[str]:
     """Say where the learning rate has come down to 0 long before the run's end."""
     starts = np.arange(0, schedule.total_updates, schedule.updates_per_epoch)
-    rates = np.asarray(jax.jit(learning_rate_of(config, schedule))(starts))
+    rates = np.asarray(jax.jit(jax.vmap(learning_rate_of(config, schedule)))(starts))
     learns_until = 1 + max(np.flatnonzero(rates > 0), default=-1)
     if learns_until >= len(starts) - 1:
         return []

@@ -162,8 +162,10 @@ def test_a_run_is_not_resumed_with_other_ratings(tmp_path, capsys, part):
     before = path.read_text()
     path.write_text(before.replace("\t3\n", "\t4\n"))
     assert path.read_text() != before
+    account = summary_of(tmp_path / "run")
     ended = command(capsys, words + "--resume")
     assert ended.status == 2 and f"{part}.txt has changed since the run" in ended.err
+    assert summary_of(tmp_path / "run") == account
     path.write_text(before)
     assert command(capsys, words + "--resume").status == 0
 
