@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from bench_entries import measured
 
 from millrace.bench import command
 from millrace.bench.comparing import compare, read_results, verdict
@@ -73,20 +74,7 @@ WHOLE = {
     "facts": {"date": "2026-01-01", "device": "cpu", "commit": "abc", "command": "x"},
     "limits": {},
     "entries": [
-        {
-            "name": "x",
-            "command": "vcd train",
-            "status": "measured",
-            "samples_per_second": {"median": 2.0, "lowest": 1.0, "highest": 3.0},
-            "ms_per_unit": 1.0,
-            "latency_ms": {},
-            "compile_seconds": 1.0,
-            "peak_bytes": 1,
-            "flops_per_second": None,
-            "of_matmul_limit": None,
-            "bytes_per_second": None,
-            "of_copy_limit": None,
-        },
+        measured(1.0, 2.0, 3.0),
         {"name": "y", "command": "vcd train", "status": "skipped", "reason": "no data"},
     ],
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from bench_entries import measured
 
 from millrace.bench.page import beside, files_in, page, reports_in, write_page
 from millrace.bench.reporting import write_results
@@ -29,22 +30,15 @@ def test_a_page_or_results_that_cannot_be_written_are_named(tmp_path):
 
 
 def results(date, median, device="a GPU"):
-    entry = {
-        "name": "resnet50_train_b256",
-        "command": "cnn train --model resnet",
-        "status": "measured",
-        "samples_per_second": {"median": median, "lowest": median, "highest": median},
-        "ms_per_unit": 1.0,
-        "latency_ms": {},
-        "compile_seconds": 1.0,
-        "peak_bytes": 2**30,
-        "flops_per_second": 2e14,
-        "of_matmul_limit": 0.25,
-        "bytes_per_second": None,
-        "of_copy_limit": None,
-        "peers": {"eager": {"median": 1.0}, "compiled": {"error": "no"}},
-        "ratio": 1.2,
-    }
+    entry = measured(
+        *[median] * 3,
+        name="resnet50_train_b256",
+        command="cnn train --model resnet",
+        flops_per_second=2e14,
+        of_matmul_limit=0.25,
+        peers={"eager": {"median": 1.0}, "compiled": {"error": "no"}},
+        ratio=1.2,
+    )
     skipped = {"name": "large", "command": "vcd train", "status": "skipped"}
     facts = {"date": date, "device": device, "commit": "abc", "command": "millrace bench"}
     entries = [entry, skipped | {"reason": "it needs 9 devices."}]

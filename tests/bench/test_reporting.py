@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from bench_entries import measured
 
 from millrace.bench.noise import is_uncertain
 from millrace.bench.reporting import as_csv, as_markdown
@@ -14,22 +15,7 @@ def peer(*values):
 
 
 def entry(*speeds, peers, **others):
-    low, middle, high = speeds
-    ours = {
-        "name": "x",
-        "command": "vcd train",
-        "status": "measured",
-        "samples_per_second": {"lowest": low, "median": middle, "highest": high},
-        "ms_per_unit": 1.0,
-        "latency_ms": {},
-        "compile_seconds": 1.0,
-        "peak_bytes": 1,
-        "flops_per_second": None,
-        "of_matmul_limit": None,
-        "bytes_per_second": None,
-        "of_copy_limit": None,
-        "reason": None,
-    }
+    ours = measured(*speeds)
     return ours | compared(ours, peers) | others
 
 
