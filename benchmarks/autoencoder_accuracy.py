@@ -13,7 +13,7 @@ that RMSE.
 """
 
 import argparse
-import json
+import math
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -31,11 +31,16 @@ from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.matrix import align
 from millrace.host.process import tune_memory_allocation
 from millrace.host.run import run_command
+from millrace.report.chart import line_chart
+from millrace.report.record import read_run
+from millrace.report.series import Series, metric_series
 
+_SHOWN = 16
+"""Points of a curve that are written out; the drawing has all."""
 _RUNS = Path(str(resources.files("millrace.apps.autoencoder") / "runs.yml"))
 
 
-def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train a named configuration; test the checkpoint that was validated best."""
     files = {
         "training_data_file": f"{args.prefix}train.txt",
@@ -54,15 +59,16 @@ def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     )
     if run_command(validate, asked, command="autoencoder-validate", command_line=name):
         raise SystemExit(f"{name} could not be tested")
-    trained, tested = (
-        json.loads((folder / run / "summary.json").read_text())
-        for run in (name, f"{name}-test")
-    )
+    trained, tested = (read_run(folder / run) for run in (name, f"{name}-test"))
     return {
-        "validation": trained["best"]["validation_rmse"],
-        "test": tested["metrics"]["validation_rmse"],
-        "epoch": trained["best"]["epoch"],
-        "rows_per_second": trained["samples_per_second"],
+        "validation": trained.summary["best"]["validation_rmse"],
+        "test": tested.metrics["validation_rmse"],
+        "epoch": trained.summary["best"]["epoch"],
+        "rows_per_second": trained.summary["samples_per_second"],
+        "curves": {
+            kind: metric_series(trained.events)[f"{kind}_rmse"].points
+            for kind in ("train", "validation")
+        },
     }
 
 
@@ -93,10 +99,12 @@ def report(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Resu
     against = "the best simpler model"
     if args.published:
         bar, against = args.published, f"the published {args.published:g}"
-    notes = {
-        name: ", ".join(f"{key} {value:,.4g}" for key, value in entry.items())
-        for name, entry in found.items()
-    }
+    notes = {name: note_of(entry) for name, entry in found.items()}
+    curves = [
+        Series(f"{name}, {kind}", points)
+        for name in args.configs
+        for kind, points in found[name]["curves"].items()
+    ]
     return Result(
         name=f"autoencoder_accuracy_{args.name or best}",
         table=[
@@ -113,7 +121,21 @@ def report(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Resu
         at_least=False,
         explanation="\n".join(f"- {name}: {note}" for name, note in notes.items()),
         numbers={"found": found},
+        drawing=line_chart("RMSE", curves, level=(against.removeprefix("the "), bar)),
     )
+
+
+def note_of(entry: dict[str, Any]) -> str:
+    """Write what is known of a model, its validation as it went on among it."""
+    single = {key: value for key, value in entry.items() if key != "curves"}
+    note = ", ".join(f"{key} {value:,.4g}" for key, value in single.items())
+    if "curves" not in entry:
+        return note
+    points = entry["curves"]["validation"]
+    every = math.ceil(len(points) / _SHOWN)
+    shown = [*points[every - 1 : -1 : every], points[-1]]
+    course = ", ".join(f"{value:.4f} ({epoch:.3g})" for epoch, value in shown)
+    return f"{note}; validation by epoch: {course}"
 
 
 def main() -> None:

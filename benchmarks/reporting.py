@@ -17,6 +17,7 @@ import numpy as np
 
 import millrace as mr
 from millrace.bench.facts import session_facts
+from millrace.report.plots import Picture
 
 _RESULTS = Path(__file__).parent / "results"
 _PAUSE = 0.3
@@ -40,6 +41,8 @@ class Result:
     """Where the time goes."""
     numbers: dict[str, Any]
     """What ``--out`` keeps, in SI units."""
+    drawing: str = ""
+    """An SVG that the report shows."""
 
     @property
     def verdict(self) -> str:
@@ -160,7 +163,11 @@ def publish(
         device = facts["device"].replace(" ", "-")
         path = _RESULTS / f"{facts['date']}-{result.name}-{device}.md"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(_markdown(result, facts, table))
+        text = _markdown(result, facts, table)
+        if result.drawing:
+            drawn = Picture(result.name, result.drawing).save(path.with_suffix(".svg"))
+            text += f"\n![{result.name}]({drawn.name})\n"
+        path.write_text(text)
         print(f"\nwritten to {path}")
     if args.out:
         kept = facts | {"ratio": result.ratio, "target": result.target} | result.numbers

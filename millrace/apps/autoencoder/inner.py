@@ -5,7 +5,8 @@ derives it, that is eight products for the gradient of two matrices, and a sum f
 bias of every pass. Here they wait until both passes are done: two products, of everything.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +70,7 @@ def forward(
         scale: What dropout multiplies the codes with; None leaves them alone.
         weights: In the type to compute in, as arrays or as references to them.
     """
-    kind = weights.biases[0].dtype
+    kind, kernel = weights.biases[0].dtype, _reader(weights)
     for number, bias in enumerate(weights.biases):
         own_scale = scale if number == _CODE else None
         exact, slope = _activated(wide(sums) + wide(bias[...]), own_scale, kind)
@@ -77,7 +78,7 @@ def forward(
         yield slope
         if number < len(_PRODUCTS):
             name, along = _PRODUCTS[number]
-            sums = dot(value, weights.kernels[name][...], 1, 1 - along)
+            sums = dot(value, kernel(name), 1, 1 - along)
 
 
 def backward(
@@ -90,13 +91,18 @@ def backward(
         slopes: Of a pass.
         weights: As in ``forward``.
     """
-    kind = weights.biases[0].dtype
+    kind, kernel = weights.biases[0].dtype, _reader(weights)
     for number, slope in reversed(list(enumerate(slopes))):
         error = (wide(gradient) * slope).astype(kind)
         yield error
         if number:
             name, along = _PRODUCTS[number - 1]
-            gradient = dot(error, weights.kernels[name][...], 1, along)
+            gradient = dot(error, kernel(name), 1, along)
+
+
+def _reader(weights: Weights) -> Callable[[str], jax.Array]:
+    """Return what reads a layer's weights: once where they are used twice in a row."""
+    return functools.lru_cache(maxsize=1)(lambda name: weights.kernels[name][...])
 
 
 def gradients(

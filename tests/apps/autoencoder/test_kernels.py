@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.autoencoder import kernels
+from millrace.apps.autoencoder import kernels, tiles
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model, init_params
@@ -25,8 +25,9 @@ MODEL = Model(ITEMS, 128, 0.5)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles in each of several parts, the last one not full."""
-    small = {each: kernels._Tiling(tile=16, parts=2) for each in kernels._TILINGS}
-    monkeypatch.setattr(kernels, "_TILINGS", small)
+    monkeypatch.setattr(tiles, "TILE", 16)
+    few = {each: tiles.Tiling(2, reads_ahead=True) for each in kernels._TILINGS}
+    monkeypatch.setattr(kernels, "_TILINGS", few)
 
 
 def batch(dtype, num_updates=None):
