@@ -65,10 +65,7 @@ def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, 
         "test": tested.metrics["validation_rmse"],
         "epoch": trained.summary["best"]["epoch"],
         "rows_per_second": trained.summary["samples_per_second"],
-        "curves": {
-            kind: metric_series(trained.events)[f"{kind}_rmse"].points
-            for kind in ("train", "validation")
-        },
+        "curve": metric_series(trained.events)["validation_rmse"].points,
     }
 
 
@@ -100,11 +97,7 @@ def report(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Resu
     if args.published:
         bar, against = args.published, f"the published {args.published:g}"
     notes = {name: note_of(entry) for name, entry in found.items()}
-    curves = [
-        Series(f"{name}, {kind}", points)
-        for name in args.configs
-        for kind, points in found[name]["curves"].items()
-    ]
+    curves = [Series(name, found[name]["curve"]) for name in args.configs]
     return Result(
         name=f"autoencoder_accuracy_{args.name or best}",
         table=[
@@ -121,17 +114,19 @@ def report(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Resu
         at_least=False,
         explanation="\n".join(f"- {name}: {note}" for name, note in notes.items()),
         numbers={"found": found},
-        drawing=line_chart("RMSE", curves, level=(against.removeprefix("the "), bar)),
+        drawing=line_chart(
+            "validation RMSE", curves, level=(against.removeprefix("the "), bar)
+        ),
     )
 
 
 def note_of(entry: dict[str, Any]) -> str:
     """Write what is known of a model, its validation as it went on among it."""
-    single = {key: value for key, value in entry.items() if key != "curves"}
+    single = {key: value for key, value in entry.items() if key != "curve"}
     note = ", ".join(f"{key} {value:,.4g}" for key, value in single.items())
-    if "curves" not in entry:
+    if "curve" not in entry:
         return note
-    points = entry["curves"]["validation"]
+    points = entry["curve"]
     every = math.ceil(len(points) / _SHOWN)
     shown = [*points[every - 1 : -1 : every], points[-1]]
     course = ", ".join(f"{value:.4f} ({epoch:.3g})" for epoch, value in shown)

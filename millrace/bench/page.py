@@ -7,6 +7,7 @@ It is made from files and nothing else, so that a test can make it again.
 
 import fnmatch
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,6 +21,9 @@ from millrace.config import ConfigurationError, writing
 
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
 _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
+_DRAWING = re.compile(r"(!\[[^\]]*\])\(([^)/]+\.svg)\)")
+_DRAWINGS = "images"
+"""The folder of a page's drawings, beside it."""
 
 _INTRODUCTION = """\
 # Results
@@ -49,13 +53,26 @@ Above 1, ours is faster.
 
 def write_page(places: Sequence[Path], out: Path | None) -> int:
     """Write the page from these files or folders to a file, or print it."""
-    text = page(files_in(places), reports_in(places))
+    reports = reports_in(places)
+    text = page(files_in(places), reports)
     if out is None:
         print(text, end="")
     else:
         with writing(out):
             out.write_text(text)
+            for drawing in drawings_in(reports):
+                (out.parent / _DRAWINGS).mkdir(exist_ok=True)
+                shutil.copyfile(drawing, out.parent / _DRAWINGS / drawing.name)
     return 0
+
+
+def drawings_in(reports: Sequence[Path]) -> list[Path]:
+    """Return the drawings that these reports show, which lie beside them."""
+    return [
+        path.with_name(name)
+        for path in reports
+        for _, name in _DRAWING.findall(path.read_text())
+    ]
 
 
 def files_in(places: Sequence[Path]) -> list[Path]:
@@ -96,7 +113,8 @@ def _reports(paths: Sequence[Path]) -> list[str]:
     if not paths:
         return []
     texts = [_HEADING.sub(r"##\1", path.read_text().rstrip()) + "\n" for path in paths]
-    return ["\n## Reports\n", *texts]
+    shown = [_DRAWING.sub(rf"\1({_DRAWINGS}/\2)", text) for text in texts]
+    return ["\n## Reports\n", *shown]
 
 
 def _section(results: Mapping[str, Any], published: Sequence[Mapping[str, Any]]) -> str:

@@ -50,6 +50,22 @@ def test_the_page_in_the_docs_is_made_from_the_kept_files():
     assert (ROOT / "docs" / "results.md").read_text() == made, (
         "millrace bench --page benchmarks/results --out docs/results.md makes it again"
     )
+    for drawing in drawings_in(reports_in([KEPT])):
+        copy = ROOT / "docs" / "images" / drawing.name
+        assert copy.read_bytes() == drawing.read_bytes()
+
+
+def test_the_page_shows_drawings_of_reports(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(results("2026-01-01", 5.0)))
+    (tmp_path / "2026-01-01-curves.md").write_text("# curves\n\n![c](curves.svg)\n")
+    (tmp_path / "curves.svg").write_text("<svg/>")
+    out = tmp_path / "docs" / "results.md"
+    out.parent.mkdir()
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "--page", str(tmp_path), "--out", str(out)])
+    assert left.value.code == 0
+    assert "### curves\n\n![c](images/curves.svg)\n" in out.read_text()
+    assert (out.parent / "images" / "curves.svg").read_text() == "<svg/>"
 
 
 def test_every_row_has_its_command_its_hardware_and_what_others_say(tmp_path):
