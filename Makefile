@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types format docs wheel clean
+.PHONY: demo test test-slow test-gpu lint types format docs wheel clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -24,6 +24,9 @@ test: $(INSTALLED) lint types  ## everything CI checks
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: $(INSTALLED)
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from bench_entries import measured
 
-from millrace.bench.page import beside, files_in, page, reports_in, write_page
+from millrace.bench.page import beside, drawings_in, files_in, page, reports_in, write_page
 from millrace.bench.reporting import write_results
 from millrace.bench.spec import load_spec
 from millrace.cli import main

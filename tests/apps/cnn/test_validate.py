@@ -99,11 +99,11 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
 def test_a_network_is_compiled_for_one_cuda_graph(
     monkeypatch, groups, batch, replicas, joined
 ):
-    """Small batches through depthwise convolutions with these joined with their bias."""
-    asked = {}
+    """But many small ones through depthwise convolutions, joined with their bias."""
+    asked = []
 
-    def compile_for(mesh, function, *arguments, preferred=None, **options):
-        asked.update(preferred or {})
+    def compile_for(mesh, function, *arguments, preferred, **options):
+        asked.append(str(preferred["gpu"]))
 
     monkeypatch.setattr(inference, "compile_for", compile_for)
     shape = jax.ShapeDtypeStruct((batch, 8, 8, 4), np.float32)
@@ -112,8 +112,26 @@ def test_a_network_is_compiled_for_one_cuda_graph(
     network = inference.Network(model, params, {})
     made = inference.Inference(network, None, shape, num_replicas=replicas)
     made.compile_one()
-    option = "conv_fusion" if joined else "CONVOLUTION"
-    assert option in str(asked["gpu"])
+    made.compile_many(1, 2)
+    assert "CONVOLUTION" in asked[0]
+    assert ("conv_fusion" if joined else "CONVOLUTION") in asked[1]
+
+
+def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
+    shape = jax.ShapeDtypeStruct((2, 8, 8, 4), np.float32)
+    kernel = np.random.default_rng(0).standard_normal((3, 3, 4, 4), np.float32)
+    network = inference.Network([layers.conv("conv", 4)], {"conv": {"kernel": kernel}}, {})
+    made = inference.Inference(network, lambda images, _: images, shape)
+    made.compile_one()
+    made.compile_many(1, 2)
+    made.place_weights()
+    assert (
+        made.programs["one"].memory_analysis().argument_size_in_bytes == 2 * 8 * 8 * 4 * 4
+    )
+    images = np.random.default_rng(1).standard_normal(shape.shape, np.float32)
+    one = made.one(jax.device_put(images, made.batch_sharding))
+    many = made.many(jax.device_put(images[None], made.chunk_sharding))
+    np.testing.assert_allclose(one, many[1], rtol=1e-6)
 
 
 def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
