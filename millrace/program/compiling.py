@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -93,6 +94,18 @@ def compile_for(
         compiled = _compile(lowered, {**usual, **asked}, asked)
     further.programs.append(compiled)
     return compiled
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Compile what is compiled inside without JAX keeping it for the next process."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _keep(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """Options for the compiler, and what was compiled with them."""
 
+import os
+import subprocess
+import sys
 import types
 
 import jax
@@ -106,3 +109,36 @@ def test_what_jax_was_told_goes_before_where_to_keep_programs(gpu, tmp_path):
     with compiling({}, kept_in=tmp_path):
         compile_for(gpu, doubled, X)
     assert kept() is None
+
+
+_KEEPING = """
+import os
+import jax
+import jax.numpy as jnp
+from millrace.program.compiling import not_kept
+
+def compile(number):
+    jax.jit(lambda x: jnp.sin(x) * number).lower(1.0).compile()
+    return len(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+first = compile(3.5)
+with not_kept():
+    second = compile(4.5)
+print(0 < first == second < compile(5.5))
+"""
+
+
+def test_what_is_not_to_be_kept_leaves_nothing_on_disk(tmp_path):
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _KEEPING],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\n"

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
 from millrace.nn.layers import Layer, Tree, apply_layers
-from millrace.program.compiling import compile_for
+from millrace.program.compiling import compile_for, not_kept
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
 from millrace.program.step import narrow
 
@@ -136,9 +136,10 @@ class Inference:
 
         spec = self._spec((), self.batch_sharding)
         mapped = self._mapped(one, (_BY_SAMPLE,), _BY_SAMPLE)
-        self._compile(
-            "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
-        )
+        with not_kept():  # it is as large as the weights, and another for every checkpoint
+            self._compile(
+                "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
+            )
 
     def compile_many(self, num_distinct: int, num_batches: int) -> None:
         """Compile what takes `num_batches`, going round over `num_distinct` of them."""
