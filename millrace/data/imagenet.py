@@ -31,12 +31,12 @@ def load_imagenet(
         path: Holds ``train-*`` and ``validation-*`` (TFRecord files of 1000 classes), or
             ``train/<class>/`` and ``val/<class>/`` (as many classes as folders).
         prepare: Makes the array of each picture of either split.
-        needs_validation: Whether class folders must have some to validate with.
+        needs_validation: Whether there must be some to validate with.
         options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
     """
     folder = Path(path)
+    options["needs_validation"] = needs_validation
     if has_classes(folder / "train"):
-        options["needs_validation"] = needs_validation
         return load_folders(folder, prepare, name="imagenet", **options)
     num_classes = CATALOGUE["imagenet"].num_classes
     try:
@@ -51,10 +51,9 @@ def load_imagenet(
             ],
         ) from None
     training, validation = splits
-    gaps = [
-        *_missing_shards("train", training.files),
-        *_missing_shards("validation", validation.files),
-    ]
+    gaps = _missing_shards("train", training.files)
+    if validation is not None:
+        gaps += _missing_shards("validation", validation.files)
     warning = f"{folder} is not all of ImageNet: {'; '.join(gaps)}." if gaps else None
     return Pictures(training, validation, num_classes, warning)
 

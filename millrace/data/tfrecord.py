@@ -77,24 +77,29 @@ class TFRecords(ImageSource):
 
 
 def load_tfrecords(
-    path: str | Path, prepare: PerImage, *, name: str = "imagenet", **options: Any
-) -> tuple[TFRecords, TFRecords]:
+    path: str | Path,
+    prepare: PerImage,
+    *,
+    name: str = "imagenet",
+    needs_validation: bool = True,
+    **options: Any,
+) -> tuple[TFRecords, TFRecords | None]:
     """Return training and validation pictures from ``train*`` and ``validation*``.
 
     Args:
         path: The folder with the files, or with a folder of them for each split.
         prepare: Makes the array of each picture of either.
         name: What to call the data set if it is not there.
+        needs_validation: Whether there must be some to validate with.
         options: ``num_classes`` of `TFRecords`; ``num_threads`` and ``max_corrupt`` of
             `ImageSource`.
     """
     folder = Path(path)
     training, validation = _shards(folder, "train"), _shards(folder, "validation")
-    if not training or not validation:
+    if not training or (needs_validation and not validation):
         raise not_found(name, folder, ["train*", "validation* (TFRecord files)"])
-    return TFRecords(training, prepare, **options), TFRecords(
-        validation, prepare, **options
-    )
+    held_out = TFRecords(validation, prepare, **options) if validation else None
+    return TFRecords(training, prepare, **options), held_out
 
 
 def _shards(folder: Path, split: str) -> list[Path]:

@@ -411,6 +411,7 @@ class _Stager:
         if not leaves:
             raise ElementError("The dataset's elements hold no arrays.")
         self._specs = [(np.shape(x), np.asarray(x).dtype) for x in leaves]
+        self._limits = [_narrowed(dtype) for _, dtype in self._specs]
         self._names = [
             jax.tree_util.keystr(path) or "the element"
             for path, _ in jax.tree_util.tree_leaves_with_path(first)
@@ -451,6 +452,14 @@ class _Stager:
                     f"{dtype}{list(shape)}. Every element must have the same shape "
                     "and type (drop a short last batch)."
                 )
+            limits = self._limits[place]
+            if limits and array.size and not _is_within(array, limits):
+                raise ElementError(
+                    f"Element {index} of the dataset: {self._names[place]} has numbers "
+                    f"from {array.min()} to {array.max()}, which {limits.dtype} does not "
+                    "hold. JAX has 64 bits only after "
+                    'jax.config.update("jax_enable_x64", True).'
+                )
             self._buffers[place][self.count] = array
         self.count += 1
 
@@ -475,3 +484,14 @@ class _Stager:
             return jax.make_array_from_process_local_data(sharding, own, shape)
 
         return jax.tree.map(of_all, data)
+
+
+def _narrowed(dtype: np.dtype) -> np.iinfo | None:
+    """Return the limits of what an integer type becomes on the device, where it differs."""
+    becomes = jax.dtypes.canonicalize_dtype(dtype)
+    is_integer = np.issubdtype(dtype, np.integer)
+    return np.iinfo(becomes) if is_integer and becomes != dtype else None
+
+
+def _is_within(array: np.ndarray, limits: np.iinfo) -> bool:
+    return limits.min <= array.min() and array.max() <= limits.max

@@ -10,6 +10,7 @@ from millrace.config import ConfigurationError
 from millrace.data.augment import imagenet_image
 from millrace.data.crc32c import crc32c, masked_crc32c
 from millrace.data.image_source import TooManyCorrupt
+from millrace.data.imagenet import load_imagenet
 from millrace.data.tfrecord import TFRecords, load_tfrecords, parse_example, record_spans
 
 SMALL = functools.partial(imagenet_image, size=16)
@@ -86,6 +87,17 @@ def test_both_splits_are_found_side_by_side_or_in_folders_of_their_own(tmp_path)
     for folder in ("flat", "deep"):
         training, validation = load_tfrecords(tmp_path / folder, SMALL, num_classes=3)
         assert (len(training), len(validation)) == (12, 4)
+
+
+def test_pictures_to_validate_with_may_be_missing_where_nothing_is_validated(tmp_path):
+    write_shards(tmp_path)
+    with pytest.raises(ConfigurationError, match="validation"):
+        load_tfrecords(tmp_path, SMALL, num_classes=3)
+    training, none = load_tfrecords(tmp_path, SMALL, num_classes=3, needs_validation=False)
+    assert len(training) == 12 and none is None
+    found = load_imagenet(tmp_path, SMALL, needs_validation=False)
+    assert len(found.training) == 12 and found.validation is None
+    assert found.warning is None
 
 
 def test_a_stream_resumes_with_the_same_pictures(tmp_path):

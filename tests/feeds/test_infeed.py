@@ -93,6 +93,15 @@ def test_an_element_unlike_the_first_is_named(odd, message):
         mr.repeat(10, add, 0.0, infeed=mr.Infeed([*numbers(5), odd]))
 
 
+def test_a_number_that_needs_64_bits_is_named_and_not_cut():
+    def elements(last):
+        return mr.Infeed([np.array([1, 2]), np.array([-(2**31), last])])
+
+    assert int(mr.repeat(2, add, 0, infeed=elements(2**31 - 1))) == 2
+    with pytest.raises(mr.ElementError, match=r"Element 1 .* 2147483648, which int32 does"):
+        mr.repeat(2, add, 0, infeed=elements(2**31))
+
+
 def test_the_position_can_be_reported_and_restored():
     data = numbers(50)
     first, second = mr.Infeed(data), mr.Infeed(data)

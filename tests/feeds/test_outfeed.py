@@ -81,7 +81,7 @@ def test_waiting_returns_everything_once_the_loop_has_ended():
 
 
 def test_a_slow_reader_slows_the_loop_and_loses_nothing(caplog):
-    outfeed = mr.Outfeed(capacity_bytes=4 * 400, patience_seconds=0.01)
+    outfeed = mr.Outfeed(capacity_bytes=4 * 400, patience_seconds=5)
     seen, most = [], 0
 
     def read():
