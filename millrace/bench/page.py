@@ -22,7 +22,7 @@ from millrace.config import ConfigurationError, writing
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
 _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
 _DRAWING = re.compile(r"(!\[[^\]]*\])\(([^)/]+\.svg)\)")
-_DRAWINGS = "images"
+_DRAWINGS = "results"
 """The folder of a page's drawings, beside it."""
 
 _INTRODUCTION = """\

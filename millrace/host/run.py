@@ -96,6 +96,7 @@ class Run:
             **facts,
             "precision": plan.precision + half,
             **(_training_facts(plan, schedule) if schedule else {}),
+            **_grown_facts(self.directory.grown),
         }
         self.console.facts(shown | {"run directory": str(self.directory.path)})
         for warning in schedule.warnings if schedule else ():
@@ -250,6 +251,14 @@ def _report_failure(line: str, status: int, *, silently: bool = False) -> None:
         silently |= not group.is_first() and peers.first_failure(3.0) == line
     if not silently:
         error_line(line)
+
+
+def _grown_facts(grown: dict[str, Any]) -> dict[str, str]:
+    """Say that a run goes on for longer than it was started for."""
+    if not grown:
+        return {}
+    asked = ", ".join(f"{name} {value:g}" for name, value in grown.items())
+    return {"longer than begun": f"{asked}; what depends on the run's length does on this"}
 
 
 def _training_facts(plan: Plan, schedule: Schedule) -> dict[str, str]:

@@ -40,6 +40,8 @@ class RunDirectory:
         """The run's directory also where `path` is only this process's own."""
         self.made = not path.exists() if made is None else made
         self._release: weakref.finalize | None = None
+        self.grown: dict[str, Any] = {}
+        """What a resumed run is asked for more of than it was started with."""
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
 
@@ -71,6 +73,14 @@ class RunDirectory:
         """Let others write here."""
         if self._release is not None:
             self._release()
+
+    def keep_grown(self) -> None:
+        """Take it into the record, now that the run goes on with it."""
+        if self.grown:
+            record = load_yaml(self.path / "config.yml") | self.grown
+            write_atomically(
+                self.path / "config.yml", yaml.safe_dump(record, sort_keys=False)
+            )
 
     def discard(self) -> None:
         """Take back a run that never began; a folder that was there before stays."""
@@ -197,7 +207,7 @@ def open_run_directory(
             raise ConfigurationError(
                 f"There is no run to resume in {path}: it has no config.yml."
             )
-        _check_same(load_yaml(record), config, command, path)
+        directory.grown = _check_same(load_yaml(record), config, command, path)
         directory.claim()
         return directory
     if path.exists() and not path.is_dir():
@@ -261,7 +271,10 @@ def _cannot_write(path: Path, error: OSError) -> ConfigurationError:
     )
 
 
-def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> None:
+def _check_same(
+    old: dict[str, Any], config: Any, command: str, path: Path
+) -> dict[str, Any]:
+    """Refuse another configuration; return what there is to be more of."""
     if old.get("command") != command:
         raise ConfigurationError(
             f"{path} holds a run of {old.get('command')}, not of {command}."
@@ -270,17 +283,32 @@ def _check_same(old: dict[str, Any], config: Any, command: str, path: Path) -> N
     old, new = plain_defaults(type(config)) | old, as_plain(config)
     shared_out = _how_batches_are_shared_out(old, config)
     differing = [
-        f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"
+        field
         for field in dataclasses.fields(config)
         if not field.metadata.get("may_change")
         and field.name not in shared_out
         and old.get(field.name) != new[field.name]
     ]
-    if differing:
+    grown = {
+        field.name: new[field.name]
+        for field in differing
+        if field.metadata.get("may_grow") and _is_more(new[field.name], old.get(field.name))
+    }
+    changed = [
+        f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"
+        for field in differing
+        if field.name not in grown
+    ]
+    if changed:
         raise ConfigurationError(
-            f"{path} belongs to another configuration: {'; '.join(differing)}. Repeat "
+            f"{path} belongs to another configuration: {'; '.join(changed)}. Repeat "
             "the options the run was started with, or choose another --run-dir."
         )
+    return grown
+
+
+def _is_more(new: Any, old: Any) -> bool:
+    return all(isinstance(x, int | float) for x in (new, old)) and new > old
 
 
 def _how_batches_are_shared_out(old: dict[str, Any], config: Any) -> set[str]:

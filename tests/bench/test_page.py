@@ -51,7 +51,7 @@ def test_the_page_in_the_docs_is_made_from_the_kept_files():
         "millrace bench --page benchmarks/results --out docs/results.md makes it again"
     )
     for drawing in drawings_in(reports_in([KEPT])):
-        copy = ROOT / "docs" / "images" / drawing.name
+        copy = ROOT / "docs" / "results" / drawing.name
         assert copy.read_bytes() == drawing.read_bytes()
 
 
@@ -64,8 +64,8 @@ def test_the_page_shows_drawings_of_reports(tmp_path):
     with pytest.raises(SystemExit) as left:
         main(["bench", "--page", str(tmp_path), "--out", str(out)])
     assert left.value.code == 0
-    assert "### curves\n\n![c](images/curves.svg)\n" in out.read_text()
-    assert (out.parent / "images" / "curves.svg").read_text() == "<svg/>"
+    assert "### curves\n\n![c](results/curves.svg)\n" in out.read_text()
+    assert (out.parent / "results" / "curves.svg").read_text() == "<svg/>"
 
 
 def test_every_row_has_its_command_its_hardware_and_what_others_say(tmp_path):

@@ -24,9 +24,9 @@ _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0}
 class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
     """What every command that trains shares."""
 
-    epochs: float | None = None
+    epochs: float | None = field(default=None, metadata={"may_grow": True})
     """Passes over the training rows (default: 160, 60 for generated ratings, 2 for
-    random ones)."""
+    random ones); more of them, with --resume, train a run on."""
     batches_per_step: int = 250
     """Batches the device trains on without returning to the host; at most an epoch."""
     validation_batch_size: int | None = None

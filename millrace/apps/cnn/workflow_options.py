@@ -23,8 +23,10 @@ class WorkflowOptions:
     profile_pipeline: bool = False
     """Before training, watch one update go through the pipeline, and draw what each device
     did beside what was to be expected: pipeline.html in the run directory."""
-    num_epochs: int = field(default=1, metadata={"aliases": ("--epochs",)})
-    """Passes over the training data."""
+    num_epochs: int = field(
+        default=1, metadata={"aliases": ("--epochs",), "may_grow": True}
+    )
+    """Passes over the training data; more of them, with --resume, train a run on."""
     weight_updates_per_epoch: int = -1
     """Weight updates that count as an epoch (-1: as many as the data gives)."""
     shuffle: bool = True
