@@ -258,7 +258,7 @@ def _grown_facts(grown: dict[str, Any]) -> dict[str, str]:
     if not grown:
         return {}
     asked = ", ".join(f"{name} {value:g}" for name, value in grown.items())
-    return {"longer than begun": f"{asked}; what depends on the run's length does on this"}
+    return {"goes on": f"{asked}; a learning rate that is planned over the run follows it"}
 
 
 def _training_facts(plan: Plan, schedule: Schedule) -> dict[str, str]:

@@ -4,13 +4,13 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from millrace.config import ConfigurationError
 from millrace.feeds.infeed import Infeed
 from millrace.host.beside import Beside
 from millrace.host.checkpoint import Checkpoints
@@ -191,8 +191,11 @@ class Runner:
             self._directory.keep_grown()
             return state
         manifest = restored.manifest
-        self._check_rest(manifest["update"])
         self._directory.keep_grown()
+        # The end of a shorter run may lie within an execution of this one.
+        each = math.gcd(self._schedule.updates_per_execution, manifest["update"])
+        self._schedule = self._schedule._replace(updates_per_execution=each)
+        self._stop_point = StopPoint(each)
         self._infeed.seek(self._position(manifest))
         self._directory.forget_metrics_after(manifest["update"])
         self._earlier_seconds = manifest["time"]
@@ -202,16 +205,6 @@ class Runner:
         self._write_lost_validation(manifest)
         self._console.line(f"Resuming after update {manifest['update']}.")
         return self._program.place(restored.state)
-
-    def _check_rest(self, done: int) -> None:
-        """Refuse a longer run whose executions do not begin where the shorter one ended."""
-        total, each = self._schedule.total_updates, self._schedule.updates_per_execution
-        if max(total - done, 0) % each:
-            raise ConfigurationError(
-                f"The run has come to update {done}, and {each} updates at a time do not "
-                f"lead from there to {total}. Ask for another number of epochs, or for a "
-                "log every epoch."
-            )
 
     def _write_lost_validation(self, manifest: dict[str, Any]) -> None:
         """Report what a validation beside training found just before the run was killed."""

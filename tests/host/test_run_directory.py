@@ -28,6 +28,7 @@ class Options:
     learning_rate: float = 1e-5
     precision: str = "16.16"
     splits: tuple[str, ...] = ("a", "b")
+    epochs: float | None = field(default=3, metadata={"may_grow": True})
 
 
 def start(path: Path | None, config=None, *, command="cnn-train", resume=False):
@@ -56,6 +57,7 @@ def test_a_new_run_records_its_whole_configuration(tmp_path):
         "learning_rate": 1e-5,
         "precision": "16.16",
         "splits": ["a", "b"],
+        "epochs": 3,
     }
 
 
@@ -164,6 +166,20 @@ def test_the_same_configuration_resumes(tmp_path):
     record = (tmp_path / "config.yml").read_bytes()
     assert start(tmp_path, resume=True).path == tmp_path
     assert (tmp_path / "config.yml").read_bytes() == record
+
+
+def test_more_epochs_are_recorded_when_the_run_goes_on_and_fewer_are_refused(tmp_path):
+    start(tmp_path).close()
+    before = (tmp_path / "config.yml").read_text()
+    longer = start(tmp_path, Options(epochs=5), resume=True)
+    assert longer.grown == {"epochs": 5}
+    assert (tmp_path / "config.yml").read_text() == before
+    longer.keep_grown()
+    assert (tmp_path / "config.yml").read_text() == before.replace("epochs: 3", "epochs: 5")
+    longer.close()
+    for fewer in (3, None):
+        message = refusal(tmp_path, Options(epochs=fewer), resume=True)
+        assert f"epochs was 5, now {fewer}" in message
 
 
 def test_a_run_that_is_being_written_is_not_written_by_another(tmp_path):

@@ -1,0 +1,64 @@
+"""A run that is resumed with more epochs: what it would have been with them at once."""
+
+import json
+
+import pytest
+import yaml
+from small_runner import batches, make_runner
+
+from millrace.cli import main
+
+
+def status(words):
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    return left.value.code
+
+
+def history(run):
+    """The log events without what depends on the clock."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    clock = ("time", "samples_per_second")
+    return [{k: v for k, v in json.loads(x).items() if k not in clock} for x in lines]
+
+
+@pytest.mark.parametrize(
+    ("train", "option"),
+    [
+        ("cnn train --config digits_demo --quiet", "num_epochs"),
+        (
+            "autoencoder train --data generated --num-users 64 --num-items 30 --size 128 "
+            "--batch-size 16 --precision 32.32 --learning-rate-decay 1 --steps-per-log 1 "
+            "--learning-rate-schedule= --no-dense-refeeding --quiet",
+            "epochs",
+        ),
+    ],
+    ids=["cnn", "autoencoder"],
+)
+def test_a_run_is_trained_on(train, option, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = f"--{option.replace('_', '-')}"
+    assert status(f"{train} {more} 3 --run-dir {whole}") == 0
+    assert status(f"{train} {more} 1 --run-dir {parts}") == 0
+    assert status(f"{train} {more} 3 --run-dir {parts} --resume") == 0
+    assert history(parts) == history(whole)
+    assert yaml.safe_load((parts / "config.yml").read_text())[option] == 3
+    summary = json.loads((parts / "summary.json").read_text())
+    assert f"{option} 3; " in summary["facts"]["goes on"]
+    capsys.readouterr()
+    assert status(f"{train} {more} 2 --run-dir {parts} --resume") == 2
+    assert f"{option} was 3" in capsys.readouterr().err
+
+
+def test_the_shorter_one_may_end_within_an_execution_of_the_longer(tmp_path):
+    weights = []
+    for path, lengths in (("whole", [20]), ("parts", [12, 20])):
+        for resume, updates in enumerate(lengths):
+            runner, state, _, checkpoints = make_runner(
+                tmp_path / path, list(batches(range(20))), updates=updates, logs=0
+            )
+            result = runner.run(state, resume=bool(resume))
+            checkpoints.close()
+        assert int(result.state.update) == 20
+        weights.append(float(result.state.params["w"][0]))
+    assert weights[0] == weights[1]
