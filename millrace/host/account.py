@@ -53,7 +53,8 @@ def account_of(
 
 def add_earlier(summary: dict[str, Any], before: dict[str, Any]) -> None:
     """Add the time that the parts of a run took which a resume goes on from."""
-    summary["wall_seconds"] += before.get("wall_seconds", 0.0)
+    for name in ("wall_seconds", "compile_seconds"):
+        summary[name] += before.get(name, 0.0)
     spent = dict(before.get("seconds", {}))
     for name, seconds in summary["seconds"].items():
         spent[name] = round(spent.get(name, 0.0) + seconds, 3)

@@ -69,10 +69,13 @@ def test_a_resumed_run_keeps_what_it_had_done_before(tmp_path):
 
 def test_the_times_of_a_resumed_run_are_those_of_all_its_parts():
     before = {"wall_seconds": 10.0, "seconds": {"compiling": 2.0, "training": 7.0}}
+    before["compile_seconds"] = 1.5
     summary = {"wall_seconds": 4.0, "seconds": {"training": 3.0, "validating": 0.5}}
+    summary["compile_seconds"] = 1.0
     add_earlier(summary, before)
     assert summary == {
         "wall_seconds": 14.0,
+        "compile_seconds": 2.5,
         "seconds": {"compiling": 2.0, "training": 10.0, "validating": 0.5},
     }
     add_earlier(summary, {})  # killed before it could write one
