@@ -5,35 +5,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+from millrace.launch.signals import ASKED_TO_STOP, handling
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _RETRY_SECONDS = 0.02
 _SWALLOWING = {"_xla_gc_callback"}
 """Functions that C++ calls: what they raise is lost, or ends the process."""
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> contextlib.AbstractContextManager[None]:
     """Have signals raise KeyboardInterrupt, as soon as it can be raised safely.
 
     Raised while an extension module is being imported, or where C++ has called back, it
     is swallowed or ends in a crash.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = {number: signal.signal(number, _interrupt) for number in _NUMBERS}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    return handling(_interrupt)
 
 
 def leave_on_signals() -> None:
@@ -42,7 +33,7 @@ def leave_on_signals() -> None:
     def leave(*_: Any) -> None:
         os._exit(INTERRUPTED)
 
-    for number in _NUMBERS:
+    for number in ASKED_TO_STOP:
         signal.signal(number, leave)
 
 

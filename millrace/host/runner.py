@@ -6,9 +6,8 @@ import dataclasses
 import logging
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from millrace.feeds.infeed import Infeed
@@ -22,6 +21,7 @@ from millrace.host.run_directory import RunDirectory
 from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.host.timing import Throughput
 from millrace.host.writers import Writer
+from millrace.launch.signals import handling
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 
@@ -379,9 +379,11 @@ class Runner:
         """Return the seconds since the run began, those before a resume included."""
         return self._earlier_seconds + time.perf_counter() - self._started
 
-    @contextlib.contextmanager
-    def _stopping_on_signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after this execution."""
+    def _stopping_on_signals(self) -> contextlib.AbstractContextManager[None]:
+        """The first Ctrl-C or SIGTERM ends the run after this execution.
+
+        In another thread than the main one, the caller stops us.
+        """
 
         def request(number: int, frame: Any) -> None:
             del frame
@@ -394,15 +396,7 @@ class Runner:
                 signal.Signals(number).name,
             )
 
-        if not _in_main_thread():
-            yield  # only the main thread may handle signals; the caller stops us
-            return
-        old = {s: signal.signal(s, request) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+        return handling(request)
 
 
 _VALIDATION = "validation_"
@@ -414,7 +408,3 @@ def _validated(found: dict[str, float]) -> dict[str, float]:
 
 def _is_validated(name: str) -> bool:
     return name.startswith(_VALIDATION)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError
@@ -18,6 +18,7 @@ from millrace.launch import environment as env
 from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.hardware import gpus_for, uses_gpu
 from millrace.launch.options import LaunchConfig
+from millrace.launch.signals import ASKED_TO_STOP, handling
 
 WRONG_COMMAND, INTERRUPTED = 2, 130
 _POLL_SECONDS = 0.05
@@ -199,8 +200,7 @@ class Launcher:
             _tell(instance, f"Instance {failure.number} {failure.how}.")
         _wait(others, _GRACE_SECONDS)
 
-    @contextlib.contextmanager
-    def _passing_signals_on(self) -> Iterator[None]:
+    def _passing_signals_on(self) -> contextlib.AbstractContextManager[None]:
         def pass_on(number: int, _: Any) -> None:
             self._signals += 1
             for instance in self._instances:
@@ -208,13 +208,7 @@ class Launcher:
                     with contextlib.suppress(ProcessLookupError):
                         instance.process.send_signal(number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        old = {number: signal.signal(number, pass_on) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+        return handling(pass_on, (*ASKED_TO_STOP, signal.SIGHUP))
 
 
 def _failure(instance: Instance, status: int) -> Failure:
