@@ -36,8 +36,9 @@ def are_for(
 ) -> bool:
     """Whether the kernels can do it, and have been seen to do it faster.
 
-    On an H200 sixteen models of size 128 with 64 users took 0.6 of XLA's time, one took
-    1.3 of it. What a program keeps on the chip fits that GPU's, and not every other's.
+    On an H200 sixteen models of size 128 with 64 users took 0.6 of XLA's time, and one 1.3
+    of it, before the sixteen took a tenth less still. What a program keeps on the chip
+    fits that GPU's, and not every other's.
 
     Args:
         model: The choices.
