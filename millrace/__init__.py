@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from millrace.data.benchmark import dataset_benchmark
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
-    from millrace.feeds.infeed import DatasetEnded, ElementError, Infeed
+    from millrace.feeds.infeed import DatasetEnded, Infeed
     from millrace.feeds.outfeed import Outfeed, OutfeedFull
+    from millrace.feeds.stager import ElementError
     from millrace.host.application import run_as_command
     from millrace.host.events import schedule_events
     from millrace.host.infeed_benchmark import infeed_benchmark
@@ -70,7 +71,7 @@ __all__ = [
 _HOME = {
     "ArraySource": "data.source",
     "DatasetEnded": "feeds.infeed",
-    "ElementError": "feeds.infeed",
+    "ElementError": "feeds.stager",
     "EvaluationProgram": "program.evaluate",
     "Infeed": "feeds.infeed",
     "LayeredLoss": "nn.layered_loss",

@@ -3,17 +3,18 @@
 import atexit
 import collections
 import contextlib
-import itertools
 import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+
+from millrace.feeds.stager import Chunk, Rows, Stager
 
 _log = logging.getLogger("millrace")
 
@@ -21,16 +22,10 @@ _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 0.005
 """How long a loop waits for a full chunk before it takes what there is."""
-_CHUNK_BYTES = 16 << 20
-_CHUNK_ELEMENTS = 256
 
 
 class DatasetEnded(RuntimeError):
     """The dataset had fewer elements than the loop asked for."""
-
-
-class ElementError(ValueError):
-    """An element of the dataset does not look like the first one."""
 
 
 @runtime_checkable
@@ -39,16 +34,6 @@ class Seekable(Protocol):
 
     def seek(self, position: int) -> None:
         """Make the next iteration start with element `position`."""
-
-
-class Chunk(NamedTuple):
-    """Elements staged on the devices: leaves are (capacity, ...)."""
-
-    data: Any
-    start: int
-    """The first element that has not been used."""
-    stop: int
-    """The end of the elements; what follows is padding."""
 
 
 class Infeed:
@@ -250,7 +235,7 @@ class _Reader:
         self._rows = _own_rows(sharding, infeed)
         self._dataset = _share(infeed.dataset, self._rows)
         self._unused = infeed._unused
-        self._stager: _Stager | None = None
+        self._stager: Stager | None = None
         self._lock = threading.Lock()
         self._start = self.elements_read = infeed.position
         self._pattern = pattern
@@ -317,7 +302,7 @@ class _Reader:
                 if self.stop.is_set():
                     return
                 with self._lock:
-                    self._stager = self._stager or _Stager(
+                    self._stager = self._stager or Stager(
                         element, self._pattern, self._sharding, self._rows
                     )
                     self._stager.add(element, index)
@@ -353,7 +338,7 @@ class _Reader:
                 yield index, element
 
 
-def _own_rows(sharding: Any, infeed: Infeed) -> "Rows | None":
+def _own_rows(sharding: Any, infeed: Infeed) -> Rows | None:
     """Return which samples of an element belong on devices of this process.
 
     None where all of them do, as in a process alone.
@@ -365,14 +350,6 @@ def _own_rows(sharding: Any, infeed: Infeed) -> "Rows | None":
     bounds = [index[1].indices(count) for index in indices]
     start, stop = min(b[0] for b in bounds), max(b[1] for b in bounds)
     return None if (start, stop) == (0, count) else Rows(slice(start, stop), count)
-
-
-class Rows(NamedTuple):
-    """The samples of an element that are this process's to read."""
-
-    places: slice
-    of: int
-    """Samples in the whole element."""
 
 
 def _share(dataset: Iterable[Any], rows: Rows | None) -> Iterable[Any]:
@@ -395,103 +372,3 @@ class _Cut:
     def __iter__(self) -> Iterator[Any]:
         for element in self._dataset:
             yield jax.tree.map(lambda leaf: np.asarray(leaf)[self._rows], element)
-
-
-class _Stager:
-    """Gathers elements into one array per leaf and moves it to the devices."""
-
-    def __init__(
-        self,
-        first: Any,
-        pattern: tuple[int, ...] | None,
-        sharding: Any,
-        rows: Rows | None = None,
-    ) -> None:
-        leaves, self._treedef = jax.tree.flatten(first)
-        if not leaves:
-            raise ElementError("The dataset's elements hold no arrays.")
-        self._specs = [(np.shape(x), np.asarray(x).dtype) for x in leaves]
-        self._limits = [_narrowed(dtype) for _, dtype in self._specs]
-        self._names = [
-            jax.tree_util.keystr(path) or "the element"
-            for path, _ in jax.tree_util.tree_leaves_with_path(first)
-        ]
-        size = sum(np.asarray(x).nbytes for x in leaves)
-        chosen = max(1, min(_CHUNK_ELEMENTS, _CHUNK_BYTES // max(1, size)))
-        self._capacities = itertools.cycle(pattern or (chosen,))
-        self._sharding = sharding
-        self._rows = rows
-        self._begin()
-
-    def _begin(self) -> None:
-        # A fresh buffer each time: on CPU the device may use this memory in place.
-        self._capacity = next(self._capacities)
-        self._buffers = [
-            np.empty((self._capacity, *shape), dtype) for shape, dtype in self._specs
-        ]
-        self.count = 0
-
-    @property
-    def full(self) -> bool:
-        return self.count == self._capacity
-
-    def add(self, element: Any, index: int) -> None:
-        leaves, treedef = jax.tree.flatten(element)
-        if treedef != self._treedef:
-            raise ElementError(
-                f"Element {index} of the dataset has the structure {treedef}; the "
-                f"first had {self._treedef}."
-            )
-        for place, leaf in enumerate(leaves):
-            array = np.asarray(leaf)
-            shape, dtype = self._specs[place]
-            if array.shape != shape or array.dtype != dtype:
-                raise ElementError(
-                    f"Element {index} of the dataset: {self._names[place]} is "
-                    f"{array.dtype}{list(array.shape)}; in the first element it was "
-                    f"{dtype}{list(shape)}. Every element must have the same shape "
-                    "and type (drop a short last batch)."
-                )
-            limits = self._limits[place]
-            if limits and array.size and not _is_within(array, limits):
-                raise ElementError(
-                    f"Element {index} of the dataset: {self._names[place]} has numbers "
-                    f"from {array.min()} to {array.max()}, which {limits.dtype} does not "
-                    "hold. JAX has 64 bits only after "
-                    'jax.config.update("jax_enable_x64", True).'
-                )
-            self._buffers[place][self.count] = array
-        self.count += 1
-
-    def take(self) -> Chunk:
-        data = jax.tree.unflatten(self._treedef, self._buffers)
-        count = self.count
-        for buffer in self._buffers:
-            buffer[count:] = 0
-        self._begin()
-        return Chunk(self._placed(data), 0, count)
-
-    def _placed(self, data: Any) -> Any:
-        sharding, rows = self._sharding, self._rows
-        if sharding is None or sharding.is_fully_addressable:
-            return jax.device_put(data, sharding)
-
-        def of_all(own: np.ndarray) -> jax.Array:
-            samples = own.shape[1] if rows is None else rows.of
-            shape = (own.shape[0], samples, *own.shape[2:])
-            # No copy between processes: each puts its samples on its own devices.
-            own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
-            return jax.make_array_from_process_local_data(sharding, own, shape)
-
-        return jax.tree.map(of_all, data)
-
-
-def _narrowed(dtype: np.dtype) -> np.iinfo | None:
-    """Return the limits of what an integer type becomes on the device, where it differs."""
-    becomes = jax.dtypes.canonicalize_dtype(dtype)
-    is_integer = np.issubdtype(dtype, np.integer)
-    return np.iinfo(becomes) if is_integer and becomes != dtype else None
-
-
-def _is_within(array: np.ndarray, limits: np.iinfo) -> bool:
-    return limits.min <= array.min() and array.max() <= limits.max

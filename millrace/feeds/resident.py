@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from millrace.feeds.infeed import Chunk, Infeed
+from millrace.feeds.infeed import Infeed
+from millrace.feeds.stager import Chunk
 
 
 class ResidentInfeed(Infeed):

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from millrace.feeds.infeed import Chunk, DatasetEnded, Infeed
+from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
+from millrace.feeds.stager import Chunk
 from millrace.host.staging import MAX_IN_FLIGHT
 from millrace.program.loop import (
     LoopBody,

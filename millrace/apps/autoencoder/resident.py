@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import Stream
-from millrace.feeds.infeed import Chunk, Infeed
+from millrace.feeds.infeed import Infeed
+from millrace.feeds.stager import Chunk
 
 
 class ResidentRatings(Infeed):

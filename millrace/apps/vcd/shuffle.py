@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.feeds.infeed import Chunk
 from millrace.feeds.resident import ResidentInfeed
+from millrace.feeds.stager import Chunk
 
 
 class ShuffledIndices(ResidentInfeed):
