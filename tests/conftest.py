@@ -5,6 +5,7 @@ import shutil
 import tempfile
 
 import hypothesis
+from strict_reads import strict_reads as strict_reads
 
 # Before JAX is imported: the device count cannot be changed afterwards.
 os.environ["XLA_FLAGS"] = " ".join(

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from millrace.plan import Plan
@@ -54,7 +55,7 @@ class FiniteWatch:
 
     def check(self, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Fetch the info of a call, look at it and return it."""
-        values = {name: np.asarray(value) for name, value in info.items()}
+        values = {name: np.asarray(jax.device_get(value)) for name, value in info.items()}
         finite = np.isfinite(values["loss"])
         if self._plan.fp_exceptions:
             finite &= values["gradients_finite"] > 0

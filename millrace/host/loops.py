@@ -10,20 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.feeds.stager import Chunk
 from millrace.host.staging import MAX_IN_FLIGHT
-from millrace.program.loop import (
-    LoopBody,
-    LoopResult,
-    holds,
-    output_bytes,
-    run_steps,
-    scan_steps,
-)
+from millrace.program.loop import LoopBody, LoopResult, loop_program
+from millrace.program.training import no_silent_copies
 
 _CAPACITY = 256
 _OUTPUT_BYTES = 16 << 20
@@ -126,6 +120,7 @@ class _Loop:
         steps_per_execution: int | None,
     ) -> None:
         self._body = body
+        self._program = loop_program(body)
         self._infeed = infeed
         self._outfeed = outfeed
         self._length = steps_per_execution
@@ -134,34 +129,34 @@ class _Loop:
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, carry: Any, limit: int | None) -> Any:
+        _check_not_traced(carry)
         self._place = _place_of(carry)
         carry = jax.tree.map(lambda leaf: _own_array(leaf, self._place), carry)
+        _check_not_traced(carry)  # inside a jit, so are copies of what was not
         done, more = 0, True
         if self._body.condition is not None:
-            start = jax.jit(holds, static_argnums=0)(self._body, carry)
-            more = bool(jax.device_get(start))
-        with jax.transfer_guard("disallow"):
-            while more and (limit is None or done < limit):
-                chunk = None
-                if self._infeed is not None:
-                    chunk = self._infeed.chunk(self._length, self._place)
-                    if chunk is None:
-                        self._check_end(done, limit)
-                        break
-                self._limit_outputs(carry, chunk)
-                asked = self._steps(chunk, None if limit is None else limit - done)
-                result = self._execute(carry, chunk, asked)
-                carry = result.carry
-                done += self._settle(asked, result)
-                if self._body.condition is not None:
-                    more = bool(jax.device_get(result.more))
+            more = bool(jax.device_get(self._program.holds(carry)(carry)))
+        while more and (limit is None or done < limit):
+            chunk = None
+            if self._infeed is not None:
+                chunk = self._infeed.chunk(self._length, self._place)
+                if chunk is None:
+                    self._check_end(done, limit)
+                    break
+            self._limit_outputs(carry, chunk)
+            asked = self._steps(chunk, None if limit is None else limit - done)
+            result = self._execute(carry, chunk, asked)
+            carry = result.carry
+            done += self._settle(asked, result)
+            if self._body.condition is not None:
+                more = bool(jax.device_get(result.more))
         return carry
 
     def _limit_outputs(self, carry: Any, chunk: Chunk | None) -> None:
         """Before the first step: let one execution's outputs take at most 16 MiB."""
         if self._outfeed is not None and self._length is None and not self._in_flight:
             data = None if chunk is None else chunk.data
-            size = output_bytes(self._body, carry, data)
+            size = self._program.output_bytes(carry, data)
             self._capacity = max(1, min(_CAPACITY, _OUTPUT_BYTES // max(1, size)))
 
     def _steps(self, chunk: Chunk | None, left: int | None) -> int:
@@ -172,13 +167,18 @@ class _Loop:
 
     def _execute(self, carry: Any, chunk: Chunk | None, count: int) -> LoopResult:
         data = None if chunk is None else chunk.data
-        begin = np.int32(0 if chunk is None else chunk.start)
-        start = jax.device_put(begin, self._place)
+        start = self._number(0 if chunk is None else chunk.start)
         if self._length is not None:
-            return scan_steps(carry, data, start, body=self._body, length=count)
+            execute = self._program.exactly(carry, data, start, count)
+            with no_silent_copies():
+                return execute(carry, data, start)
         capacity = self._capacity if self._outfeed is not None else 1
-        number = jax.device_put(np.int32(count), self._place)
-        return run_steps(carry, data, start, number, body=self._body, capacity=capacity)
+        execute = self._program.up_to(carry, data, start, capacity)
+        with no_silent_copies():
+            return execute(carry, data, start, self._number(count))
+
+    def _number(self, value: int) -> jax.Array:
+        return jax.device_put(np.int32(value), self._place)
 
     def _settle(self, asked: int, result: LoopResult) -> int:
         """Hand on what an execution made, and wait if enough of them are under way."""
@@ -226,22 +226,43 @@ class _Pace:
         self._last = now
 
 
-def _place_of(carry: Any) -> SingleDeviceSharding | None:
-    """Return the device that the carry lies on, or the one in force; None for the first.
+def _place_of(carry: Any) -> Sharding | None:
+    """Return where numbers and elements go: to all devices that the carry lies on.
 
-    The infeed's thread does not see what is in force here.
+    Where it lies on none in particular, that is the device in force, which the infeed's
+    thread does not see; None for JAX's own choice.
     """
     for leaf in jax.tree.leaves(carry):
-        if isinstance(leaf, jax.Array) and leaf.committed and len(leaf.devices()) == 1:
-            return SingleDeviceSharding(next(iter(leaf.devices())))
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return _on_all_devices(leaf)
     chosen = getattr(jax.config, "jax_default_device", None)
     return SingleDeviceSharding(chosen) if isinstance(chosen, jax.Device) else None
 
 
-def _own_array(leaf: Any, place: SingleDeviceSharding | None) -> jax.Array:
-    """A copy of our own, for the loop will use its memory again."""
+def _on_all_devices(array: jax.Array) -> Sharding:
+    """Return the sharding of a full copy on every device of an array."""
+    if len(array.devices()) == 1:
+        return SingleDeviceSharding(next(iter(array.devices())))
+    if isinstance(array.sharding, NamedSharding):
+        return NamedSharding(array.sharding.mesh, PartitionSpec())
+    devices = list(array.sharding.devices_indices_map(array.shape))
+    return NamedSharding(Mesh(devices, ("device",)), PartitionSpec())
+
+
+def _own_array(leaf: Any, place: Sharding | None) -> jax.Array:
+    """Return a copy of our own, for the loop will use its memory again."""
     if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf)
+        copied = jnp.copy(leaf)
+        return copied if leaf.committed or place is None else jax.device_put(copied, place)
     array = np.asarray(leaf)
     array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     return jax.device_put(array, place)
+
+
+def _check_not_traced(carry: Any) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(carry)):
+        raise TypeError(
+            "repeat and while_loop run compiled loops from the host and cannot be called "
+            "inside jax.jit, jax.grad or jax.vmap. Call them outside, or use jax.lax.scan, "
+            "jax.lax.fori_loop or jax.lax.while_loop there."
+        )

@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -178,3 +180,142 @@ def test_a_number_of_steps_is_a_whole_number(count):
     with pytest.raises(TypeError, match="n must be a whole number"):
         mr.repeat(count, lambda c: (c, None), 0)
     assert mr.repeat(np.int64(3), lambda c: (c + 1, None), 0) == 3
+
+
+def test_a_body_may_close_over_arrays_and_read_them_while_it_is_traced():
+    weights, scale, key = jnp.full((3, 3), 2.0), jnp.float32(0.5), jax.random.key(0)
+
+    def scaled(carry):
+        noise = jax.random.normal(key, (3,))
+        return carry @ weights * float(scale), carry + noise - noise
+
+    for steps in (None, 2):
+        outfeed = mr.Outfeed()
+        end = mr.repeat(
+            4, scaled, np.ones(3, np.float32), outfeed=outfeed, steps_per_execution=steps
+        )
+        np.testing.assert_allclose(end, 81.0)
+        assert outfeed.dequeue().shape == (4, 3)
+    assert mr.while_loop(lambda c: c < scale * 9, lambda c: (c + scale, None), 0.0) == 4.5
+
+
+def test_outputs_are_handed_over_within_a_guarded_region_of_the_callers():
+    outfeed = mr.Outfeed()
+    start = jnp.int32(0)
+    with jax.transfer_guard("disallow"):
+        mr.repeat(5, lambda c: (c + 1, c), start, outfeed=outfeed)
+        np.testing.assert_array_equal(outfeed.dequeue(), np.arange(5))
+
+
+def sharded(values, spec, axis_types):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_types,) * 2, devices=jax.devices()[:4])
+    return jax.device_put(values, jax.NamedSharding(mesh, jax.P(*spec)))
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(
+    ("spec", "steps", "axis_types"),
+    [
+        (("x", "y"), None, jax.sharding.AxisType.Auto),
+        ((), 3, jax.sharding.AxisType.Auto),
+        ((None, "y"), 3, jax.sharding.AxisType.Explicit),
+        ((), None, jax.sharding.AxisType.Explicit),
+    ],
+)
+def test_a_carry_may_lie_on_several_devices(spec, steps, axis_types):
+    first = np.arange(8, dtype=np.float32).reshape(4, 2)
+    carry = {"split": sharded(first, spec, axis_types), "count": 0}
+    elements = [np.full((4, 2), i, np.float32) for i in range(10)]
+
+    def step(carry, x):
+        new = {"split": carry["split"] * 0.5 + x, "count": carry["count"] + 1}
+        return new, new["split"].sum()
+
+    outfeed = mr.Outfeed()
+    with mr.Infeed(elements) as infeed:
+        end = mr.repeat(
+            7, step, carry, infeed=infeed, outfeed=outfeed, steps_per_execution=steps
+        )
+    expected, sums = first, []
+    for x in elements[:7]:
+        expected = expected * 0.5 + x
+        sums.append(expected.sum())
+    assert end["split"].sharding.is_equivalent_to(carry["split"].sharding, 2)
+    assert end["count"] == 7
+    np.testing.assert_allclose(end["split"], expected, rtol=1e-6)
+    np.testing.assert_allclose(outfeed.dequeue(), sums, rtol=1e-6)
+
+
+@pytest.mark.devices(4)
+def test_while_takes_a_carry_on_several_devices():
+    carry = sharded(np.ones((4, 2), np.float32), ("x",), jax.sharding.AxisType.Auto)
+    end = mr.while_loop(lambda c: c.sum() < 100, lambda c: (c * 2, None), carry)
+    assert end.sharding == carry.sharding
+    np.testing.assert_array_equal(end, np.full((4, 2), 16.0))
+
+
+def test_what_was_compiled_for_a_body_is_freed_with_it():
+    class Owner:
+        def body(self, carry):
+            return carry + self.step, None
+
+        def condition(self, carry):
+            return carry < 3
+
+    def once(owner):
+        captured = owner.step  # as large as the user likes
+
+        def body(carry):
+            return carry + captured, None
+
+        mr.repeat(3, body, 0.0)
+        mr.repeat(3, owner.body, 0.0)
+        mr.while_loop(owner.condition, owner.body, 0.0)
+        mr.while_loop(lambda c: c < 2, body, 0.0, maximum_iterations=5)
+        return weakref.ref(body)
+
+    before = None
+    for _ in range(3):
+        owner = Owner()
+        owner.step = jnp.float32(1)
+        references = [weakref.ref(owner), weakref.ref(owner.step), once(owner)]
+        del owner
+        gc.collect()
+        assert [reference() for reference in references] == [None] * 3
+        living = len(jax.devices()[0].client.live_executables())
+        assert before is None or living <= before
+        before = living
+
+
+def test_methods_and_callables_without_a_hash_are_bodies_too():
+    class Counter:
+        traces = 0
+
+        def step(self, carry):
+            self.traces += 1
+            return carry + 1, None
+
+        def __eq__(self, other):  # and so without a hash
+            return self is other
+
+        __call__ = step
+
+    class Hashed(Counter):
+        __hash__ = object.__hash__
+
+    hashed, plain = Hashed(), Counter()
+    for _ in range(3):
+        assert mr.repeat(2, hashed.step, 0) == mr.repeat(2, plain, 0) == 2
+    assert hashed.traces == 1
+
+
+@pytest.mark.parametrize("carry", [0.0, np.zeros(3)])
+def test_a_loop_inside_a_jit_is_refused_in_plain_words(carry):
+    for loop in (
+        lambda c: mr.repeat(3, lambda c: (c + 1, None), c),
+        lambda c: mr.while_loop(lambda c: c < 3, lambda c: (c + 1, None), c),
+    ):
+        with pytest.raises(TypeError, match=r"cannot be called inside jax\.jit"):
+            jax.jit(loop)(carry)
+        with pytest.raises(TypeError, match=r"cannot be called inside jax\.jit"):
+            jax.jit(lambda unused, loop=loop: loop(0))(carry)

@@ -125,7 +125,7 @@ class _Later:
 
     @functools.cached_property
     def _joined(self) -> np.ndarray:
-        own = self._function(np.stack(self._values), axis=0)
+        own = self._function(np.stack(jax.device_get(self._values)), axis=0)
         if group.num_processes() == 1:
             return own
         each = group.gather("info of programs", own.tolist())
