@@ -121,6 +121,7 @@ class _Loop:
     ) -> None:
         self._body = body
         self._program = loop_program(body)
+        self._programs: dict[int | None, Any] = {}
         self._infeed = infeed
         self._outfeed = outfeed
         self._length = steps_per_execution
@@ -168,14 +169,22 @@ class _Loop:
     def _execute(self, carry: Any, chunk: Chunk | None, count: int) -> LoopResult:
         data = None if chunk is None else chunk.data
         start = self._number(0 if chunk is None else chunk.start)
-        if self._length is not None:
-            execute = self._program.exactly(carry, data, start, count)
-            with no_silent_copies():
-                return execute(carry, data, start)
-        capacity = self._capacity if self._outfeed is not None else 1
-        execute = self._program.up_to(carry, data, start, capacity)
+        execute = self._compiled(carry, data, start, count)
+        counted = () if self._length is not None else (self._number(count),)
         with no_silent_copies():
-            return execute(carry, data, start, self._number(count))
+            return execute(carry, data, start, *counted)
+
+    def _compiled(self, carry: Any, data: Any, start: jax.Array, count: int) -> Any:
+        """Look a program up once per loop: carry and chunks stay what they are."""
+        length = None if self._length is None else count
+        if length not in self._programs:
+            if length is not None:
+                found = self._program.exactly(carry, data, start, length)
+            else:
+                capacity = self._capacity if self._outfeed is not None else 1
+                found = self._program.up_to(carry, data, start, capacity)
+            self._programs[length] = found
+        return self._programs[length]
 
     def _number(self, value: int) -> jax.Array:
         return jax.device_put(np.int32(value), self._place)
