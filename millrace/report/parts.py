@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+from millrace.config import replacing
 from millrace.report.drawings import (
     MOST_CLASSES,
     histogram_chart,
@@ -151,9 +152,8 @@ def save_part(run: Path, name: str, part: Part) -> None:
     """Keep a part in a run directory; one of the same name is replaced."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    partial = folder / f".{name}.partial"
-    partial.write_text(json.dumps({"kind": part.kind} | dataclasses.asdict(part)))
-    partial.replace(folder / f"{name}.json")
+    with replacing(folder / f"{name}.json") as file:
+        file.write(json.dumps({"kind": part.kind} | dataclasses.asdict(part)))
 
 
 def read_parts(run: Path) -> dict[str, Part]:
