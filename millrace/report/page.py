@@ -19,7 +19,8 @@ _FRAME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
+ form-action 'none'; base-uri 'none'">
 <title>{title}</title>
 <style>{style}</style></head><body>
 {body}
@@ -85,7 +86,7 @@ def _head(record: RunRecord) -> str:
     said, colour = record.badge
     parts = [
         f"<h1>{html.escape(record.command or 'run')} · {html.escape(record.name)}</h1>",
-        f'<p><span class="status {colour}">{said}</span></p>',
+        f'<p><span class="status {colour}">{html.escape(said)}</span></p>',
     ]
     if (update := record.diverged_at) is not None:
         parts.append(
@@ -180,7 +181,8 @@ def _environment(summary: Mapping[str, Any]) -> dict[str, str]:
     device = summary.get("device") or {}
     facts: dict[str, str] = {}
     if device:
-        facts["devices"] = f"{device['count']} x {device['kind']} ({device['platform']})"
+        count, kind, platform = (device.get(n) for n in ("count", "kind", "platform"))
+        facts["devices"] = f"{count} x {kind} ({platform})"
     return facts | (summary.get("machine") or {}) | (summary.get("versions") or {})
 
 
@@ -211,7 +213,7 @@ def _origin(summary: Mapping[str, Any]) -> str:
     if where := summary.get("directory"):
         said += f" in <code>{html.escape(where)}</code>"
     if version := (summary.get("versions") or {}).get("millrace"):
-        said += f" with millrace {html.escape(version)}"
+        said += f" with millrace {html.escape(str(version))}"
     if commit := summary.get("commit"):
         said += f", commit <code>{html.escape(commit)}</code>"
     return said
