@@ -252,7 +252,8 @@ def test_whole_numbers_may_stand_where_fractions_are_wanted_but_not_the_reverse(
     assert isinstance(config.learning_rate, float)
     assert isinstance(config.num_replicas, int)
     message = refusal("--config", "it", named_configs=entry(tmp_path, "num_replicas: 4.5"))
-    assert message == "--num-replicas takes a whole number, got 4.5."
+    where = f"{tmp_path / 'entry.yml'}, line 2"
+    assert message == f"{where}: --num-replicas takes a whole number, got 4.5."
 
 
 def test_negative_numbers_are_values_not_options():
@@ -370,7 +371,8 @@ def test_a_word_that_belongs_to_no_option_is_refused():
 def test_an_unknown_yaml_key_suggests_the_nearest(tmp_path):
     path = entry(tmp_path, "learning_raet: 1")
     message = refusal("--config", "it", named_configs=path)
-    assert message == "There is no option learning_raet. Did you mean learning_rate?"
+    said = "There is no option learning_raet. Did you mean learning_rate?"
+    assert message == f"{path}, line 2: {said}"
 
 
 def test_a_value_the_dataclass_refuses_is_a_configuration_error():

@@ -14,7 +14,7 @@ from millrace.config.checks import (
     one_of,
 )
 from millrace.config.command_line import field_docs, parse
-from millrace.config.files import load_named, load_yaml, writing
+from millrace.config.files import load_named, load_yaml, replacing, writing
 
 __all__ = [
     "ConfigurationError",
@@ -30,5 +30,6 @@ __all__ = [
     "one_of",
     "parse",
     "plain_defaults",
+    "replacing",
     "writing",
 ]

@@ -1,13 +1,14 @@
 """Dataclasses from options by name, and options from dataclasses."""
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.config.checks import ConfigurationError, did_you_mean
-from millrace.config.files import load_named
+from millrace.config.files import read_named
 from millrace.config.values import converted
 
 T = TypeVar("T")
@@ -26,27 +27,32 @@ def configure(
     """
     given = {_field_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
-    values = dict(load_named(path, str(name))) if name else {}
-    own = getattr(config_type, "named_without", ())
-    values = {
-        _field_name(config_type, key): value
-        for key, value in values.items()
-        if key not in own
-    }
-    values = _overridden(config_type, values, given)
+    values = _overridden(
+        config_type, _named(config_type, path, str(name)) if name else {}, given
+    )
     return build(config_type, values), values
+
+
+def _named(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
+    """Return the options of a named entry; a mistake is said with its file and line."""
+    values, places = read_named(path, name)
+    own = getattr(config_type, "named_without", ())
+    named = {}
+    for key, value in values.items():
+        if key in own:
+            continue
+        try:
+            field_name, _ = _checked(config_type, key, value)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{places.get(key, path)}: {error}") from error
+        named[field_name] = value
+    return named
 
 
 def build(config_type: type[T], values: Mapping[str, Any]) -> T:
     """Make `config_type` from plain `values`, checking names and types."""
     known = fields_of(config_type)
-    hints = typing.get_type_hints(config_type)
-    checked = {}
-    for given, value in values.items():
-        name = _field_name(config_type, given)
-        if name not in known:
-            raise ConfigurationError(_unknown_key(name, known))
-        checked[name] = converted(hints[name], value, option_of(name))
+    checked = dict(_checked(config_type, *given) for given in values.items())
     if (translated := getattr(config_type, "translated", None)) is not None:
         checked = translated(checked)
     missing = [
@@ -63,6 +69,22 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
         raise
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def _checked(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
+    """Return an option's field and its value in the field's type."""
+    name = _field_name(config_type, key)
+    if name not in (known := fields_of(config_type)):
+        raise ConfigurationError(
+            f"There is no option {name[:80]}.{did_you_mean(name, known)}"
+        )
+    hint = _type_hints(config_type)[name]
+    return name, converted(hint, value, option_of(name))
+
+
+@functools.cache
+def _type_hints(config_type: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config_type)
 
 
 def as_plain(config: Any) -> dict[str, Any]:
@@ -126,7 +148,3 @@ def _overridden(
         if name not in replaced and not meanings.get(name, set()) & set(given)
     }
     return kept | given
-
-
-def _unknown_key(name: str, known: Mapping[str, Any]) -> str:
-    return f"There is no option {name}.{did_you_mean(name, known)}"

@@ -6,9 +6,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, Union
 
-import yaml
-
-from millrace.config.checks import ConfigurationError, did_you_mean
+from millrace.config.checks import ConfigurationError, did_you_mean, shown
+from millrace.config.yaml_text import compose
 
 _TRUE = {"true", "t", "1", "yes", "y", "on"}
 _FALSE = {"false", "f", "0", "no", "n", "off"}
@@ -32,19 +31,20 @@ def converted(hint: Any, value: Any, option: str) -> Any:
     try:
         if origin is list:
             if isinstance(value, str) and value.startswith("["):
-                value = yaml.safe_load(value)
+                value = _yaml(value)
             items = value if isinstance(value, list | tuple) else [value]
             (item,) = typing.get_args(hint)
             return [converted(item, entry, option) for entry in items]
         if converter is None:
             raise ConfigurationError(f"{option} cannot be set from text.")
         return converter(value)
-    except (TypeError, ValueError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigurationError):
             raise
         wanted = type_name(hint).lower() if origin is not bool else "true or false"
+        limit = " in the range of 64 bits" if isinstance(error, OverflowError) else ""
         raise ConfigurationError(
-            f"{option} takes {_article(wanted)}, got {value!r}."
+            f"{option} takes {_article(wanted)}{limit}, got {shown(value)}."
         ) from error
 
 
@@ -70,18 +70,31 @@ def _convert_union(hint: Any, value: Any, option: str) -> Any:
 
 def _convert_literal(hint: Any, value: Any, option: str) -> Any:
     choices = typing.get_args(hint)
+    word = _word(value)
     for choice in choices:
-        if str(value).lower() == str(choice).lower():
+        if word.lower() == str(choice).lower():
             return choice
     names = [str(choice) for choice in choices]
     raise ConfigurationError(
-        f"{option} must be one of {', '.join(names)}; got {value!r}."
-        f"{did_you_mean(str(value), names)}"
+        f"{option} must be one of {', '.join(names)}; got {shown(value)}."
+        f"{did_you_mean(word, names)}"
     )
 
 
+def _word(value: Any) -> str:
+    """Return a value as a word of a command line; what cannot be one is cut short."""
+    return shown(value) if isinstance(value, dict | list | int) else str(value)
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return compose(text, "the text")[0]
+    except ConfigurationError as error:
+        raise ValueError(text) from error
+
+
 def _to_bool(value: Any) -> bool:
-    word = str(value).lower()
+    word = _word(value).lower()
     if word in _TRUE | _FALSE:
         return word in _TRUE
     raise ValueError(value)
@@ -90,7 +103,9 @@ def _to_bool(value: Any) -> bool:
 def _to_int(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(value)
-    return int(value)
+    if not -(2**63) <= (number := int(value)) < 2**63:
+        raise OverflowError(value)
+    return number
 
 
 def _to_float(value: Any) -> float:
@@ -111,7 +126,7 @@ def _to_text(value: Any) -> str:
 
 
 def _to_dict(value: Any) -> dict[str, Any]:
-    loaded = yaml.safe_load(value) if isinstance(value, str) else value
+    loaded = _yaml(value) if isinstance(value, str) else value
     if not isinstance(loaded, dict):
         raise TypeError(value)
     return {str(key): _number(item) for key, item in loaded.items()}

@@ -1,9 +1,12 @@
 """Downloads data sets: checked, resumed where they broke off, never seen half done."""
 
+import gzip
 import hashlib
 import http.client
-import re
+import lzma
+import os
 import shutil
+import stat
 import tarfile
 import tempfile
 import time
@@ -23,6 +26,10 @@ _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
 _PAUSES_SECONDS = (1.0, 4.0)
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+_DAMAGED_ARCHIVE = (
+    *(tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError),
+    *(ValueError, OverflowError),  # numbers and names of entries
+)
 
 
 class FetchError(RuntimeError):
@@ -76,7 +83,7 @@ def digest(path: Path, file: DataFile) -> str:
 
 def _download(file: DataFile, address: str, target: Path, progress: Progress) -> None:
     part = target.with_name(f"{target.name}.part")
-    resumed = part.exists()
+    resumed = _begun_here(part)
     _receive_all(file, address, part, progress)
     if resumed and digest(part, file) != expected_digest(file):
         # What was there may have been of another version.
@@ -90,6 +97,30 @@ def _download(file: DataFile, address: str, target: Path, progress: Progress) ->
             f"{_by_hand(file, target.parent)}"
         )
     part.replace(target)
+
+
+def _begun_here(part: Path) -> bool:
+    """Whether `part` is a plain file of this folder; anything else is taken away.
+
+    The name can be guessed: a link of that name could lead a download into another file.
+    """
+    if not os.path.lexists(part):
+        return False
+    found = part.lstat()
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return True
+    if stat.S_ISDIR(found.st_mode):
+        raise FetchError(f"{part} is a folder. Remove it and run the command again.")
+    part.unlink()
+    return False
+
+
+def _open_part(part: Path, *, append: bool) -> BinaryIO:
+    """Open `part` for writing, never through a link."""
+    if not append:
+        part.unlink(missing_ok=True)
+        return part.open("xb")
+    return os.fdopen(os.open(part, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "ab")
 
 
 def _receive_all(file: DataFile, address: str, part: Path, progress: Progress) -> None:
@@ -106,6 +137,9 @@ def _receive_all(file: DataFile, address: str, part: Path, progress: Progress) -
             time.sleep(pause)
         except urllib.error.HTTPError as error:
             error.close()
+            if error.code == 416 and part.exists():  # no such rest: ask for all of it
+                part.unlink()
+                continue
             raise FetchError(
                 f"The server answered {error.code} {error.reason} for {address}. "
                 f"{_by_hand(file, part.parent)}"
@@ -114,6 +148,7 @@ def _receive_all(file: DataFile, address: str, part: Path, progress: Progress) -
             raise FetchError(
                 f"Cannot reach {address}: {error.reason}. {_by_hand(file, part.parent)}"
             ) from error
+    raise FetchError(f"{address} broke off. {_by_hand(file, part.parent)}")
 
 
 def _receive(file: DataFile, address: str, part: Path, progress: Progress) -> None:
@@ -126,7 +161,7 @@ def _receive(file: DataFile, address: str, part: Path, progress: Progress) -> No
         headers["Range"] = f"bytes={start}-"
     with _ask(urllib.request.Request(address, headers=headers)) as response:
         start = start if _continues(response, start) else 0
-        with part.open("ab" if start else "wb") as opened:
+        with _open_part(part, append=start > 0) as opened:
             _copy(response, opened, file, start, progress)
     if (size := part.stat().st_size) < file.num_bytes:
         raise _BrokenOff(f"{size:,} of {file.num_bytes:,} bytes came")
@@ -142,19 +177,21 @@ def _ask(request: urllib.request.Request) -> http.client.HTTPResponse:
         raise _BrokenOff(f"the server answered {error.code} {error.reason}") from error
     except (ConnectionError, TimeoutError, http.client.HTTPException) as error:
         raise _BrokenOff(str(error) or type(error).__name__) from error
+    except (ValueError, LookupError) as error:  # it leads to an address that is none
+        raise _BrokenOff(f"the server's answer makes no sense: {error}") from error
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
     try:
         return response.read(_CHUNK_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise _BrokenOff(str(error) or type(error).__name__) from error
 
 
 def _continues(response: http.client.HTTPResponse, start: int) -> bool:
     """Whether the server sends the rest, and not all of it again."""
-    sent = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-    return response.status == 206 and sent is not None and int(sent[1]) == start
+    sent = response.headers.get("Content-Range", "")
+    return response.status == 206 and sent.startswith(f"bytes {start}-")
 
 
 def _copy(
@@ -210,11 +247,13 @@ def unpack(archive: Path, folder: Path) -> None:
             with tarfile.open(archive, "r:*") as opened:
                 for member in opened:
                     _unpack_member(opened, member, Path(place), archive)
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+        except _DAMAGED_ARCHIVE as error:
             raise FetchError(f"{archive} is a damaged archive: {error}.") from error
         for entry in Path(place).iterdir():
             target = folder / entry.name
-            if target.is_dir():
+            if target.is_symlink():
+                target.unlink()
+            elif target.is_dir():
                 shutil.rmtree(target)
             entry.replace(target)
 

@@ -57,7 +57,7 @@ def run_names(records: Sequence[RunRecord]) -> list[str]:
 def _legend(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = "".join(
         f'<tr><th class="k{n % NUM_COLOURS}">● {html.escape(name)}</th>'
-        f'<td class="state {record.badge[1]}">{record.badge[0]}</td>'
+        f'<td class="state {record.badge[1]}">{html.escape(record.badge[0])}</td>'
         f"<td><code>{html.escape(str(record.summary.get('command', '')))}</code></td></tr>"
         for n, (record, name) in enumerate(zip(records, names, strict=True))
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.config import replacing
 from millrace.report.curves import curve_figures, metric_charts, throughput_figure
 from millrace.report.grids import picture_sections
 from millrace.report.numbers import byte_size, duration, text_of
@@ -18,7 +19,8 @@ _FRAME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
+ form-action 'none'; base-uri 'none'">
 <title>{title}</title>
 <style>{style}</style></head><body>
 {body}
@@ -39,9 +41,9 @@ _EXPLAINED = {
 def write_report(run: Path) -> Path:
     """Write the report of the run in a directory, whatever its end was."""
     path = run / "report.html"
-    partial = run / ".report.html.partial"
-    partial.write_text(run_page(read_run(run)), encoding="utf-8")
-    partial.replace(path)
+    page = run_page(read_run(run))
+    with replacing(path) as file:
+        file.write(page)
     return path
 
 
@@ -84,7 +86,7 @@ def _head(record: RunRecord) -> str:
     said, colour = record.badge
     parts = [
         f"<h1>{html.escape(record.command or 'run')} · {html.escape(record.name)}</h1>",
-        f'<p><span class="status {colour}">{said}</span></p>',
+        f'<p><span class="status {colour}">{html.escape(said)}</span></p>',
     ]
     if (update := record.diverged_at) is not None:
         parts.append(
@@ -179,7 +181,8 @@ def _environment(summary: Mapping[str, Any]) -> dict[str, str]:
     device = summary.get("device") or {}
     facts: dict[str, str] = {}
     if device:
-        facts["devices"] = f"{device['count']} x {device['kind']} ({device['platform']})"
+        count, kind, platform = (device.get(n) for n in ("count", "kind", "platform"))
+        facts["devices"] = f"{count} x {kind} ({platform})"
     return facts | (summary.get("machine") or {}) | (summary.get("versions") or {})
 
 
@@ -210,7 +213,7 @@ def _origin(summary: Mapping[str, Any]) -> str:
     if where := summary.get("directory"):
         said += f" in <code>{html.escape(where)}</code>"
     if version := (summary.get("versions") or {}).get("millrace"):
-        said += f" with millrace {html.escape(version)}"
+        said += f" with millrace {html.escape(str(version))}"
     if commit := summary.get("commit"):
         said += f", commit <code>{html.escape(commit)}</code>"
     return said

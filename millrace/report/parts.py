@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+from millrace.config import replacing
 from millrace.report.drawings import (
     MOST_CLASSES,
     histogram_chart,
@@ -22,6 +23,7 @@ from millrace.report.drawings import (
     points_chart,
 )
 from millrace.report.record import FOLDER
+from millrace.report.svg_check import check_svg
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,11 +140,22 @@ class Drawing(Part):
     within: str = "drawn"
     """The class that the style speaks of."""
 
+    def __post_init__(self) -> None:
+        check_svg(self.svg)
+        if "<" in self.style:
+            raise ValueError("The style of a drawing cannot have tags.")
+
     def drawing(self) -> str:
         """Show it at its own size, to be moved sideways where it does not fit."""
         inside = f'<div class="scroll {html.escape(self.within)}">{self.svg}</div>'
         return f"<style>{self.style}</style>{inside}"
 
+
+_DAMAGED = (
+    *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
+    *(OverflowError, RecursionError, ZeroDivisionError),
+)
+"""What reading or drawing a part that is none, or was changed, can end in."""
 
 _KINDS = {part.kind: part for part in (Confusion, Gallery, Histogram, Points, Drawing)}
 
@@ -151,9 +164,8 @@ def save_part(run: Path, name: str, part: Part) -> None:
     """Keep a part in a run directory; one of the same name is replaced."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    partial = folder / f".{name}.partial"
-    partial.write_text(json.dumps({"kind": part.kind} | dataclasses.asdict(part)))
-    partial.replace(folder / f"{name}.json")
+    with replacing(folder / f"{name}.json") as file:
+        file.write(json.dumps({"kind": part.kind} | dataclasses.asdict(part)))
 
 
 def read_parts(run: Path) -> dict[str, Part]:
@@ -163,22 +175,25 @@ def read_parts(run: Path) -> dict[str, Part]:
         try:
             data = json.loads(path.read_text())
             found[path.stem] = _KINDS[data.pop("kind")](**data)
-        except (OSError, ValueError, KeyError, TypeError):  # damaged, or no part
+        except _DAMAGED:
             continue
     return found
 
 
 def section(part: Part) -> str:
-    """Return a part as a section of a page."""
-    note = f'<p class="note">{html.escape(part.note)}</p>' if part.note else ""
-    return f"<h2>{html.escape(part.title)}</h2>{note}{part.drawing()}"
+    """Return a part as a section of a page; nothing for one that cannot be drawn."""
+    try:
+        note = f'<p class="note">{html.escape(part.note)}</p>' if part.note else ""
+        return f"<h2>{html.escape(part.title)}</h2>{note}{part.drawing()}"
+    except _DAMAGED:
+        return ""
 
 
 def image(png: str, caption: str) -> str:
     """Return a picture, given in base64, that is in the page itself."""
     words = html.escape(caption)
     return (
-        f'<figure><img alt="{words}" src="data:image/png;base64,{png}">'
+        f'<figure><img alt="{words}" src="data:image/png;base64,{html.escape(png)}">'
         f"<figcaption>{words}</figcaption></figure>"
     )
 

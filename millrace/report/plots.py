@@ -1,5 +1,6 @@
 """``mr.plots``: every picture of a report by itself, for a notebook or a file."""
 
+import html
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ class Picture(NamedTuple):
         """Write a page, or with the ending .svg the drawing alone."""
         path = Path(path)
         if path.suffix == ".html":
-            path.write_text(frame(self.title, f"<h1>{self.title}</h1>{self.body}"))
+            head = f"<h1>{html.escape(self.title)}</h1>"
+            path.write_text(frame(self.title, head + self.body))
         elif path.suffix == ".svg":
             path.write_text(self._svg())
         else:

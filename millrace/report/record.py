@@ -15,7 +15,17 @@ FOLDER, PHASES = "report", "phases.json"
 RUNNING = "unfinished"
 """The status of a run without a summary: still going, or killed."""
 
-
+_ENDS = ("completed", "interrupted", "failed", RUNNING)
+_NUMBERS = (
+    *("updates", "samples", "samples_per_second"),
+    *("compile_seconds", "wall_seconds", "time_to_train_seconds"),
+)
+_TEXTS = ("status", "error", "command", "directory", "commit")
+_MAPPINGS = (
+    *("metrics", "facts", "memory", "seconds", "machine", "versions", "device"),
+    "changed_options",
+)
+_OF_NUMBERS = ("memory", "seconds")
 _LOSSES = ("train_loss", "loss")
 
 
@@ -43,7 +53,7 @@ class RunRecord:
     @property
     def status(self) -> str:
         """completed, interrupted, failed or unfinished."""
-        return self.summary.get("status", RUNNING)
+        return self.summary.get("status") or RUNNING
 
     @property
     def diverged_at(self) -> int | None:
@@ -62,7 +72,7 @@ class RunRecord:
         """How it ended, in words, and the class of their colour."""
         if self.status == "completed" and self.diverged_at is not None:
             return "completed, but diverged", "diverged"
-        return self.status, self.status
+        return self.status, self.status if self.status in _ENDS else RUNNING
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -82,8 +92,12 @@ def as_number(value: Any) -> float:
     """Read a metric: what is not finite is text in JSON."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool | str) and math.isfinite(as_number(value))
 
 
 def read_run(path: Path) -> RunRecord:
@@ -94,28 +108,51 @@ def read_run(path: Path) -> RunRecord:
             "--run-dir, or one of the folders in runs/."
         )
     config = load_yaml(path / "config.yml")
-    summary = _json(path / "summary.json", {})
-    phases = _json(path / FOLDER / PHASES, [])
+    summary = _summary(_json(path / "summary.json"))
+    phases = _phases(_json(path / FOLDER / PHASES))
     return RunRecord(path, summary, config, _events(path), phases)
 
 
-def _json(path: Path, otherwise: Any) -> Any:
+def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return otherwise
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _summary(found: Any) -> dict[str, Any]:
+    """Keep of a summary what is of the type it should be: others may have written it."""
+    kept = found if isinstance(found, dict) else {}
+    kept |= {name: str(kept[name]) for name in _TEXTS if kept.get(name) is not None}
+    wrong = {name for name in _NUMBERS if not _is_number(kept.get(name))}
+    wrong |= {name for name in _MAPPINGS if not isinstance(kept.get(name), dict)}
+    kept = {name: value for name, value in kept.items() if name not in wrong}
+    for name in set(_OF_NUMBERS) & set(kept):
+        kept[name] = {key: n for key, n in kept[name].items() if _is_number(n)}
+    return kept
+
+
+def _phases(found: Any) -> list[tuple[str, float, float]]:
+    entries = found if isinstance(found, list) else []
+    return [
+        (str(entry[0]), entry[1], entry[2])
+        for entry in entries
+        if isinstance(entry, list) and len(entry) == 3 and all(map(_is_number, entry[1:]))
+    ]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """The log events; a line cut short by a crash is left out."""
+    """The log events; a line cut short by a crash, or damaged, is left out."""
     try:
-        lines = (path / "metrics.jsonl").read_text().splitlines()
+        lines = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
     except OSError:
         return []
     events = []
     for line in lines:
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(event, dict) and all(_is_number(event.get(n)) for n in PLACES):
+            events.append(event)
     return events

@@ -12,6 +12,8 @@ from millrace.schedule.timeline import DeviceUse, Timeline, device_uses, idle_sh
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; form-action 'none'">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; {light} }}

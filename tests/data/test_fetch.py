@@ -4,8 +4,10 @@ import hashlib
 import http.server
 import io
 import os
+import socketserver
 import tarfile
 import threading
+import types
 import urllib.request
 from pathlib import Path
 
@@ -241,11 +243,108 @@ def test_offline_says_what_is_wrong_with_a_file_put_there(server, tmp_path, wron
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path):
+def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path, monkeypatch):
     known = dataset(server, one=CONTENT)
-    (tmp_path / "one.part").symlink_to("/dev/full")
+    monkeypatch.setattr(fetch, "_open_part", lambda part, append: open("/dev/full", "wb"))
     with pytest.raises(OSError, match="No space left on device"):
         fetched(known, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "pipe"])
+def test_a_link_in_the_place_of_a_part_leads_nowhere(server, tmp_path, kind):
+    known = dataset(server, one=CONTENT)
+    (folder := tmp_path / "data").mkdir()
+    part, other = folder / "one.part", tmp_path / "precious"
+    if kind != "dangling":
+        other.write_bytes(CONTENT[:7])
+    if kind == "hard link":
+        part.hardlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(part)
+    else:
+        part.symlink_to(other)
+    fetched(known, folder)
+    assert (folder / "one").read_bytes() == CONTENT
+    assert not (folder / "one").is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == ["one"]
+    assert not other.exists() if kind == "dangling" else other.read_bytes() == CONTENT[:7]
+
+
+def test_a_folder_in_the_place_of_a_part_is_named(server, tmp_path):
+    (tmp_path / "one.part").mkdir()
+    with pytest.raises(FetchError, match=r"one\.part is a folder"):
+        fetched(dataset(server, one=CONTENT), tmp_path)
+
+
+def test_a_part_that_the_server_cannot_continue_is_fetched_from_its_start(server, tmp_path):
+    known = dataset(server, one=CONTENT)
+    (tmp_path / "one.part").write_bytes(CONTENT[:100])
+    server.failures = [416]
+    fetched(known, tmp_path)
+    assert (tmp_path / "one").read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == ["bytes=100-", None]
+
+
+HOSTILE = {
+    "no answer": b"",
+    "noise": b"\x00\xff" * 500,
+    "no status": b"HTTP/1.1 abc OK\r\n\r\n",
+    "strange status": b"HTTP/1.1 999 What\r\n\r\n",
+    "redirect to itself": b"HTTP/1.1 302 x\r\nLocation: /one\r\n\r\n",
+    "redirect nowhere": b"HTTP/1.1 302 x\r\n\r\n",
+    "redirect to a file": b"HTTP/1.1 302 x\r\nLocation: file:///etc/passwd\r\n\r\n",
+    "redirect to half an address": b"HTTP/1.1 302 x\r\nLocation: http://[::1\r\n\r\n",
+    "redirect to no port": b"HTTP/1.1 302 x\r\nLocation: http://127.0.0.1:x/\r\n\r\n",
+    "redirect to a far port": b"HTTP/1.1 302 x\r\nLocation: http://127.0.0.1:99999/\r\n\r\n",
+    "redirect to no host": b"HTTP/1.1 302 x\r\nLocation: http:///one\r\n\r\n",
+    "redirect to letters": "HTTP/1.1 302 x\r\nLocation: http://\u00e9..\u00fc/\r\n\r\n".encode(),
+    "long label": b"HTTP/1.1 302 x\r\nLocation: http://" + b"a" * 300 + b"/\r\n\r\n",
+    "range of many digits": b"HTTP/1.1 206 x\r\nContent-Range: bytes "
+    + b"9" * 6000
+    + b"-/*\r\n\r\nabc",
+    "negative length": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nabc",
+    "length of many digits": b"HTTP/1.1 200 OK\r\nContent-Length: "
+    + b"9" * 6000
+    + b"\r\n\r\nabc",
+    "length that lies": b"HTTP/1.1 200 OK\r\nContent-Length: 5120\r\n\r\nabc",
+    "bad chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
+    "negative chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
+    "huge chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"f" * 5000
+    + b"\r\nabc",
+    "long header": b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 200 + b"\r\n",
+    "too much": b"HTTP/1.1 200 OK\r\n\r\n" + CONTENT * 3,
+    "something else": b"HTTP/1.1 200 OK\r\n\r\n" + CONTENT[::-1],
+    "asks who it is": b"HTTP/1.1 401 x\r\nWWW-Authenticate: Strange\r\n\r\n",
+    "not satisfiable": b"HTTP/1.1 416 x\r\n\r\n",
+    "not modified": b"HTTP/1.1 304 x\r\n\r\n",
+    "letters in the status": "HTTP/1.1 404 \u00fc\x00\x1b[31m\r\n\r\n".encode(),
+}
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["from the start", "resumed"])
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_a_server_sends_is_one_error_or_a_file_that_is_right(
+    answer, begun, tmp_path, monkeypatch
+):
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(4096)
+            self.request.sendall(answer)
+
+    monkeypatch.setattr(fetch, "_PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as opened:
+        threading.Thread(target=opened.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{opened.server_address[1]}"
+        if begun:
+            (tmp_path / "one.part").write_bytes(CONTENT[:1000])
+        known = dataset(types.SimpleNamespace(url=url), one=CONTENT)
+        with pytest.raises(FetchError, match="by hand"):
+            fetched(known, tmp_path)
+        opened.shutdown()
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_connection_that_dies_is_tried_again(server, tmp_path, monkeypatch):

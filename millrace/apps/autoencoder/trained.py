@@ -15,7 +15,7 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
-from millrace.config import ConfigurationError, build, load_yaml
+from millrace.config import ConfigurationError, build, load_yaml, replacing
 from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
@@ -190,9 +190,8 @@ def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
     if biases is None:
         return
     if not (folder / BIASES).exists():
-        partial = folder / f".{BIASES}"
-        np.savez(partial, **dataclasses.asdict(biases))
-        partial.rename(folder / BIASES)
+        with replacing(folder / BIASES, binary=True) as file:
+            np.savez(file, **dataclasses.asdict(biases))
 
 
 def keep_ratings(folder: Path, config: AutoencoderConfig) -> None:

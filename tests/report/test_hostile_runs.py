@@ -1,0 +1,162 @@
+"""Run directories that somebody has tampered with: nothing of them is taken for HTML."""
+
+import copy
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from made_runs import add_parts, make_run
+
+from millrace.report import plots
+from millrace.report.comparison import comparison_page
+from millrace.report.page import run_page
+from millrace.report.parts import Drawing
+from millrace.report.record import read_run
+
+HTML = "\"'></style></title></h1><script>alert(1)</script><img src=x onerror=alert(2)>"
+OTHERS: list[Any] = [[], {}, "text", None, True, -1, 0, 1.5, 10**400, [[["x"]]], {"a": []}]
+
+
+class Watch(HTMLParser):
+    """Notices what a page should never have."""
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "iframe", "form", "object", "embed", "base", "a")
+        for name, value in attrs:
+            assert not name.startswith("on")
+            assert name not in ("href", "action", "srcdoc")
+            assert name != "src" or (value or "").startswith("data:image/png;base64,")
+
+    handle_startendtag = handle_starttag
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a tree of plain values, inner ones too."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def changed(tree: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = new
+    return tree
+
+
+def renamed(tree: Any, path: tuple[Any, ...]) -> Any:
+    """The same tree with the last key of the path replaced by HTML."""
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    if isinstance(inner, dict):
+        inner[HTML] = inner.pop(path[-1])
+    return tree
+
+
+def tampered(tree: Any) -> Iterator[Any]:
+    for path in places(tree):
+        yield changed(tree, path, HTML)
+        if path:
+            yield renamed(tree, path)
+        for other in OTHERS:
+            yield changed(tree, path, other)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = make_run(tmp_path / "run", commit="abc", wall_seconds=9.0)
+    add_parts(run)
+    return run
+
+
+def check(run: Path, other: Path) -> None:
+    record = read_run(run)
+    for page in (run_page(record), comparison_page([record, read_run(other)])):
+        assert "<script" not in page and "<img src=x" not in page
+        Watch().feed(page)
+
+
+FILES = [
+    *("summary.json", "report/phases.json", "report/1-confusion.json"),
+    *("report/2-mistakes.json", "report/residuals.json", "report/sweep.json"),
+    "report/0-pipeline.json",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_field_of_a_run_is_taken_for_html_or_breaks_its_report(name, run, tmp_path):
+    other = make_run(tmp_path / "other")
+    tree = json.loads((run / name).read_text())
+    for new in tampered(tree):
+        (run / name).write_text(json.dumps(new))
+        check(run, other)
+
+
+def test_no_logged_value_is_taken_for_html_or_breaks_the_report(run, tmp_path):
+    other = make_run(tmp_path / "other")
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    for new in tampered(json.loads(lines[0])):
+        path.write_text("\n".join([json.dumps(new), *lines[1:]]))
+        check(run, other)
+    path.write_bytes(b"\xff\xfe\x00\n" + b"[" * 100_000 + b"\n" + lines[0].encode())
+    check(run, other)
+
+
+def test_no_option_or_name_is_taken_for_html(run, tmp_path):
+    other = make_run(tmp_path / "other")
+    config = yaml.safe_load((run / "config.yml").read_text())
+    for new in tampered(config):
+        if isinstance(new, dict) and 10**400 not in new.values():
+            (run / "config.yml").write_text(yaml.safe_dump(new))
+            check(run, other)
+    name = HTML.replace("/", "")
+    (run / "pictures" / f"{name}-1.png").write_bytes(b"x")
+    (run / "pictures" / f"prior-{name}.png").write_bytes(b"x")
+    check(run.rename(tmp_path / name), other)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "<script>alert(1)</script>",
+        "<foreignObject><p>x</p></foreignObject>",
+        '<rect onclick="alert(1)"/>',
+        '<rect fill="url(http://example.org/x)"/>',
+        '<image href="http://example.org/x.png"/>',
+        "<style>* {{ display: none }}</style>",
+        "<title><![CDATA[<img src=x onerror=alert(1)>]]></title>",
+        "<text>not closed",
+    ],
+)
+def test_a_drawing_that_is_more_than_one_is_refused(inside):
+    with pytest.raises(ValueError, match="drawing"):
+        Drawing(title="Pipeline", svg=f'<svg width="9" height="9">{inside}</svg>')
+
+
+def test_a_drawing_may_carry_its_style_but_no_tags_in_it():
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><rect fill="url(#idle)"/></svg>'
+    Drawing(title="Pipeline", svg=svg, style=".pipeline { color: red }")
+    with pytest.raises(ValueError, match="style"):
+        Drawing(title="Pipeline", svg=svg, style="</style><b>")
+
+
+def test_a_single_picture_escapes_its_title_too(run, tmp_path):
+    path = run / "report" / "sweep.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"title": HTML}))
+    Watch().feed(plots.sweep(run).save(tmp_path / "sweep.html").read_text())
+
+
+def test_a_page_cannot_send_a_form(run):
+    assert "form-action 'none'" in run_page(read_run(run))
