@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TEST_PYTHON := $(BIN)/python
+GPU_PROCESSES := 10
 
 .PHONY: demo test test-slow test-gpu lint types format docs wheel clean
 .DEFAULT_GOAL := test
@@ -25,8 +27,11 @@ test: $(INSTALLED) lint types  ## everything CI checks
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
 
+# The whole suite on one GPU, in processes that share it. Without a virtual environment of
+# its own: make test-gpu INSTALLED= TEST_PYTHON=python3
 test-gpu: $(INSTALLED)
-	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -q -m gpu
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(TEST_PYTHON) -m pytest \
+	  -q -n $(GPU_PROCESSES) --dist loadfile -m 'not slow' -rs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

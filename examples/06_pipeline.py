@@ -1,7 +1,8 @@
-"""A network cut into stages on four devices, with the weights of one that is not.
+"""A network cut into four stages, with the weights of one that is not.
 
 A model is a list of named layers, so a plan can start a stage at any of them. What waits
-between two stages travels by itself; the loss function knows nothing of it.
+between two stages travels by itself; the loss function knows nothing of it. Each stage
+has a device of its own where there are four; with fewer, stages share them.
 """
 
 import jax
@@ -10,7 +11,8 @@ import optax
 
 import millrace as mr
 
-jax.config.update("jax_num_cpu_devices", 4)  # four devices on any machine
+jax.config.update("jax_num_cpu_devices", 4)  # divides a CPU; GPUs are as they are
+jax.config.update("jax_default_matmul_precision", "float32")  # to compare weights
 
 rng = np.random.default_rng(0)
 x = rng.standard_normal((4096, 32), np.float32)
@@ -43,8 +45,11 @@ def trained(**pipeline):
 plain, last = trained()
 print(f"one device: loss {last:.4f}")
 splits = ["dense1", "dense2", "dense3"]
+mapping = [stage * min(4, jax.device_count()) // 4 for stage in range(4)]
 for schedule in ("grouped", "interleaved", "sequential"):
-    weights, last = trained(pipeline_splits=splits, pipeline_schedule=schedule)
+    weights, last = trained(
+        pipeline_splits=splits, device_mapping=mapping, pipeline_schedule=schedule
+    )
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(plain), strict=True)
     worst = max(float(np.abs(a - np.asarray(b)).max()) for a, b in pairs)
     print(f"four stages, {schedule}: loss {last:.4f}, weights within {worst:.0e}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from millrace.nn import layers
     from millrace.nn.layered_loss import LayeredLoss
     from millrace.plan import Plan
+    from millrace.program.compiling import deterministic
     from millrace.program.evaluate import EvaluationProgram
     from millrace.program.step import TrainState
     from millrace.program.training import TrainingProgram, training_program
@@ -54,6 +55,7 @@ __all__ = [
     "autoencoder",
     "cnn",
     "dataset_benchmark",
+    "deterministic",
     "evaluate",
     "infeed_benchmark",
     "join_processes",
@@ -86,6 +88,7 @@ _HOME = {
     "autoencoder": "apps.autoencoder.api",
     "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",
+    "deterministic": "program.compiling",
     "evaluate": "host.validation",
     "infeed_benchmark": "host.infeed_benchmark",
     "join_processes": "host.process",

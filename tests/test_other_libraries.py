@@ -3,11 +3,13 @@
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import millrace as mr
 
 
+@pytest.mark.devices(4)
 def test_a_flax_nnx_model_with_batch_norm_trains_on_replicas():
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

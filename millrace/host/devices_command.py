@@ -11,6 +11,7 @@ import jax
 from millrace.host.account import machine
 from millrace.host.device_limits import CopyRates, MatmulRate, measure_copy, measure_matmul
 from millrace.host.devices_options import DevicesConfig
+from millrace.host.process import use_virtual_devices
 from millrace.report.numbers import byte_size
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +32,7 @@ class Found(NamedTuple):
 def show_devices(config: DevicesConfig) -> None:
     """Print what is here and what it suggests."""
     if config.virtual_devices is not None:
-        jax.config.update("jax_num_cpu_devices", config.virtual_devices)
+        use_virtual_devices(config.virtual_devices)
     found = look(measure=config.measure)
     advice = suggest(found)
     if config.json:

@@ -17,6 +17,9 @@ class RunOptions:
     """Continue the run in --run-dir from its last good checkpoint."""
     seed: int = 0
     """Of weights, order of samples and every other random number."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits in every run, so that a run can be repeated
+    and resumed exactly. CPUs always do; on a GPU this costs some speed."""
     keep_checkpoints: int = field(default=3, metadata=_MAY_CHANGE)
     """How many of the newest checkpoints to keep; the best one is kept besides."""
     tensorboard: bool = field(default=False, metadata=_MAY_CHANGE)
@@ -34,8 +37,8 @@ class RunOptions:
     debug: bool = field(default=False, metadata=_MAY_CHANGE)
     """Show the full traceback of an error."""
     virtual_devices: int | None = field(default=None, metadata=_MAY_CHANGE)
-    """Divide the CPU into this many devices, to try replicas on any machine; of several
-    processes, each does so."""
+    """Run on the CPU, divided into this many devices, to try replicas on any machine; of
+    several processes, each does so."""
     coordinator: str | None = field(default=None, metadata=_MAY_CHANGE)
     """Of several processes, host and port of the first (millrace launch, Open MPI, Slurm
     and Kubernetes say it by themselves)."""

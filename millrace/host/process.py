@@ -29,6 +29,14 @@ def tune_memory_allocation() -> bool:
     return all([mallopt(name, value) for name, value in settings])
 
 
+def use_virtual_devices(count: int) -> None:
+    """Run on the CPU, divided into `count` devices; to be called before one is used."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_platforms", "cpu")
+
+
 def kept_programs_folder() -> Path:
     """Return where what is compiled for an accelerator is kept, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -20,7 +20,7 @@ from millrace.host.events import Schedule
 from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
-from millrace.host.process import kept_programs_folder
+from millrace.host.process import kept_programs_folder, use_virtual_devices
 from millrace.host.run_directory import (
     RunDirectory,
     open_for_all,
@@ -34,7 +34,7 @@ from millrace.launch.environment import (
     noted_run_directory,
 )
 from millrace.plan import Plan
-from millrace.program.compiling import compiling
+from millrace.program.compiling import compiling, deterministic
 from millrace.program.step import TrainState
 from millrace.report.numbers import byte_size, duration
 from millrace.report.page import write_report
@@ -95,6 +95,7 @@ class Run:
             "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
             **facts,
             "precision": plan.precision + half,
+            **_repeatability(first.platform, self.options.deterministic),
             **(_training_facts(plan, schedule) if schedule else {}),
             **_grown_facts(self.directory.grown),
         }
@@ -177,7 +178,11 @@ def run_command(
         if group.is_first():
             note_run_directory(directory.path)
             writers += open_writers(options, directory, as_plain(options), command)
-        with interruptible(), compiling({}, programs, kept_in=kept_programs_folder()):
+        with (
+            interruptible(),
+            deterministic(options.deterministic),
+            compiling({}, programs, kept_in=kept_programs_folder()),
+        ):
             function(options, run)
         interrupted = run.summary["status"] == "interrupted"
         status = INTERRUPTED if interrupted else 0
@@ -261,6 +266,15 @@ def _grown_facts(grown: dict[str, Any]) -> dict[str, str]:
     return {"goes on": f"{asked}; a learning rate that is planned over the run follows it"}
 
 
+def _repeatability(platform: str, deterministic: bool) -> dict[str, str]:
+    """Say whether the run gives the same bits again; on a CPU every run does."""
+    if platform == "cpu":
+        return {}
+    if deterministic:
+        return {"deterministic": "yes: the same bits again from this kind of device"}
+    return {"deterministic": "no: last digits differ between runs (--deterministic)"}
+
+
 def _training_facts(plan: Plan, schedule: Schedule) -> dict[str, str]:
     batch = plan.batching
     pipeline = {}
@@ -331,7 +345,7 @@ def _prepare_process(options: RunOptions) -> RunOptions:
     """
     if options.virtual_devices is not None:
         try:
-            jax.config.update("jax_num_cpu_devices", options.virtual_devices)
+            use_virtual_devices(options.virtual_devices)
         except RuntimeError as error:
             raise ConfigurationError(
                 "--virtual-devices must be set before any device is used."

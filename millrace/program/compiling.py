@@ -1,6 +1,7 @@
 """Compile ahead of time, with the options a platform is known to want."""
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,13 @@ _OPTIONS: dict[str, Options] = {
 }
 
 
+_DETERMINISTIC: dict[str, Options] = {
+    # Without it, sums by atomic additions come in any order, and whichever kernel was
+    # fastest when XLA tried them out is taken: each run rounds in its own way.
+    "gpu": {"xla_gpu_deterministic_ops": True},
+}
+
+
 class _Compiling(NamedTuple):
     options: Mapping[str, Options]
     programs: list[jax.stages.Compiled]
@@ -44,7 +52,8 @@ def compiling(
     """Compile what is compiled inside with further options, and collect it.
 
     Args:
-        options: For each platform ("cpu", "gpu"), XLA's options by name.
+        options: For each platform ("cpu", "gpu"), XLA's options by name; they are added to
+            those of a ``compiling`` around this one.
         collected: Receives all that is compiled, also inside another ``compiling``.
         kept_in: A folder in which JAX keeps what is compiled for an accelerator, for the
             next process that needs it. Trying out kernels takes most of the time:
@@ -55,6 +64,11 @@ def compiling(
     programs: list[jax.stages.Compiled] = [] if collected is None else collected
     around = _compiling.get(None)
     kept_in = kept_in or (around and around.kept_in)
+    if around is not None:
+        options = {
+            platform: {**around.options.get(platform, {}), **options.get(platform, {})}
+            for platform in {*around.options, *options}
+        }
     token = _compiling.set(_Compiling(options, programs, kept_in))
     try:
         yield programs
@@ -62,6 +76,45 @@ def compiling(
         _compiling.reset(token)
         if around is not None:
             around.programs.extend(programs)
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Compile the programs inside so that they give the same bits in every run.
+
+    On a CPU they always do. On a GPU this costs some speed; the same bits then come from
+    the same kind of GPU and the same versions of JAX and CUDA.
+
+    >>> import millrace as mr
+    >>> with mr.deterministic():
+    ...     count = mr.repeat(10, lambda carry: (carry + 1, None), 0)
+
+    Args:
+        wanted: False compiles as usual.
+    """
+    with compiling(_DETERMINISTIC if wanted else {}):
+        yield
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``jax.jit`` with the compiler options that are in force when it is called."""
+
+    @functools.cache
+    def compiled_with(asked: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        return jax.jit(function, compiler_options=dict(asked), **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled_with(tuple(options_in_force(jax.default_backend()).items()))(
+            *args, **kwargs
+        )
+
+    return call
+
+
+def options_in_force(platform: str) -> Options:
+    """Return the options of XLA that ``compiling`` adds for a platform here."""
+    return _compiling.get(_Compiling({}, [])).options.get(platform, {})
 
 
 def compile_for(

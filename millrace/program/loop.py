@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.program.accumulate import path_name
+from millrace.program.compiling import options_in_force
 
 
 class LoopBody(NamedTuple):
@@ -79,10 +80,13 @@ class LoopProgram:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(output))
 
     def _get(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
-        if key not in self._compiled:
+        asked = options_in_force(jax.default_backend())
+        full_key = key, tuple(asked.items())
+        if full_key not in self._compiled:
             jitted = jax.jit(function, **_options(key[0], *args))
-            self._compiled[key] = jitted.lower(*args).compile()
-        return self._compiled[key]
+            compiled = jitted.lower(*args).compile(compiler_options=dict(asked))
+            self._compiled[full_key] = compiled
+        return self._compiled[full_key]
 
 
 def _options(name: str, carry: Any, *rest: Any) -> dict[str, Any]:

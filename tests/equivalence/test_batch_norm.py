@@ -45,6 +45,7 @@ def run(plan, groups=None, updates=UPDATES):
     return state, x
 
 
+@pytest.mark.devices(lambda replicas: replicas)
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
     expected, _ = run(Plan(micro_batch_size=BATCH))
@@ -55,6 +56,7 @@ def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
     assert largest_difference(state.carried, expected.carried) < 2e-6
 
 
+@pytest.mark.devices(4)
 def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
     """Consecutive replicas pool: (0, 1) and (2, 3) are the halves of two replicas."""
     expected, _ = run(Plan(micro_batch_size=BATCH // 2, num_replicas=2))
@@ -65,12 +67,14 @@ def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
     assert largest_difference(ungrouped.params, expected.params) > 1e-4
 
 
+@pytest.mark.devices(4)
 def test_groups_that_do_not_divide_the_replicas_are_refused():
     plan = Plan(micro_batch_size=4, num_replicas=4)
     with pytest.raises(ValueError, match="4 replicas cannot be divided into groups of 3"):
         run(plan, ReplicaGroups(REPLICA_AXIS, 4, 3))
 
 
+@pytest.mark.devices(lambda options: options.get("num_replicas", 1))
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +96,7 @@ def test_moving_statistics_move_once_per_update_by_the_average(options):
     assert largest_difference(state.carried["bn"], expected) < 1e-6
 
 
+@pytest.mark.devices(4)
 def test_the_split_of_a_batch_does_not_change_the_statistics_average():
     accumulated, _ = run(Plan(micro_batch_size=4, gradient_accumulation_count=4))
     replicated, _ = run(Plan(micro_batch_size=4, num_replicas=4))

@@ -78,6 +78,7 @@ def test_the_plainest_plan_gives_the_plain_loop_exactly(oracle):
     np.testing.assert_allclose(info["loss"], oracle[2], rtol=1e-6)
 
 
+@pytest.mark.devices(lambda feature: plan_of(feature).num_replicas)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_gives_the_plain_loops_weights(feature, oracle):
     assert_same(train_with(plan_of(feature)), oracle)
@@ -89,6 +90,7 @@ def as_often_as_needed(pair):
     return pytest.param(pair, marks=pytest.mark.slow if rarely else (), id="+".join(pair))
 
 
+@pytest.mark.devices(lambda pair: plan_of(*pair).num_replicas)
 @pytest.mark.parametrize(
     "pair", [as_often_as_needed(pair) for pair in itertools.combinations(FEATURES, 2)]
 )
@@ -96,10 +98,12 @@ def test_each_pair_of_features_gives_the_plain_loops_weights(pair, oracle):
     assert_same(train_with(plan_of(*pair)), oracle)
 
 
+@pytest.mark.devices(4)
 def test_all_features_together_give_the_plain_loops_weights(oracle):
     assert_same(train_with(plan_of(*FEATURES)), oracle)
 
 
+@pytest.mark.devices(lambda split: split[1])
 @pytest.mark.parametrize("split", [(1, 8, 4), (2, 8, 2), (4, 2, 4), (16, 2, 1), (8, 1, 4)])
 def test_the_result_does_not_depend_on_how_a_global_batch_is_split(split, oracle):
     micro_batch, replicas, accumulation = split
@@ -147,6 +151,7 @@ def test_offloading_serves_any_optimiser(optimiser):
     assert largest_difference(state.params, expected) < TOLERANCE
 
 
+@pytest.mark.devices(4)
 def test_one_call_of_three_updates_equals_three_calls_of_one():
     from millrace.program.training import training_program
 

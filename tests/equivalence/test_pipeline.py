@@ -42,6 +42,7 @@ ALL = [*itertools.product(SCHEDULES, (False, True), (1, 2), (False, True))]
 OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22)}
 
 
+@pytest.mark.devices(lambda replicas: 3 * replicas)
 @pytest.mark.parametrize(
     ("schedule", "recomputation", "replicas", "offloading"),
     [
@@ -69,6 +70,7 @@ def test_the_usual_cases_have_every_pair_of_features():
         assert pairs == {(case[first], case[second]) for case in OFTEN}
 
 
+@pytest.mark.devices(lambda mapping: max(mapping) + 1)
 @pytest.mark.parametrize(
     ("mapping", "schedule"),
     [
@@ -101,6 +103,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.devices(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -121,6 +124,7 @@ def test_the_plans_other_options_work_in_a_pipeline(name):
         check(got, train(residual_network(), **options))
 
 
+@pytest.mark.devices(3)
 @pytest.mark.parametrize(
     ("mapping", "schedule"),
     [
@@ -144,6 +148,7 @@ def test_concurrent_stages_equal_the_same_graph_run_serially(mapping, schedule):
     check(got, plain(branched_network))
 
 
+@pytest.mark.devices(3)
 def test_any_optimiser_that_treats_variables_singly_works():
     masked = optax.masked(
         optax.add_decayed_weights(1e-2),
@@ -155,6 +160,7 @@ def test_any_optimiser_that_treats_variables_singly_works():
     check(got, train(residual_network(), optimiser))
 
 
+@pytest.mark.devices(3)
 def test_a_number_of_stages_is_enough():
     got = train(residual_network(), pipeline_splits=[3])
     check(got, plain(residual_network))

@@ -78,7 +78,7 @@ def devices(*words: str) -> int:
 def test_the_command_says_what_is_here(capsys):
     assert devices("--measure", "False") == 0
     shown = capsys.readouterr().out
-    assert "device 0 to 7" in shown and "cpu (cpu)" in shown
+    assert "device 0" in shown and f"({jax.default_backend()})" in shown
     assert "memory" in shown and "suggested plan" in shown
     assert "FLOP" not in shown
 
@@ -91,7 +91,7 @@ def test_the_command_speaks_json(capsys, monkeypatch):
     monkeypatch.setattr("millrace.host.devices_command.measure_matmul", rate)
     assert devices("--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert len(told["devices"]) == 8
+    assert len(told["devices"]) == jax.device_count()
     assert told["matmul"]["bfloat16"]["flops_per_second"] == 1e9
     assert told["copy"]["on_device"] > 0
     assert set(told["suggested"]) == {"precision", "plan"}

@@ -246,6 +246,7 @@ def test_train_stops_at_the_first_nan_if_asked_to():
         mr.train(program, program.init({"w": jnp.ones(1)}), infeed=infeed, updates=12)
 
 
+@pytest.mark.devices(8)
 def test_train_may_be_called_again_and_again_on_replicas():
     """Calls that were never awaited would deadlock after the thirty-second."""
     plan = mr.Plan(micro_batch_size=1, num_replicas=8)

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import millrace as mr
 from millrace.program import compiling as compiling_module
-from millrace.program.compiling import compile_for, compiling, peak_bytes
+from millrace.program.compiling import (
+    compile_for,
+    compiling,
+    deterministic,
+    jit,
+    options_in_force,
+    peak_bytes,
+)
 from millrace.program.replicas import replica_mesh
 
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -38,10 +46,43 @@ def test_options_reach_the_compiler():
 
     # An option the compiler knows, with a value it refuses, shows that it was passed on.
     with (
-        compiling({"cpu": {"xla_backend_optimization_level": "high"}}),
+        compiling({jax.default_backend(): {"xla_backend_optimization_level": "high"}}),
         pytest.raises(jax.errors.JaxRuntimeError, match="optimization_level"),
     ):
         compile_for(replica_mesh(1), always_broken, X)
+
+
+@pytest.mark.parametrize(
+    "compile_",
+    [
+        lambda: compile_for(replica_mesh(1), lambda x: x, X),
+        lambda: jit(lambda x: x)(jnp.ones(3)),
+        lambda: mr.repeat(2, lambda carry: (carry, None), 0),
+    ],
+    ids=["compile_for", "jit", "repeat"],
+)
+def test_options_of_an_outer_block_hold_in_an_inner_one(compile_):
+    platform = jax.default_backend()
+    with (
+        compiling({platform: {"xla_backend_optimization_level": "high"}}),
+        compiling({platform: {"xla_allow_excess_precision": False}}),
+        pytest.raises(jax.errors.JaxRuntimeError, match="optimization_level"),
+    ):
+        compile_()
+
+
+def test_deterministic_programs_exclude_kernels_that_vary_on_a_gpu():
+    with deterministic(False):
+        assert not options_in_force("gpu")
+    with deterministic(), compiling({"gpu": {"xla_gpu_autotune_level": 0}}):
+        assert options_in_force("gpu") == {
+            "xla_gpu_deterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+        }
+        assert not options_in_force("cpu")
+    # Known to this jaxlib: an unknown one would be left out with a warning.
+    options = {"xla_gpu_deterministic_ops": True}
+    jax.jit(doubled).lower(X).compile(compiler_options=options)
 
 
 def test_an_option_that_this_jaxlib_lacks_is_left_out_with_a_warning(caplog):

@@ -25,6 +25,7 @@ def metric(params, carried, batch):
     return {"scaled": batch["x"] * params["w"][0], "odd": batch["x"] % 2}
 
 
+@pytest.mark.devices(lambda replicas: replicas)
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize(("count", "micro_batch"), [(37, 3), (24, 2), (5, 8), (1, 1)])
 def test_every_sample_counts_once_and_padding_never(count, micro_batch, replicas):

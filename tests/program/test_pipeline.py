@@ -50,6 +50,7 @@ def chunk_for(program: TrainingProgram, updates: int = 1) -> dict[str, jax.Array
     return jax.device_put(chunk, program.chunk_sharding)
 
 
+@pytest.mark.devices(3)
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -68,6 +69,7 @@ def test_a_mistake_in_the_plan_fails_before_anything_is_compiled(plan, message):
         program_of(**plan).init(*make_weights(residual_network()))
 
 
+@pytest.mark.devices(lambda num_devices: num_devices)
 @pytest.mark.parametrize(
     ("num_devices", "num_replicas", "mapping"),
     [(1, 1, "0 0 0"), (2, 1, "0 0 1"), (5, 2, "0 0 1"), (1, 2, None)],
@@ -109,12 +111,14 @@ def test_a_loss_without_known_layers_is_refused():
         )
 
 
+@pytest.mark.devices(3)
 def test_an_optimiser_that_mixes_layers_is_refused():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     with pytest.raises(ConfigurationError, match=r"depends on layer .*\(clipping"):
         program_of(optimiser=clipped).init(*make_weights(residual_network()))
 
 
+@pytest.mark.devices(3)
 def test_branches_cannot_be_spread_over_devices_at_the_end():
     layers = branched_network()[:2]
     program = program_of(
@@ -124,6 +128,7 @@ def test_branches_cannot_be_spread_over_devices_at_the_end():
         program.init(*make_weights(layers))
 
 
+@pytest.mark.devices(3)
 def test_whole_numbers_cannot_cross_between_stages():
     layers = residual_network()
     rounding = stateless("whole", lambda x: x.astype(np.int32))
@@ -135,6 +140,7 @@ def test_whole_numbers_cannot_cross_between_stages():
         program.compile(state, chunk_for(program))
 
 
+@pytest.mark.devices(3)
 def test_a_stage_that_raises_surfaces_its_own_error():
     def fail(x):
         if x.shape[0] > 1:  # not when the weights are made, with one sample
@@ -160,12 +166,14 @@ def compiled():
     return text
 
 
+@pytest.mark.devices(6)
 def test_gradients_cross_replicas_once_per_update(compiled):
     """Depth 1 is the loop over updates, depth 2 the one over ticks."""
     found = operations_by_loop_depth(compiled, "all-reduce|all-reduce-start")
     assert set(found) == {1}
 
 
+@pytest.mark.devices(6)
 def test_only_neighbours_exchange_at_each_tick(compiled):
     found = operations_by_loop_depth(
         compiled, "collective-permute|collective-permute-start"
@@ -174,6 +182,7 @@ def test_only_neighbours_exchange_at_each_tick(compiled):
     assert not operations_by_loop_depth(compiled, "all-gather|all-to-all")
 
 
+@pytest.mark.devices(3)
 def test_a_device_holds_only_its_own_stages():
     program = program_of()
     assert isinstance(program, PipelineProgram)
@@ -189,6 +198,7 @@ def test_a_device_holds_only_its_own_stages():
     assert {shard.data.shape for shard in rows.addressable_shards} == {(1, max(sizes))}
 
 
+@pytest.mark.devices(3)
 def test_a_state_can_be_unpacked_and_placed_again():
     program = program_of(optimiser=optax.adam(0.1))
     state = program.init(*make_weights(residual_network()))
@@ -204,6 +214,7 @@ def test_a_state_can_be_unpacked_and_placed_again():
     )
 
 
+@pytest.mark.devices(3)
 def test_a_pipelined_state_goes_on_without_a_pipeline():
     """Half the updates in each way are all the updates in one."""
     weights = make_weights(residual_network())
@@ -217,6 +228,7 @@ def test_a_pipelined_state_goes_on_without_a_pipeline():
     assert largest_difference(state, jax.device_get(other)) < 1e-6
 
 
+@pytest.mark.devices(3)
 def test_random_keys_do_not_depend_on_the_schedule():
     """The network drops values at random; another seed shows that this matters."""
     one = train(residual_network(), pipeline_splits=SPLITS, recomputation=True)
@@ -233,6 +245,7 @@ def test_stages_are_chosen_so_that_the_dearest_is_cheapest():
     assert choose_splits(layers, costs, 2) == ["second"]
 
 
+@pytest.mark.devices(3)
 def test_an_uneven_split_is_told_of_a_better_one(caplog):
     with caplog.at_level(logging.WARNING, "millrace"):
         program_of(pipeline_splits=["pool"], pipeline_schedule="sequential").init(
@@ -242,6 +255,7 @@ def test_an_uneven_split_is_told_of_a_better_one(caplog):
     assert "--pipeline-splits" in caplog.text
 
 
+@pytest.mark.devices(3)
 def test_a_pipeline_can_be_watched(tmp_path):
     from millrace.feeds.infeed import Infeed
 
@@ -265,6 +279,7 @@ def test_a_pipeline_can_be_watched(tmp_path):
     assert "measured" in (tmp_path / "pipeline.html").read_text()
 
 
+@pytest.mark.devices(3)
 def test_concurrent_stages_work_side_by_side():
     """Their branches sleep: serially the two could not overlap at all."""
 

@@ -92,6 +92,7 @@ def test_small_updates_move_half_weights_only_with_stochastic_rounding():
     assert abs(ends[True].mean() - 0.95) < 4 * error
 
 
+@pytest.mark.devices(4)
 def test_replicas_round_alike():
     """Were the copies rounded differently, they would drift apart unnoticed."""
     plan = Plan(

@@ -23,6 +23,7 @@ from millrace.apps.autoencoder.model import (
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import evaluation_source
 from millrace.data.stream import EvaluationBatches
+from millrace.program.compiling import jit
 from millrace.program.step import narrow
 
 
@@ -48,7 +49,7 @@ def columns_of(
         compute: The type to compute in.
     """
 
-    @jax.jit
+    @jit
     def hidden_of(params: Any, batch: Any) -> jax.Array:
         known = known_ratings(narrow(batch, compute))
         return hidden_of_known(model, params, known, batch["user"].shape[0])

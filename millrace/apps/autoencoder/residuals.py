@@ -12,6 +12,7 @@ from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
 from millrace.data.ratings.matrix import Biases
 from millrace.data.stream import EvaluationBatches
+from millrace.program.compiling import jit
 from millrace.program.step import narrow
 from millrace.report.parts import Histogram, save_part
 
@@ -41,7 +42,7 @@ def residuals(
         biases: What the ratings are without.
     """
 
-    @jax.jit
+    @jit
     def errors_of(params: Any, batch: Any) -> jax.Array:
         # As in validation, ratings travel and are put in in the type of computation.
         batch = narrow(batch, compute)

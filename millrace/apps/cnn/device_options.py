@@ -11,9 +11,6 @@ _MAY_CHANGE = {"may_change": True}
 class DeviceOptions:
     """How the device works."""
 
-    deterministic: bool = False
-    """Choose only operations that give the same bits in every run. On CPU all do; on
-    GPU this costs speed."""
     auto_loss_scaling: bool = False
     """The same as --loss-scaling dynamic."""
     max_cross_replica_buffer_size: int | None = None
@@ -65,8 +62,6 @@ def reserve_memory(options: DeviceOptions) -> None:
 def compiler_options(options: DeviceOptions) -> Mapping[str, Mapping[str, bool | int]]:
     """Return what XLA has to be told, by platform."""
     gpu: dict[str, bool | int] = {}
-    if options.deterministic:
-        gpu["xla_gpu_deterministic_ops"] = True
     if (size := options.max_cross_replica_buffer_size) is not None:
         gpu["xla_gpu_all_reduce_combine_threshold_bytes"] = size
     return {"gpu": gpu}
@@ -77,8 +72,6 @@ def lines_about(options: DeviceOptions, platform: str) -> list[str]:
     if platform == "gpu":
         return []
     reasons = {}
-    if options.deterministic:
-        reasons["deterministic"] = "the same bits come out as it is"
     if options.max_cross_replica_buffer_size is not None:
         reasons["max-cross-replica-buffer-size"] = "it is for GPUs"
     if options.available_memory_proportion:

@@ -15,6 +15,7 @@ from millrace.apps.cnn.validation import Weights
 from millrace.data.image_source import ImageSource
 from millrace.host.run import Run
 from millrace.nn.layers import Layer, apply_layers
+from millrace.program.compiling import jit
 from millrace.program.step import narrow
 from millrace.report.parts import Confusion, Gallery, png_of, save_part
 
@@ -80,7 +81,7 @@ def report_predictions(
 def prediction_of(model: list[Layer], images: ImageData, compute: str) -> Predict:
     """Return what names each picture of a batch, and how sure it is."""
 
-    @jax.jit
+    @jit
     def predict(params: Any, carried: Any, image: Any) -> tuple[jax.Array, jax.Array]:
         image = images.prepare(narrow(image, compute), None)
         logits, _ = apply_layers(

@@ -19,6 +19,7 @@ from millrace.apps.vcd.options import TestOptions
 from millrace.apps.vcd.sampler import HmcSettings, draw_noise, sample, start
 from millrace.data.source import ArraySource
 from millrace.data.stream import EvaluationBatches
+from millrace.program.compiling import jit
 
 PROPOSALS = ("encoder", "hmc_mean", "hmc")
 """Mean and standard deviation: both the encoder's; the chain's and the encoder's; both
@@ -118,14 +119,14 @@ def log_likelihoods(
     return LogLikelihoods(dict(zip(PROPOSALS, values, strict=True)), len(batches))
 
 
-@functools.partial(jax.jit, static_argnames="hmc")
+@functools.partial(jit, static_argnames="hmc")
 def _propose(
     params: Any, x: Any, valid: Any, step_size: float, key: Any, hmc: HmcSettings
 ) -> Gaussian:
     return proposals(bernoulli_vae(), params, x, valid, hmc, step_size, key)
 
 
-@functools.partial(jax.jit, static_argnames="group_size")
+@functools.partial(jit, static_argnames="group_size")
 def _add(
     params: Any, x: Any, proposed: Gaussian, so_far: Any, keys: Any, group_size: int
 ) -> jax.Array:

@@ -12,6 +12,7 @@ from millrace.apps.vcd import objective
 from millrace.apps.vcd.data import BinaryPictures
 from millrace.apps.vcd.model import bernoulli_vae, decode
 from millrace.apps.vcd.sampler import HmcSettings
+from millrace.program.compiling import jit
 
 FOLDER = "pictures"
 """In the run directory; the report shows what is there."""
@@ -23,7 +24,7 @@ Grid = np.ndarray
 """(rows, columns, height, width), from 0 to 1."""
 
 
-@functools.partial(jax.jit, static_argnames=("hmc",))
+@functools.partial(jit, static_argnames=("hmc",))
 def _decoded(
     params: Any, x: jax.Array, z: jax.Array, step_size: Any, key: jax.Array, hmc: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

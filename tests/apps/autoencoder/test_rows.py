@@ -88,6 +88,7 @@ def test_rows_of_items_train_as_users_do_when_the_file_is_swapped(folder, traine
     assert mine == other and mine[-1] < mine[0]
 
 
+@pytest.mark.devices(2)
 def test_replicas_share_the_items_of_a_batch(folder, trained, capsys):
     words = f"train {RECIPE}{files(folder)}--rows items --num-replicas 2 --no-validation "
     ended = command(capsys, words + f"--run-dir {folder}/two")

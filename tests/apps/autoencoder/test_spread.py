@@ -17,6 +17,9 @@ def loss_fn(params, carried, batch, key):
     return loss, (carried, {"lowest_rmse": loss**0.5})
 
 
+pytestmark = pytest.mark.devices(2)
+
+
 def program_on(device, rate):
     plan = mr.Plan(micro_batch_size=4, fp_exceptions=True)
     return mr.training_program(loss_fn, optax.sgd(rate), plan, devices=[device])

@@ -59,6 +59,7 @@ def test_a_run_learns_and_one_in_parts_ends_with_the_same_bits(tmp_path, capsys)
     assert len(events_of(parts)) == len(events)
 
 
+@pytest.mark.devices(3)
 def test_a_run_stops_early_and_names_its_best(tmp_path, capsys):
     # Far too large a learning rate, so that it soon gets no better.
     words = f"train {SMALL} --learning-rate 0.2 --epochs 400 --early-stopping 2 "

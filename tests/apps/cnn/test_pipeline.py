@@ -38,6 +38,7 @@ def events(run):
     ]
 
 
+@pytest.mark.devices(2)
 def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
     other = tmp_path / "run"
     shutil.copytree(run, other)
@@ -49,6 +50,7 @@ def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
     assert events(run)[-1]["update"] == 6
 
 
+@pytest.mark.devices(2)
 def test_the_report_shows_the_pipeline_as_it_was_measured(run):
     page = (run / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
@@ -56,6 +58,7 @@ def test_the_report_shows_the_pipeline_as_it_was_measured(run):
     assert "predicted from the stages" in drawn and ">measured<" in drawn
 
 
+@pytest.mark.devices(2)
 def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
     """They can be validated without a pipeline, with the same result."""
     words = ["--training", "False", "--checkpoint-dir", str(run), "--validate", "last"]
@@ -69,6 +72,7 @@ def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
     assert found["validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.devices(2)
 def test_a_watched_pipeline_is_drawn_and_told_of(run):
     assert "predicted" in (run / "pipeline.html").read_text()
     facts = json.loads((run / "summary.json").read_text())["pipeline"]

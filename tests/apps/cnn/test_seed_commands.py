@@ -95,6 +95,7 @@ def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, mon
     assert (opened[0]["name"], opened[0]["tags"]) == ("mill", ["first", "second"])
 
 
+@pytest.mark.devices(4)
 def test_recomputation_in_a_pipeline_of_four_stages(train, cifar):
     words = (
         "--model-name cifar_resnet8 --pipeline-splits conv2_block1_post_addition_relu "

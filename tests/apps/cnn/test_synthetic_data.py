@@ -81,11 +81,12 @@ def test_training_needs_no_files_and_validates_only_if_asked(
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
     monkeypatch.chdir(tmp_path)
+    replicas = str(min(2, jax.device_count()))
     with pytest.raises(SystemExit) as left:
         main(
             [
                 *("cnn", "train", "--model", "digits_cnn", "--micro-batch-size", "32"),
-                *("--synthetic-data", "device", "--num-replicas", "2"),
+                *("--synthetic-data", "device", "--num-replicas", replicas),
                 *("--weight-updates-per-epoch", "6", "--gradient-accumulation", "2"),
                 *("--run-dir", "run", *validation),
             ]

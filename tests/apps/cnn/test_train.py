@@ -24,6 +24,7 @@ def run(directory, **options):
     return status, json.loads(summary.read_text()) if summary.exists() else None
 
 
+@pytest.mark.devices(lambda options: options.get("num_replicas", 1))
 @pytest.mark.parametrize(
     "options",
     [

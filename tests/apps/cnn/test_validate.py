@@ -87,6 +87,7 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
     assert "batch 4" in said and "p99.9" in said
 
 
+@pytest.mark.devices(lambda replicas: replicas)
 @pytest.mark.parametrize(
     ("groups", "batch", "replicas", "joined"),
     [
@@ -137,7 +138,8 @@ def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
 def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
     folder, training = trained
     expected = training["metrics"]["validation_accuracy"]
-    for extra in ("", "--fold-batch-norm False", "--num-replicas 2"):
+    replicas = min(2, jax.device_count())
+    for extra in ("", "--fold-batch-norm False", f"--num-replicas {replicas}"):
         found = run(
             f"--checkpoint-dir {folder} --batch-size 64 --latency-calls 2 {extra}",
             tmp_path / f"run{len(extra)}",
@@ -191,6 +193,7 @@ def test_network_data_and_precision_are_the_run_s_unless_given(trained):
     assert parsed(f"--restore-path {one} --precision 32.32").precision == "32.32"
 
 
+@pytest.mark.devices(4)
 def test_data_from_the_host_travel_as_bytes_over_several_replicas(tmp_path):
     words = "--model cifar_resnet8 --dataset cifar10 --generated-data --eight-bit-io"
     summary = run(

@@ -6,6 +6,7 @@ import re
 import shutil
 from importlib import resources
 
+import jax
 import numpy as np
 import pytest
 
@@ -81,7 +82,9 @@ def test_every_checkpoint_is_kept_and_validated_after_training(trained):
     # Training was over before any of it.
     trained_until = [e["time"] for e in events_of(directory) if "train_loss" in e][-1]
     times = [e["time"] for e in events_of(directory) if "validation_loss" in e]
-    assert trained_until <= times[0] <= times[-1] <= summary["time_to_train_seconds"]
+    assert trained_until <= times[0] <= times[-1]
+    # Events round their time to milliseconds.
+    assert times[-1] <= summary["time_to_train_seconds"] + 1e-3
 
 
 def test_the_time_and_epoch_of_the_target_are_those_of_the_weights(trained):
@@ -97,7 +100,8 @@ def test_validation_in_training_finds_the_same_and_clean_dir_leaves_nothing(
     trained, tmp_path, capsys
 ):
     options = RECIPE | {"checkpoint_dir": tmp_path / "apart", "clean_dir": True}
-    options |= {"target_accuracy": 1.0, "validation_num_replicas": 4}
+    options |= {"target_accuracy": 1.0}
+    options |= {"validation_num_replicas": min(4, jax.device_count())}
     status, summary = run(tmp_path / "run", **options)
     assert status == 0
     assert_same(validations(tmp_path / "run"), validations(trained[0]))
@@ -164,6 +168,7 @@ def test_an_average_can_be_validated_like_any_checkpoint(trained, tmp_path):
         np.testing.assert_allclose(alone["metrics"][name], wanted[name], rtol=1e-5)
 
 
+@pytest.mark.devices(lambda options: options.get("validation_num_replicas", 1))
 @pytest.mark.parametrize(
     "options",
     [
@@ -286,7 +291,8 @@ def test_checkpoints_of_an_earlier_run_are_never_taken_for_this_ones(
 
 def test_too_many_validation_replicas_are_refused_by_name(tmp_path, capsys):
     assert run(tmp_path / "run", validation_num_replicas=99, quiet=True) == (2, None)
-    assert "validation_num_replicas is 99, but there are only 8" in capsys.readouterr().err
+    only = f"validation_num_replicas is 99, but there are only {jax.device_count()}"
+    assert only in capsys.readouterr().err
 
 
 def test_compiling_alone_tells_time_and_memory_and_trains_nothing(tmp_path, capsys):
@@ -355,14 +361,13 @@ def test_the_share_of_memory_is_set_for_jax(monkeypatch):
 
 
 def test_what_xla_is_told_and_what_the_user_is_told():
-    options = {"deterministic": True, "max_cross_replica_buffer_size": 0}
-    config = build(CnnConfig, options | {"available_memory_proportion": 50})
+    options = {"max_cross_replica_buffer_size": 0, "available_memory_proportion": 50}
+    config = build(CnnConfig, options)
     assert device_options.compiler_options(config)["gpu"] == {
-        "xla_gpu_deterministic_ops": True,
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     }
     assert device_options.lines_about(config, "gpu") == []
-    assert len(device_options.lines_about(config, "cpu")) == 3
+    assert len(device_options.lines_about(config, "cpu")) == 2
     assert device_options.lines_about(CnnConfig(), "cpu") == []
 
 

@@ -199,6 +199,7 @@ def test_a_trajectory_that_runs_away_is_rejected():
     np.testing.assert_array_equal(chain.position, z)
 
 
+@pytest.mark.devices(4)
 def test_replicas_adapt_to_the_acceptance_of_all_of_them():
     """Four replicas of 8 chains are one of 32, given the same noise."""
     settings = HmcSettings(num_burn_in_steps=6, adaption_rate=0.3)
