@@ -17,6 +17,7 @@ from millrace.program import step as steps
 from millrace.program.arrangement import Arrangement, Rows, arrange, to_buffers, to_trees
 from millrace.program.compiling import compile_for
 from millrace.program.offload import needed_inputs, placement
+from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.packing import Buffers
 from millrace.program.pipeline import Clock, Pipeline, Sums
 from millrace.program.replicas import (
@@ -98,7 +99,7 @@ class PipelineProgram(TrainingProgram):
             self.plan.num_replicas, model.stages.num_devices, self._given_devices
         )
         self._arrangement = arrange(self._step, model, first.params, first.carried)
-        start = jax.jit(lambda p: self._step.optimiser.init(steps.state_like(p)))
+        start = jax.jit(lambda p: init_optimizer_state(self._step.optimiser, p))
         whole = first._replace(optimiser_state=start(first.params))
         self._check_separable(whole)
         self._like = jax.eval_shape(lambda state: state, whole)

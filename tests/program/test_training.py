@@ -146,7 +146,7 @@ def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
         program = training_program(loss_fn, optimiser, plan)
         state = program.init(make_params(), make_carried())
         owned = {p: 1 << 30 for p in offload._owned_positions(state)}
-        gathered = offload.Gathered(state.params, state.carried, {})
+        gathered = offload.Gathered(state.params, state.carried, {"loss": jnp.float32(0)})
         step = program._step
         jaxpr = jax.make_jaxpr(lambda s, g, step=step: offload.steps.apply(step, s, g))(
             state, gathered
