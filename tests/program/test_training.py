@@ -283,13 +283,6 @@ def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
     assert state.carried["kept"] == first and state.carried["kept"].dtype == dtype
 
 
-def test_integers_cannot_be_averaged_and_the_message_says_what_to_do():
-    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
-    state = program.init(make_params(), {"mean": jnp.zeros(12, jnp.int32)})
-    with pytest.raises(ValueError, match="carried_reduction sum"):
-        program.run(state, stage(program, make_data()))
-
-
 def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
     def noisy(params, carried, batch, key):
         noise = jax.random.normal(key, ())
