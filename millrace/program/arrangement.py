@@ -14,6 +14,8 @@ import numpy as np
 from millrace.nn.layers import Tree
 from millrace.plan import Plan
 from millrace.program.accumulate import accumulator_types
+from millrace.program.carried import addable
+from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.packing import (
     Buffers,
     Layout,
@@ -25,7 +27,7 @@ from millrace.program.packing import (
 )
 from millrace.program.replicas import fetch
 from millrace.program.stages import StagedModel
-from millrace.program.step import Step, TrainState, state_like, widened
+from millrace.program.step import Step, TrainState
 
 _BUCKET_BYTES = 64 << 20
 """Of optimiser state that is streamed at a time where it rests in host memory."""
@@ -69,13 +71,13 @@ def arrange(step: Step, model: StagedModel, params: Tree, carried: Tree) -> Arra
 
     def state_of(names: Sequence[str]) -> Any:
         part = {name: params[name] for name in names}
-        return jax.eval_shape(lambda p: step.optimiser.init(state_like(p)), part)
+        return jax.eval_shape(lambda p: init_optimizer_state(step.optimiser, p), part)
 
     return Arrangement(
         model,
         _rows(by_bucket, params),
         _rows(by_stage, carried),
-        _rows(by_stage, jax.eval_shape(widened, carried)),
+        _rows(by_stage, jax.eval_shape(addable, carried)),
         _rows(by_stage, gradients),
         tuple(
             _as_rows([lay_out(state_of(names)) for names in bucket]) for bucket in buckets
