@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from millrace.nn.layers import Tree
 from millrace.plan import Plan
 from millrace.program.accumulate import accumulator_types
 from millrace.program.carried import addable
-from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.packing import (
     Buffers,
     Layout,
@@ -26,8 +26,9 @@ from millrace.program.packing import (
     write_numpy,
 )
 from millrace.program.replicas import fetch
+from millrace.program.separated_update import Leaf, SeparatedUpdate
 from millrace.program.stages import StagedModel
-from millrace.program.step import Step, TrainState
+from millrace.program.step import Step, TrainState, new_weights
 
 _BUCKET_BYTES = 64 << 20
 """Of optimiser state that is streamed at a time where it rests in host memory."""
@@ -42,6 +43,15 @@ class Rows(NamedTuple):
     """Of a row, long enough for any device's values."""
 
 
+class OptimizerRows(NamedTuple):
+    """The optimizer's state as a pipeline's program holds it."""
+
+    buckets: tuple[Buffers, ...]
+    """One or, where it is streamed, several; (devices, numbers)."""
+    shared: tuple[Any, ...]
+    """What belongs to no layer, such as counts: the same on every device."""
+
+
 class Arrangement(NamedTuple):
     """Layouts of a model's values on the devices of a pipeline."""
 
@@ -52,14 +62,26 @@ class Arrangement(NamedTuple):
     """What micro-batches contribute to the carried values, added up."""
     gradients: Rows
     optimiser: tuple[Rows, ...]
-    """One or, where it is streamed, several buckets."""
+    """By bucket, with leaves in the order of the whole state's."""
     buckets: tuple[tuple[tuple[str, ...], ...], ...]
     """By bucket and device, the layers whose weights it updates."""
+    update: SeparatedUpdate
+    """The optimizer's update, with a part for every bucket and device (``part_of``)."""
+
+    def part_of(self, bucket: int, device: int) -> int:
+        """Number the part of the update that a device makes with a bucket."""
+        return bucket * self.model.stages.num_devices + device
+
+    def state_positions(self, part: int | None) -> list[int]:
+        """Positions of a part's (or the shared) leaves in the optimizer's whole state."""
+        num_params = sum(len(layout.entries) for layout in self.params.layouts)
+        found = (i - num_params for i in self.update.outputs_of(part))
+        return [position for position in found if position >= 0]
 
 
-def arrange(step: Step, model: StagedModel, params: Tree, carried: Tree) -> Arrangement:
-    """Lay the values of a model out, given as arrays or shapes."""
-    plan = step.plan
+def arrange(step: Step, model: StagedModel, whole: TrainState) -> Arrangement:
+    """Lay the values of a model out; `whole` is a whole state, or its shapes."""
+    plan, params, carried = step.plan, whole.params, whole.carried
     types = accumulator_types(params, plan.gradient_accumulation_dtype)
     gradients = jax.tree.map(lambda p, t: jax.ShapeDtypeStruct(p.shape, t), params, types)
     buckets = _buckets(plan, model, params)
@@ -68,22 +90,78 @@ def arrange(step: Step, model: StagedModel, params: Tree, carried: Tree) -> Arra
         [model.names(stage) for stage in model.stages_on(device)]
         for device in range(model.stages.num_devices)
     ]
-
-    def state_of(names: Sequence[str]) -> Any:
-        part = {name: params[name] for name in names}
-        return jax.eval_shape(lambda p: init_optimizer_state(step.optimiser, p), part)
-
-    return Arrangement(
+    arrangement = Arrangement(
         model,
         _rows(by_bucket, params),
         _rows(by_stage, carried),
         _rows(by_stage, jax.eval_shape(addable, carried)),
         _rows(by_stage, gradients),
-        tuple(
-            _as_rows([lay_out(state_of(names)) for names in bucket]) for bucket in buckets
-        ),
+        (),
         buckets,
+        _separated(step, whole, gradients, buckets),
     )
+    leaves = jax.tree.leaves(whole.optimiser_state)
+    return arrangement._replace(
+        optimiser=tuple(
+            _as_rows(
+                [
+                    lay_out([leaves[i] for i in positions])
+                    for positions in _positions(arrangement, bucket)
+                ]
+            )
+            for bucket in range(len(buckets))
+        )
+    )
+
+
+def _positions(arrangement: Arrangement, bucket: int) -> list[list[int]]:
+    """By device, the positions of the state's leaves that a bucket holds."""
+    return [
+        arrangement.state_positions(arrangement.part_of(bucket, device))
+        for device in range(arrangement.model.stages.num_devices)
+    ]
+
+
+def _separated(
+    step: Step,
+    whole: TrainState,
+    gradients: Tree,
+    buckets: Sequence[Sequence[Sequence[str]]],
+) -> SeparatedUpdate:
+    """Split the update of the whole model into that of each bucket on each device."""
+    parts = [names for bucket in buckets for names in bucket]
+    part_of = {name: part for part, names in enumerate(parts) for name in names}
+    layers = {path: path[0].key for path in _paths(whole.params)}
+    own = [
+        Leaf(part_of[layer], layer, output) for output, layer in enumerate(layers.values())
+    ]
+    leaves = [*own, *(leaf._replace(output=None) for leaf in own)]
+    for output, path in enumerate(_paths(whole.optimiser_state), len(own)):
+        # Optax keeps what belongs to a weight under the weight's own path.
+        ends = (path[start:] for start in range(len(path)))
+        layer = next((layers[end] for end in ends if end in layers), "")
+        leaves.append(Leaf(part_of.get(layer), layer, output, is_state=True))
+    rest = common_inputs(whole, jax.ShapeDtypeStruct((), bool))
+    leaves += [Leaf(None)] * len(jax.tree.leaves(rest))
+
+    def update(params: Tree, gradients: Tree, optimiser: Any, rest: Any) -> Any:
+        state, finite = rest
+        state = state._replace(params=params, optimiser_state=optimiser)
+        return new_weights(step, state, gradients, finite)
+
+    arguments = (whole.params, gradients, whole.optimiser_state, rest)
+    shapes = jax.eval_shape(lambda *trees: trees, *arguments)
+    return SeparatedUpdate(update, shapes, leaves)
+
+
+def common_inputs(state: TrainState, finite: Any) -> Any:
+    """Return what an update needs that every device has, apart from optimizer state.
+
+    Args:
+        state: A state, in any form.
+        finite: Whether all gradients are finite.
+    """
+    return state._replace(params=None, carried=None, optimiser_state=None), finite
 
 
 def _rows(devices: Sequence[Sequence[Sequence[str]]], tree: Tree) -> Rows:
@@ -127,39 +205,52 @@ def _buckets(
 def to_buffers(arrangement: Arrangement, state: TrainState) -> TrainState:
     """Pack the trees of a whole state (as NumPy arrays) for the pipeline's program."""
     params, carried = jax.device_get((state.params, state.carried))
-    whole_state = dict(_by_path(jax.device_get(state.optimiser_state)))
-    optimiser = []
-    for rows in arrangement.optimiser:
+    leaves = jax.tree.leaves(state.optimiser_state)
+    buckets = []
+    for number, rows in enumerate(arrangement.optimiser):
         trees = [
-            jax.tree.unflatten(layout.tree, [whole_state[p] for p in _paths(layout)])
-            for layout in rows.layouts
+            jax.device_get([leaves[i] for i in positions])
+            for positions in _positions(arrangement, number)
         ]
-        optimiser.append(_filled(rows, trees))
+        buckets.append(_filled(rows, trees))
+    shared = tuple(leaves[i] for i in arrangement.state_positions(None))
     return state._replace(
         params=_filled(arrangement.params, _parts(arrangement.params, params)),
         carried=_filled(arrangement.carried, _parts(arrangement.carried, carried)),
-        optimiser_state=tuple(optimiser),
+        optimiser_state=OptimizerRows(tuple(buckets), shared),
     )
 
 
 def to_trees(arrangement: Arrangement, state: TrainState, like: TrainState) -> TrainState:
     """Unpack a pipeline's state; `like` is a whole state with the trees' structure."""
-    buffers = jax.tree.map(fetch, (state.params, state.carried, state.optimiser_state))
+    buffers = jax.tree.map(
+        fetch, (state.params, state.carried, state.optimiser_state.buckets)
+    )
     params = _merged(arrangement.params, buffers[0])
     carried = _merged(arrangement.carried, buffers[1])
-    found: dict[str, Any] = {}
-    for rows, bucket in zip(arrangement.optimiser, buffers[2], strict=True):
-        for device, layout in enumerate(rows.layouts):
-            tree = unpack(layout, {name: rows_[device] for name, rows_ in bucket.items()})
-            for path, leaf in _by_path(tree):
-                found.setdefault(path, leaf)
-    leaves = [found[path] for path, _ in _by_path(like.optimiser_state)]
     structure = jax.tree.structure(like.optimiser_state)
+    leaves: list[Any] = [None] * structure.num_leaves
+    for i, leaf in zip(
+        arrangement.state_positions(None), state.optimiser_state.shared, strict=True
+    ):
+        leaves[i] = _fetched(leaf)
+    for number, (rows, bucket) in enumerate(
+        zip(arrangement.optimiser, buffers[2], strict=True)
+    ):
+        for device, positions in enumerate(_positions(arrangement, number)):
+            own = {name: rows_[device] for name, rows_ in bucket.items()}
+            for i, leaf in zip(positions, unpack(rows.layouts[device], own), strict=True):
+                leaves[i] = leaf
     return state._replace(
         params={name: params[name] for name in like.params},
         carried={name: carried[name] for name in like.carried},
         optimiser_state=jax.tree.unflatten(structure, leaves),
     )
+
+
+def _fetched(leaf: Any) -> Any:
+    """Return a shared leaf in host memory; a random key, which NumPy has not, as it is."""
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else fetch(leaf)
 
 
 def _parts(rows: Rows, tree: Tree) -> list[Tree]:
@@ -187,11 +278,5 @@ def _merged(rows: Rows, buffers: Buffers) -> Tree:
     return merged
 
 
-def _by_path(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _paths(layout: Layout) -> list[str]:
-    tree = jax.tree.unflatten(layout.tree, range(len(layout.entries)))
-    return [path for path, _ in _by_path(tree)]
+def _paths(tree: Any) -> list[tuple[Any, ...]]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -1,5 +1,6 @@
 """The training program of a pipeline: its state, and the updates it compiles to."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,20 @@ from millrace.nn.layers import check_names, layer_names
 from millrace.program import loss_scale, packing
 from millrace.program import step as steps
 from millrace.program.accumulate import path_name
-from millrace.program.arrangement import Arrangement, Rows, arrange, to_buffers, to_trees
+from millrace.program.arrangement import (
+    Arrangement,
+    OptimizerRows,
+    Rows,
+    arrange,
+    to_buffers,
+    to_trees,
+)
 from millrace.program.compiling import compile_for
-from millrace.program.offload import needed_inputs, placement
+from millrace.program.offload import placement
 from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.packing import Buffers
 from millrace.program.pipeline import Clock, Pipeline, Sums
+from millrace.program.pipeline_update import PipelineUpdate, by_device
 from millrace.program.replicas import (
     REPLICA_AXIS,
     STAGE_AXIS,
@@ -43,7 +52,8 @@ Reading = tuple[int, int, int, bool, float]
 """Replica, device, tick, whether an action ended, and the seconds of the clock."""
 
 _ROW, _SAME = PartitionSpec(STAGE_AXIS), PartitionSpec()
-_STATE: Any = TrainState._make((_SAME, _ROW, _ROW, _ROW, _SAME, _SAME))
+_OPTIMIZER: Any = OptimizerRows(_ROW, _SAME)
+_STATE: Any = TrainState._make((_SAME, _ROW, _ROW, _OPTIMIZER, _SAME, _SAME))
 _SUMS: Any = Sums._make((_ROW, _ROW, _SAME))
 _BY_UPDATE = PartitionSpec(None, None, REPLICA_AXIS)
 
@@ -100,32 +110,40 @@ class PipelineProgram(TrainingProgram):
         self._mesh = pipeline_mesh(
             self.plan.num_replicas, model.stages.num_devices, self._given_devices
         )
-        self._arrangement = arrange(self._step, model, first.params, first.carried)
         start = jax.jit(lambda p: init_optimizer_state(self._step.optimiser, p))
         whole = first._replace(optimiser_state=start(first.params))
-        self._check_separable(whole)
+        self._arrangement = arrange(self._step, model, whole)
         self._like = jax.eval_shape(lambda state: state, whole)
         return self.place(whole)
 
     def place(self, state: TrainState) -> TrainState:
-        """Pack a whole state for the devices."""
+        """Put a state on the devices; a whole one is packed first."""
         assert self._arrangement is not None, "init comes first"
-        packed = to_buffers(self._arrangement, state)
-        return place(packed, self.state_sharding(packed))
+        if not _is_packed(state):
+            state = to_buffers(self._arrangement, state)
+        return place(state, self.state_sharding(state))
+
+    def usable(self, state: TrainState) -> TrainState:
+        """Return a state that can be run: whole or packed, of JAX's or NumPy's arrays."""
+        state = super().usable(state)
+        return state if _is_packed(state) else self.place(state)
 
     def whole(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, in host memory."""
         assert self._arrangement is not None, "init comes first"
         assert self._like is not None
+        if not _is_packed(state):
+            return state
         return to_trees(self._arrangement, state, self._like)
 
     def state_sharding(self, state: TrainState) -> TrainState:
         """Return the sharding of every leaf of a (packed) state."""
         rows, one = split_stages(self._mesh), replicated(self._mesh)
-        optimiser = jax.tree.map(lambda _: rows, state.optimiser_state)
+        buckets, shared = state.optimiser_state
+        placed = jax.tree.map(lambda _: rows, buckets)
         if self._host_memory is not None:
-            host = split_stages(self._mesh, self._host_memory)
-            optimiser = placement(state.optimiser_state, host)
+            placed = placement(buckets, split_stages(self._mesh, self._host_memory))
+        optimiser = OptimizerRows(placed, jax.tree.map(lambda _: one, shared))
         return jax.tree.map(lambda _: one, state)._replace(
             params=jax.tree.map(lambda _: rows, state.params),
             carried=jax.tree.map(lambda _: rows, state.carried),
@@ -135,27 +153,6 @@ class PipelineProgram(TrainingProgram):
     @property
     def _count(self) -> int:
         return self.plan.batching.gradient_accumulation_count
-
-    def _check_separable(self, whole: TrainState) -> None:
-        """Each device runs the optimiser on its own weights: it must not mix layers."""
-
-        def update(params: Any, gradients: Any, state: Any) -> Any:
-            state = whole._replace(params=params, optimiser_state=state)
-            return steps.new_weights(self._step, state, gradients, jnp.bool_(True))[0]
-
-        params, state = whole.params, whole.optimiser_state
-        jaxpr = jax.make_jaxpr(update)(params, params, state)
-        paths = jax.tree_util.tree_leaves_with_path(params)
-        layers = [path[0].key for path, _ in paths]
-        for layer, needs in zip(layers, needed_inputs(jaxpr), strict=True):
-            others = {layers[i % len(layers)] for i in needs if i < 2 * len(layers)}
-            if others - {layer}:
-                other = sorted(others - {layer})[0]
-                raise ConfigurationError(
-                    f"This optimiser's update of layer {layer} depends on layer {other} "
-                    "(clipping by the global norm does that); in a pipeline, layers are "
-                    "on different devices and are updated one by one."
-                )
 
     # --- the updates ------------------------------------------------------------
 
@@ -172,16 +169,14 @@ class PipelineProgram(TrainingProgram):
         )
 
     def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
-        pipeline = self._pipeline(state, chunk)
+        pipeline, update = self._pipeline(state, chunk), self._update
 
         def one_update(state: TrainState, batches: Any) -> tuple[TrainState, Any]:
             sums = pipeline.gather(state, batches)
-            finite = self._finite(sums)
-            params, optimiser = self._update_bucket(
-                0, state, state.params, state.optimiser_state[0], sums.gradients, finite
-            )
+            finite = self._finite(sums.gradients)
+            params, optimiser = update.new_weights(state, sums.gradients, finite)
             state, info = self._next(state, sums, finite)
-            return state._replace(params=params, optimiser_state=(optimiser,)), info
+            return state._replace(params=params, optimiser_state=optimiser), info
 
         def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             state, info = lax.scan(one_update, _own_row(state), chunk)
@@ -194,43 +189,88 @@ class PipelineProgram(TrainingProgram):
 
         return compile_for(self._mesh, run, state, chunk, donate=(0,))
 
+    @property
+    def _update(self) -> PipelineUpdate:
+        assert self._arrangement is not None, "init comes first"
+        return PipelineUpdate(self._arrangement)
+
     def _streamed(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
-        """Updates one by one, the optimiser's state streamed through in buckets."""
+        """Updates one by one, the optimizer's state streamed through in buckets."""
         pipeline = self._pipeline(state, chunk)
         gather = self._compile_gather(pipeline, state, chunk)
-        sums = gather.out_info
-        buckets = [
-            self._compile_bucket(i, state, sums) for i in range(len(state.optimiser_state))
-        ]
-        finish = self._compile_finish(state, sums)
-        sharding = self.state_sharding(state).optimiser_state
+        one_update = self._compile_streamed_update(state, gather.out_info)
         updates = jax.tree.leaves(chunk)[0].shape[0] // self._count
         indices = [self._index(i) for i in range(updates)]
-
-        def one_update(state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
-            params, optimiser = state.params, list(state.optimiser_state)
-            rest = state._replace(params=None, optimiser_state=None)
-            leaving: list[Any] = []
-            for number, program in enumerate(buckets):
-                if len(leaving) == _BUCKETS_IN_FLIGHT:
-                    jax.block_until_ready(leaving.pop(0))
-                fetched = jax.device_put(optimiser[number], split_stages(self._mesh))
-                params, new = program(params, fetched, rest, sums)
-                optimiser[number] = jax.device_put(new, sharding[number])
-                leaving.append(optimiser[number])
-            rest, info = finish(rest, sums)
-            return rest._replace(params=params, optimiser_state=tuple(optimiser)), info
 
         def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             infos = []
             for index in indices:
-                sums = gather(state._replace(optimiser_state=None), chunk, index)
+                sums = gather(_stateless(state), chunk, index)
                 state, info = one_update(state, sums)
                 del sums  # before the next ones are made
                 infos.append(info)
             return state, jax.tree.map(lambda *values: jnp.stack(values), *infos)
 
         return run
+
+    def _compile_streamed_update(self, state: TrainState, sums: Any) -> Callable[..., Any]:
+        """Compile the exchanges, the update of each bucket and the rest of an update."""
+        exchanges: list[list[tuple[int, bool, Any]]] = []
+        results: list[Any] = []  # shapes of what the exchanges before have brought
+        for number in range(self._update.num_exchanges):
+            programs = [
+                (
+                    bucket,
+                    needed,
+                    self._compile_exchange(number, bucket, needed, state, sums, results),
+                )
+                for bucket, needed in self._update.contributors(number)
+            ]
+            exchanges.append(programs)
+            results.append(programs[0][2].out_info)
+        buckets = [
+            self._compile_bucket(i, state, sums, results)
+            for i in range(self._update.num_buckets)
+        ]
+        finish = self._compile_finish(state, sums, results)
+        sharding = self.state_sharding(state).optimiser_state.buckets
+
+        def fetch(rows: Buffers) -> Buffers:
+            return jax.device_put(rows, split_stages(self._mesh))
+
+        def exchange(state: TrainState, sums: Sums) -> list[Buffers]:
+            """What several buckets give is added up: each gives zeros for the others."""
+            exchanged: list[Buffers] = []
+            for programs in exchanges:
+                given = [
+                    program(
+                        state.params,
+                        fetch(state.optimiser_state.buckets[bucket]) if needed else None,
+                        _rest(state),
+                        sums,
+                        exchanged,
+                    )
+                    for bucket, needed, program in programs
+                ]
+                exchanged.append(functools.reduce(_added, given))
+            return exchanged
+
+        def one_update(state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
+            exchanged = exchange(state, sums)
+            params, rows = state.params, list(state.optimiser_state.buckets)
+            rest, leaving = _rest(state), []
+            for number, program in enumerate(buckets):
+                if len(leaving) == _BUCKETS_IN_FLIGHT:
+                    jax.block_until_ready(leaving.pop(0))
+                params, new = program(params, fetch(rows[number]), rest, sums, exchanged)
+                rows[number] = jax.device_put(new, sharding[number])
+                leaving.append(rows[number])
+            rest, info = finish(rest, sums, exchanged)
+            shared = rest.optimiser_state.shared
+            new_state = OptimizerRows(tuple(rows), shared)
+            return rest._replace(params=params, optimiser_state=new_state), info
+
+        return one_update
 
     @property
     def table(self) -> Table:
@@ -256,7 +296,7 @@ class PipelineProgram(TrainingProgram):
 
         pipeline = self._pipeline(state, chunk)
         program = self._compile_gather(pipeline, state, chunk, clock)
-        resident = state._replace(optimiser_state=None)
+        resident = _stateless(state)
         for _ in range(2):  # once to warm up
             readings.clear()
             jax.block_until_ready(program(resident, chunk, self._index(0)))
@@ -282,89 +322,91 @@ class PipelineProgram(TrainingProgram):
         return compile_for(
             self._mesh,
             lambda state, chunk, update: program(state, self._by_update(chunk), update),
-            state._replace(optimiser_state=None),
+            _stateless(state),
             chunk,
             self._index(0),
         )
 
-    def _compile_bucket(self, number: int, state: TrainState, sums: Any) -> Any:
-        def update(params: Any, optimiser: Any, rest: TrainState, sums: Sums) -> Any:
+    def _compile_exchange(
+        self,
+        number: int,
+        bucket: int,
+        needs_state: bool,
+        state: TrainState,
+        sums: Any,
+        exchanged: Sequence[Any],
+    ) -> Any:
+        def exchange(
+            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
+        ) -> Any:
             params, optimiser, gradients = _first_row((params, optimiser, sums.gradients))
-            own = Sums(gradients, {}, {})
-            new = self._update_bucket(
-                number, rest, params, optimiser, gradients, self._finite(own)
+            common = self._common(rest, gradients, exchanged)
+            return self._update.exchange(
+                number, bucket, common, params, optimiser, gradients
             )
+
+        program = self._mapped(exchange, (_ROW, _ROW, _STATE, _SUMS, _SAME), _SAME)
+        fetched = self._fetched_shape(state, bucket) if needs_state else None
+        return compile_for(
+            self._mesh, program, state.params, fetched, _rest(state), sums, exchanged
+        )
+
+    def _compile_bucket(
+        self, number: int, state: TrainState, sums: Any, exchanged: Sequence[Any]
+    ) -> Any:
+        def update(
+            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
+        ) -> Any:
+            params, optimiser, gradients = _first_row((params, optimiser, sums.gradients))
+            common = self._common(rest, gradients, exchanged)
+            new = self._update.update_bucket(number, common, params, optimiser, gradients)
             return _row(new[0]), _row(new[1])
 
-        program = self._mapped(update, (_ROW, _ROW, _STATE, _SUMS), (_ROW, _ROW))
-        fetched = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=split_stages(self._mesh)
-            ),
-            state.optimiser_state[number],
-        )
-        rest = state._replace(params=None, optimiser_state=None)
+        program = self._mapped(update, (_ROW, _ROW, _STATE, _SUMS, _SAME), (_ROW, _ROW))
+        fetched = self._fetched_shape(state, number)
         return compile_for(
-            self._mesh, program, state.params, fetched, rest, sums, donate=(0, 1)
+            self._mesh,
+            program,
+            state.params,
+            fetched,
+            _rest(state),
+            sums,
+            exchanged,
+            donate=(0, 1),
         )
 
-    def _compile_finish(self, state: TrainState, sums: Any) -> Any:
-        def finish(rest: TrainState, sums: Sums) -> Any:
-            gradients, carried = _first_row((sums.gradients, sums.carried))
-            own = Sums(gradients, carried, sums.info)
-            new, info = self._next(_own_row(rest), own, self._finite(own))
-            return _as_row(new), info
+    def _fetched_shape(self, state: TrainState, bucket: int) -> Any:
+        sharding = split_stages(self._mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state.optimiser_state.buckets[bucket],
+        )
 
-        program = self._mapped(finish, (_STATE, _SUMS), (_STATE, _SAME))
-        rest = state._replace(params=None, optimiser_state=None)
-        return compile_for(self._mesh, program, rest, sums, donate=(0,))
+    def _compile_finish(
+        self, state: TrainState, sums: Any, exchanged: Sequence[Any]
+    ) -> Any:
+        def finish(rest: TrainState, sums: Sums, exchanged: Any) -> Any:
+            gradients, carried = _first_row((sums.gradients, sums.carried))
+            common = self._common(rest, gradients, exchanged)
+            own = Sums(gradients, carried, sums.info)
+            new, info = self._next(_own_row(rest), own, self._finite(gradients))
+            optimiser = OptimizerRows((), self._update.new_shared(common))
+            return _as_row(new._replace(optimiser_state=optimiser)), info
+
+        program = self._mapped(finish, (_STATE, _SUMS, _SAME), (_STATE, _SAME))
+        return compile_for(self._mesh, program, _rest(state), sums, exchanged, donate=(0,))
 
     # --- on one device ------------------------------------------------------------
 
-    def _finite(self, sums: Sums) -> jax.Array | None:
+    def _finite(self, gradients: Buffers) -> jax.Array | None:
         """Whether the gradients of every stage are finite, where the plan asks."""
         if not (self.plan.fp_exceptions or self.plan.loss_scaling == "dynamic"):
             return None
-        own = loss_scale.all_finite(sums.gradients)
+        own = loss_scale.all_finite(gradients)
         return lax.pmin(own.astype(jnp.int32), STAGE_AXIS).astype(bool)
 
-    def _update_bucket(
-        self,
-        number: int,
-        state: TrainState,
-        params: Buffers,
-        optimiser: Buffers,
-        gradients: Buffers,
-        finite: jax.Array | None,
-    ) -> tuple[Buffers, Buffers]:
-        """Update the weights of one bucket of this device's layers."""
-        assert self._arrangement is not None
-        bucket, rows = (
-            self._arrangement.buckets[number],
-            self._arrangement.optimiser[number],
-        )
-
-        def on_device(device: int) -> Callable[..., Any]:
-            def update(params: Buffers, optimiser: Buffers, gradients: Buffers) -> Any:
-                if not bucket[device]:
-                    return params, optimiser
-                layout = self._part("params", device, bucket[device])
-                tree = state._replace(
-                    params=packing.unpack(layout, params),
-                    optimiser_state=packing.unpack(rows.layouts[device], optimiser),
-                )
-                at = self._part("gradients", device, bucket[device])
-                new_params, new_state = steps.new_weights(
-                    self._step, tree, packing.unpack(at, gradients), finite
-                )
-                return (
-                    packing.replaced(layout, params, new_params),
-                    packing.pack(rows.layouts[device], new_state, rows.sizes),
-                )
-
-            return update
-
-        return self._by_device(on_device, params, optimiser, gradients)
+    def _common(self, rest: TrainState, gradients: Buffers, exchanged: Any) -> Any:
+        return self._update.common(rest, self._finite(gradients), exchanged)
 
     def _next(
         self, state: TrainState, sums: Sums, finite: jax.Array | None
@@ -386,16 +428,9 @@ class PipelineProgram(TrainingProgram):
 
             return move
 
-        carried = self._by_device(on_device, state.carried, sums.carried)
+        count = self._arrangement.model.stages.num_devices
+        carried = by_device(count, on_device, state.carried, sums.carried)
         return steps.next_state(self._step, state, carried, sums.info, finite)
-
-    def _part(self, kind: str, device: int, names: Sequence[str]) -> packing.Layout:
-        return packing.part(getattr(self._arrangement, kind).layouts[device], names)
-
-    def _by_device(self, on_device: Callable[..., Any], *operands: Any) -> Any:
-        """Run the branch of this device."""
-        branches = [on_device(device) for device in range(self._mesh.shape[STAGE_AXIS])]
-        return lax.switch(lax.axis_index(STAGE_AXIS), branches, *operands)
 
 
 def _spans(
@@ -438,19 +473,39 @@ def _check_carried(carried: Any) -> None:
             )
 
 
+def _is_packed(state: TrainState) -> bool:
+    """Tell a pipeline's own state from one of trees over the whole model."""
+    return isinstance(state.optimiser_state, OptimizerRows)
+
+
+def _stateless(state: TrainState) -> TrainState:
+    """A state without the optimizer's."""
+    return state._replace(optimiser_state=OptimizerRows((), ()))
+
+
+def _rest(state: TrainState) -> TrainState:
+    """A state without what is updated in buckets."""
+    shared = state.optimiser_state.shared
+    return state._replace(params=None, optimiser_state=OptimizerRows((), shared))
+
+
 def _own_row(state: TrainState) -> TrainState:
     """A device's own part of a state, without the dim of devices."""
-    params, carried, optimiser = _first_row(
-        (state.params, state.carried, state.optimiser_state)
-    )
-    return state._replace(params=params, carried=carried, optimiser_state=optimiser)
+    return _map_rows(_first_row, state)
 
 
 def _as_row(state: TrainState) -> TrainState:
+    return _map_rows(_row, state)
+
+
+def _map_rows(function: Callable[[Any], Any], state: TrainState) -> TrainState:
+    """Apply a function to what has a row for every device."""
+    optimiser = state.optimiser_state
+    params, carried, buckets = function((state.params, state.carried, optimiser.buckets))
     return state._replace(
-        params=_row(state.params),
-        carried=_row(state.carried),
-        optimiser_state=_row(state.optimiser_state),
+        params=params,
+        carried=carried,
+        optimiser_state=optimiser._replace(buckets=buckets),
     )
 
 
@@ -460,3 +515,7 @@ def _first_row(tree: Any) -> Any:
 
 def _row(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
+
+
+def _added(one: Buffers, other: Buffers) -> Buffers:
+    return jax.tree.map(jnp.add, one, other)

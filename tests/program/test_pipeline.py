@@ -111,11 +111,53 @@ def test_a_loss_without_known_layers_is_refused():
         )
 
 
-@pytest.mark.devices(3)
-def test_an_optimiser_that_mixes_layers_is_refused():
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    with pytest.raises(ConfigurationError, match=r"depends on layer .*\(clipping"):
-        program_of(optimiser=clipped).init(*make_weights(residual_network()))
+def swapped(tree):
+    """Give each of two layers of equal shapes what belongs to the other."""
+    return tree | {"one": tree["two"], "two": tree["one"]}
+
+
+def swap_gradients():
+    return optax.stateless(lambda gradients, _: swapped(gradients))
+
+
+def swap_in_state():
+    """Each weight's velocity is that of the other layer: layers mix in state alone."""
+    inner = optax.sgd(0.1, 0.9)
+
+    def update(gradients, state, params):
+        updates, state = inner.update(gradients, state, params)
+        return updates, jax.tree.map(swapped, state, is_leaf=lambda x: isinstance(x, dict))
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("optimizer", [swap_gradients, swap_in_state])
+def test_an_optimizer_that_combines_whole_arrays_is_refused(optimizer):
+    layers = [flatten("flat"), *(dense(n, 40) for n in ("wide", "one", "two", "end"))]
+    splits = {"pipeline_splits": ["two"], "pipeline_schedule": "interleaved"}
+    with pytest.raises(ConfigurationError, match="whole arrays of the layers") as refused:
+        program_of(layers, optimizer(), **splits).init(*make_weights(layers))
+    assert {"one", "two"} <= set(re.findall(r"\w+", str(refused.value)))
+    assert "Keep both layers on one device (device_mapping)" in str(refused.value)
+    # As the message advises.
+    program_of(layers, optimizer(), **splits, device_mapping=[0, 0]).init(
+        *make_weights(layers)
+    )
+
+
+def test_clipping_by_the_global_norm_takes_one_small_exchange_per_update():
+    counts = []
+    for clipping in (optax.identity(), optax.clip_by_global_norm(1.0)):
+        program = program_of(optimiser=optax.chain(clipping, optax.sgd(0.1, 0.9)))
+        state = program.init(*make_weights(residual_network()))
+        program.compile(state, chunk_for(program, 2))
+        (text,) = program._compiled.values()
+        found = operations_by_loop_depth(text, "all-reduce|all-reduce-start")
+        assert set(found) == {1}  # the loop over updates, not the one over ticks
+        counts.append(found[1])
+    # XLA may combine it with the exchange of the loss.
+    assert counts[0] <= counts[1] <= counts[0] + 1
+    assert not operations_by_loop_depth(text, "all-gather|all-to-all")
 
 
 @pytest.mark.devices(3)
@@ -212,6 +254,23 @@ def test_a_state_can_be_unpacked_and_placed_again():
     assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(
         lambda x: x.sharding, state
     )
+
+
+@pytest.mark.devices(3)
+def test_a_state_of_numpy_arrays_can_be_run_packed_or_whole():
+    """As ``jax.device_get`` gives it; also a whole state of a program without stages."""
+    program, plain = program_of(), program_of(pipeline_splits=[])
+    weights = make_weights(residual_network())
+    forms = [
+        program.init(*weights),
+        jax.device_get(program.init(*weights)),
+        jax.device_get(plain.init(*weights)),
+        plain.init(*weights),
+    ]
+    chunk = chunk_for(program)
+    first, *others = [program.whole(program.run(form, chunk)[0]) for form in forms]
+    for other in others:
+        assert largest_difference(first, other) == 0
 
 
 @pytest.mark.devices(3)
