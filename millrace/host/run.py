@@ -19,6 +19,7 @@ from millrace.host.console import Console, error_line, figure
 from millrace.host.events import Schedule
 from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
+from millrace.host.output import dropping_lost_output
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
 from millrace.host.process import kept_programs_folder
 from millrace.host.run_directory import (
@@ -143,6 +144,7 @@ class Run:
         self.directory.write_summary(self.summary)
 
 
+@dropping_lost_output()
 def run_command(
     function: Any,
     options: RunOptions,

@@ -20,7 +20,7 @@ from millrace.launch.hardware import gpus_for, uses_gpu
 from millrace.launch.options import LaunchConfig
 from millrace.launch.signals import ASKED_TO_STOP, handling
 
-WRONG_COMMAND, INTERRUPTED = 2, 130
+FAILED, WRONG_COMMAND, INTERRUPTED = 1, 2, 130
 _POLL_SECONDS = 0.05
 _TELLING_SECONDS = 4.0
 """For processes to hear from the failed one itself what has happened."""
@@ -53,7 +53,10 @@ class Failure(NamedTuple):
 
     number: int
     status: int
+    """With which the launcher is to exit."""
     how: str
+    killed: bool = False
+    """By a signal, so that it could not tell the others itself."""
 
 
 class Launcher:
@@ -76,7 +79,10 @@ class Launcher:
         self._instances: list[Instance] = []
 
     def run(self) -> int:
-        """Run to the end; return the exit status of the first failure, 0 without one."""
+        """Run to the end; return the exit status of the first failure, 0 without one.
+
+        An instance that is killed by a signal has failed: 1.
+        """
         with tempfile.TemporaryDirectory(prefix="millrace-launch-") as folder:
             with self._passing_signals_on():
                 most = self._config.max_restarts
@@ -179,7 +185,7 @@ class Launcher:
                     continue
                 running.remove(instance)
                 if status:
-                    return _failure(instance, status)
+                    return _failure(instance, status, passed_on=bool(self._signals))
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -194,7 +200,7 @@ class Launcher:
         if failure.status == INTERRUPTED:
             # They are saving a checkpoint together.
             return _wait(others, self._config.patience)
-        if failure.status < 128:
+        if not failure.killed:
             _wait(others, _TELLING_SECONDS)  # it can tell them itself, and knows why
         for instance in others:
             _tell(instance, f"Instance {failure.number} {failure.how}.")
@@ -208,15 +214,24 @@ class Launcher:
                     with contextlib.suppress(ProcessLookupError):
                         instance.process.send_signal(number)
 
-        return handling(pass_on, (*ASKED_TO_STOP, signal.SIGHUP))
+        return handling(pass_on)
 
 
-def _failure(instance: Instance, status: int) -> Failure:
+def _failure(instance: Instance, status: int, *, passed_on: bool) -> Failure:
+    """Describe how an instance ended; `passed_on` tells whether it was asked to stop."""
     pid = f"(pid {instance.process.pid}) "
-    if status < 0:
-        name = signal.Signals(-status).name
-        return Failure(instance.number, 128 - status, f"{pid}was killed by {name}")
-    return Failure(instance.number, status, f"{pid}failed with status {status}")
+    if status >= 0:
+        return Failure(instance.number, status, f"{pid}failed with status {status}")
+    how = f"{pid}was killed by {_signal_name(-status)}"
+    asked = passed_on and -status in ASKED_TO_STOP
+    return Failure(instance.number, INTERRUPTED if asked else FAILED, how, killed=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
 
 
 def _wait(instances: Sequence[Instance], seconds: float) -> None:
@@ -244,7 +259,11 @@ def _kill(instance: Instance) -> None:
 
 
 def _copy_lines(number: int, source: Any, target: Any) -> None:
-    """Copy a process's output line by line, saying whose it is."""
+    """Copy a process's output line by line, saying whose it is.
+
+    To the end, whatever becomes of `target`: a process whose output nobody takes stands
+    still as soon as the pipe is full.
+    """
     greetings = 0  # begun, and not yet ended
     for raw in source:
         text = raw.decode(errors="replace").rstrip("\n")
@@ -257,12 +276,18 @@ def _copy_lines(number: int, source: Any, target: Any) -> None:
                 continue
         if _NOISE.match(text):
             continue
-        target.write(f"[{number}] {text}\n")
-        target.flush()
+        _print(f"[{number}] {text}", target)
 
 
 def _say(text: str) -> None:
-    print(f"millrace launch: {text}", file=sys.stderr, flush=True)
+    _print(f"millrace launch: {text}", sys.stderr)
+
+
+def _print(line: str, target: Any) -> None:
+    """Print a line, in one piece; drop it if the terminal, pipe or log is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        target.write(f"{line}\n")
+        target.flush()
 
 
 def _executable(command: Sequence[str]) -> list[str]:
