@@ -270,7 +270,7 @@ END = b" is connected to 3 peer ranks. Expected number of connected peer ranks i
 
 def heard_of(*said: bytes) -> str:
     heard = io.StringIO()
-    _copy_lines(1, said, heard)
+    _copy_lines(1, io.BytesIO(b"".join(said)), heard)
     return heard.getvalue()
 
 
