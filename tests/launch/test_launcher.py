@@ -1,6 +1,5 @@
 """What the launcher makes of its words, and what it gives each process."""
 
-import io
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.command import launch
 from millrace.launch.environment import Place, find_place, given_replicas, with_replicas
 from millrace.launch.hardware import gpus_for, uses_gpu
-from millrace.launch.launcher import Launcher, _copy_lines
+from millrace.launch.launcher import Launcher, _without_noise
 from millrace.launch.options import LaunchConfig, split_command
 from millrace.plan import Plan
 
@@ -269,9 +268,7 @@ END = b" is connected to 3 peer ranks. Expected number of connected peer ranks i
 
 
 def heard_of(*said: bytes) -> str:
-    heard = io.StringIO()
-    _copy_lines(1, io.BytesIO(b"".join(said)), heard)
-    return heard.getvalue()
+    return "".join(f"[1] {line}\n" for line in _without_noise(said))
 
 
 @pytest.mark.parametrize(
