@@ -4,7 +4,6 @@ Only what is needed to read a command is imported here; the work is imported whe
 command is known to be right.
 """
 
-import contextlib
 import importlib
 import os
 import shlex
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import millrace
 from millrace.config import ConfigurationError, parse
 from millrace.host.interrupts import INTERRUPTED, interruptible, leave_on_signals
+from millrace.host.output import drop_lost_output
 from millrace.launch.environment import is_follower, with_replicas
 
 
@@ -156,15 +156,15 @@ _COMMANDS = {
 def script() -> None:
     """Be the command: leave in order at whatever moment a signal comes."""
     leave_on_signals()
+    drop_lost_output()
     try:
         main()
     except SystemExit as ended:
         if ended.code == INTERRUPTED and not _is_one_of_several():
             # Threads may still compile what is no longer wanted: Python would wait for
             # them, or crash on them.
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(INTERRUPTED)
         raise
 

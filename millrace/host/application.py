@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from millrace.config import ConfigurationError, parse
 from millrace.host.options import RunOptions
+from millrace.host.output import drop_lost_output
 from millrace.host.process import tune_memory_allocation
 from millrace.launch.environment import is_follower, with_replicas
 
@@ -30,6 +31,7 @@ def run_as_command(
         named_configs: A YAML file of named configurations for ``--config``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    drop_lost_output()
     try:
         told = with_replicas(config_type, words)
         config, _ = parse(config_type, told, program=name, named_configs=named_configs)

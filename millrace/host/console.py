@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from millrace.host.output import DroppingStream
+
 _METRICS_SHARE = 4
 """How many times as wide as the bar the metrics beside it may be."""
 
@@ -28,6 +30,15 @@ class Phase(NamedTuple):
     name: str
     start: float
     end: float
+
+
+class _Screen(RichConsole):
+    """Drops what cannot be printed; Rich would end the process when a pipe breaks."""
+
+    @property
+    def file(self) -> Any:
+        """The stream of the moment."""
+        return DroppingStream(super().file)
 
 
 class Console:
@@ -41,7 +52,7 @@ class Console:
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
-        self._rich = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self._rich = _Screen(stderr=True, highlight=False, soft_wrap=True)
         self._quiet = quiet
         self.verbose = verbose and not quiet
         self._progress: Progress | None = None
@@ -146,7 +157,9 @@ class Console:
             self._progress = None
 
     def _end_phase(self) -> None:
-        self._phases = self.phases
+        if self._doing is not None:
+            name, start = self._doing
+            self._phases.append(Phase(name, start, self._now()))
         self._doing = None
 
     def _now(self) -> float:

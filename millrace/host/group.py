@@ -10,12 +10,14 @@ import functools
 import json
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from millrace.config import ConfigurationError
-from millrace.launch.environment import Place
+from millrace.launch.environment import Place, note_taken_port
+from millrace.launch.ports import why_not_free
 
 _log = logging.getLogger("millrace")
 
@@ -51,8 +53,11 @@ def join(place: Place | None) -> bool:
     # JAX would take SIGTERM for itself, and nobody would save a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     bind = place.coordinator if place.is_local else None
+    if place.process_id == 0 and place.coordinator is not None:
+        _check_free(bind or f"0.0.0.0:{place.coordinator.rpartition(':')[2]}")
     try:
-        jax.distributed.initialize(
+        _interruptibly(
+            jax.distributed.initialize,
             place.coordinator,
             place.num_processes,
             place.process_id,
@@ -64,6 +69,37 @@ def join(place: Place | None) -> bool:
     if place.is_local:
         _keep_on_loopback()
     return num_processes() > 1
+
+
+def _interruptibly(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """Call `function` on a thread of its own, so that this one hears signals meanwhile.
+
+    JAX waits for the other processes for minutes, in C++, where no handler is called.
+    """
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            function(*args, **named)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="millrace-join", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _check_free(address: str) -> None:
+    """Refuse an address that another program listens on; JAX would crash."""
+    host, _, port = address.rpartition(":")
+    if (reason := why_not_free(host, int(port))) is not None:
+        note_taken_port()
+        raise ConfigurationError(
+            f"The coordinator cannot listen on {address}: {reason}. Choose another port in "
+            "--coordinator."
+        )
 
 
 def _not_found(place: Place, error: ValueError) -> str:

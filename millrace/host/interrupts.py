@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM before and after training, where no runner waits for them."""
+"""Ctrl-C, SIGTERM and SIGHUP before and after training, where no runner waits for them."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from millrace.launch.signals import ASKED_TO_STOP, handling
+from millrace.launch.signals import HANG_UP, handle, handling
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
@@ -33,14 +33,15 @@ def leave_on_signals() -> None:
     def leave(*_: Any) -> None:
         os._exit(INTERRUPTED)
 
-    for number in ASKED_TO_STOP:
-        signal.signal(number, leave)
+    handle(leave)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _is_safe(frame):
         raise KeyboardInterrupt
-    again = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
+    # A second SIGHUP would not be heard.
+    resent = signal.SIGTERM if number == HANG_UP else number
+    again = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), resent))
     again.daemon = True
     again.start()
 

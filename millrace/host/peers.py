@@ -8,6 +8,7 @@ says which process is lost, and leaves.
 import atexit
 import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.host import group
+from millrace.host.progress import Progress, steps_counted
 from millrace.launch.environment import LAUNCHER_PIPE, patience_seconds
+
+_log = logging.getLogger("millrace")
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
@@ -44,6 +48,7 @@ class Peers:
         self._names: dict[int, str] = {}
         now = time.monotonic()
         self._heard = {rank: ("", now) for rank in range(group.num_processes())}
+        self._progress = Progress(group.num_processes(), now)
         self._failed: dict[int, str] = {}
         self._answered = now
         self._over = threading.Event()
@@ -97,7 +102,12 @@ class Peers:
         own, count = group.process_id(), 0
         while not self._over.wait(_BEAT_SECONDS if count else 0):
             count += 1
-            sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname()}
+            sign = {
+                "count": count,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "steps": steps_counted(),
+            }
             try:
                 self._store.key_value_set(
                     f"{_ALIVE}/{own}", json.dumps(sign), allow_overwrite=True
@@ -114,6 +124,7 @@ class Peers:
         for key, text in signs:
             rank, sign = int(key.rpartition("/")[2]), json.loads(text)
             self._names[rank] = f"(pid {sign['pid']} on {sign['host']})"
+            self._progress.hear(rank, sign["steps"], now)
             if self._heard[rank][0] != text:
                 self._heard[rank] = text, now
 
@@ -124,18 +135,31 @@ class Peers:
             now = time.monotonic()
             if now - before > self._patience / 2:  # it was we who stood still
                 self._answered = now
+                self._progress.forgive(now)
                 self._heard = {rank: (text, now) for rank, (text, _) in self._heard.items()}
             before = now
             others = {r: m for r, m in self._failed.items() if r != group.process_id()}
             if others and self.failed_with is None:
                 rank, message = min(others.items())
                 self._leave(f"{self._name(rank)} failed: {message}")
+            self._name_who_is_stuck(now)
             silent = self._silent(now)
             if silent is not None:
                 self._leave(
                     f"{self._name(silent)} has given no sign of life for "
                     f"{self._patience:g} s."
                 )
+
+    def _name_who_is_stuck(self, now: float) -> None:
+        """Warn of a process that is alive but does nothing; maybe it still will."""
+        if group.is_first() and (stuck := self._progress.newly_stuck(now)) is not None:
+            rank, seconds = stuck
+            _log.warning(
+                "%s has made no progress for %.0f s, and the others wait for it. It is "
+                "alive: maybe the data it reads does not come.",
+                self._name(rank),
+                seconds,
+            )
 
     def _silent(self, now: float) -> int | None:
         """Return a process that has been silent too long, if there is one."""

@@ -14,11 +14,13 @@ import jax
 from millrace.config import ConfigurationError, as_plain
 from millrace.host import group
 from millrace.host.account import account_of, add_earlier, write_phases
+from millrace.host.agreement import check_same_data, check_same_start
 from millrace.host.checkpoint import Checkpoints
 from millrace.host.console import Console, error_line, figure
 from millrace.host.events import Schedule
 from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
+from millrace.host.output import dropping_lost_output
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
 from millrace.host.process import kept_programs_folder, use_virtual_devices
 from millrace.host.run_directory import (
@@ -83,7 +85,11 @@ class Run:
         schedule: Schedule | None,
         **facts: str,
     ) -> None:
-        """Say what will happen, before it does; without a schedule, no training."""
+        """Say what will happen, before it does; without a schedule, no training.
+
+        All processes must call it: they compare what they are about to train on.
+        """
+        check_same_data(facts | (_training_facts(plan, schedule) if schedule else {}))
         first = devices[0]
         self.summary["device"] = {
             "platform": first.platform,
@@ -144,6 +150,7 @@ class Run:
         self.directory.write_summary(self.summary)
 
 
+@dropping_lost_output()
 def run_command(
     function: Any,
     options: RunOptions,
@@ -162,6 +169,7 @@ def run_command(
         on_failure: Called with the error that ended it, besides its being printed.
     """
     options = _prepare_process(options)
+    check_same_start(options, command)
     kind = Console if group.is_first() else _Unheard
     console = kind(quiet=options.quiet, verbose=options.verbose)
     directory = open_for_all(

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.host.progress import count_step
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram, element_bytes
 
@@ -50,6 +51,7 @@ def next_chunk(
             "training. A training dataset must repeat without end."
         )
     infeed.took(chunk.stop)
+    count_step()
     return chunk.data
 
 

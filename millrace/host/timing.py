@@ -25,9 +25,10 @@ class Throughput:
     def add(self, samples: int, *, execution_ends: bool) -> None:
         """Note that a call of the program has ended."""
         total = self._marks[-1][1] + samples
-        self._marks.append((self._now(), total))
+        mark = self._now(), total
+        _keep(self._marks, mark)
         if execution_ends:
-            self._ends.append(self._marks[-1])
+            _keep(self._ends, mark)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -55,3 +56,9 @@ class Throughput:
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused
+
+
+def _keep(marks: list[tuple[float, int]], mark: tuple[float, int]) -> None:
+    """Add a mark; of all after the second, only the newest is ever looked at."""
+    del marks[2:]
+    marks.append(mark)

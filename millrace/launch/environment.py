@@ -26,6 +26,7 @@ PATIENCE = "MILLRACE_PATIENCE_SECONDS"
 """How long a process may be silent before the others take it for lost."""
 
 DEFAULT_PATIENCE = 30.0
+_TAKEN_PORT = "port-taken"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -135,6 +136,18 @@ def note_run_directory(path: Path) -> None:
     folder = os.environ.get(LAUNCH_DIR)
     if folder is not None and noted_run_directory() is None:
         (Path(folder) / "run-directory").write_text(str(path.absolute()))
+
+
+def note_taken_port() -> None:
+    """Tell the launcher that another program listens where the coordinator should."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is not None:
+        (Path(folder) / _TAKEN_PORT).touch()
+
+
+def noted_taken_port(folder: str) -> Path | None:
+    """Return the note of that in the launcher's folder, if there is one."""
+    note = Path(folder) / _TAKEN_PORT
+    return note if note.exists() else None
 
 
 def with_replicas(config_type: Any, words: Sequence[str]) -> list[str]:

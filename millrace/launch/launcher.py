@@ -4,13 +4,12 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError
@@ -18,10 +17,12 @@ from millrace.launch import environment as env
 from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.hardware import gpus_for, uses_gpu
 from millrace.launch.options import LaunchConfig
+from millrace.launch.ports import free_port, why_not_free
 from millrace.launch.signals import ASKED_TO_STOP, handling
 
-WRONG_COMMAND, INTERRUPTED = 2, 130
+FAILED, WRONG_COMMAND, INTERRUPTED = 1, 2, 130
 _POLL_SECONDS = 0.05
+_MOST_PORTS = 3
 _TELLING_SECONDS = 4.0
 """For processes to hear from the failed one itself what has happened."""
 _GRACE_SECONDS = 10.0
@@ -53,7 +54,10 @@ class Failure(NamedTuple):
 
     number: int
     status: int
+    """With which the launcher is to exit."""
     how: str
+    killed: bool = False
+    """By a signal, so that it could not tell the others itself."""
 
 
 class Launcher:
@@ -76,12 +80,15 @@ class Launcher:
         self._instances: list[Instance] = []
 
     def run(self) -> int:
-        """Run to the end; return the exit status of the first failure, 0 without one."""
+        """Run to the end; return the exit status of the first failure, 0 without one.
+
+        An instance that is killed by a signal has failed: 1.
+        """
         with tempfile.TemporaryDirectory(prefix="millrace-launch-") as folder:
             with self._passing_signals_on():
                 most = self._config.max_restarts
                 restarts = 0
-                while (failure := self._once(folder)) is not None:
+                while (failure := self._once_on_a_free_port(folder)) is not None:
                     for_good = failure.status in (WRONG_COMMAND, INTERRUPTED)
                     if self._signals or for_good or restarts == most:
                         return failure.status
@@ -89,12 +96,24 @@ class Launcher:
                     _say(f"starting again ({restarts} of {most} restarts)")
         return 0
 
+    def _once_on_a_free_port(self, folder: str) -> Failure | None:
+        """Run once; with another port if someone takes ours before the coordinator does."""
+        for _ in range(_MOST_PORTS):
+            failure = self._once(folder)
+            note = env.noted_taken_port(folder)
+            if note is None or self._config.port is not None:
+                break
+            note.unlink()
+            _say("another program has taken the port; trying another one")
+        return failure
+
     def _once(self, folder: str) -> Failure | None:
         self._instances = []
         try:
             self._start_all(folder)
             failure = self._first_failure()
-            if failure is not None:
+            # Without a coordinator, the others have nothing to end in order.
+            if failure is not None and env.noted_taken_port(folder) is None:
                 self._end_the_others(failure)
             return failure
         finally:
@@ -103,7 +122,7 @@ class Launcher:
 
     def _start_all(self, folder: str) -> None:
         count = self._config.num_instances
-        coordinator = f"127.0.0.1:{self._config.port or free_port()}"
+        coordinator = f"127.0.0.1:{self._port()}"
         nodes = cores_of_nodes() if self._config.numa_aware else []
         if self._config.numa_aware and len(nodes) < 2:
             _say("there is one NUMA node: numa-aware changes nothing here")
@@ -112,6 +131,18 @@ class Launcher:
             cores = nodes[number * len(nodes) // count] if len(nodes) > 1 else None
             with bound_to(cores):
                 self._instances.append(self._start(number, variables))
+
+    def _port(self) -> int:
+        """Return the coordinator's port, which must be free if there is a coordinator."""
+        port = self._config.port
+        if port is None:
+            return free_port()
+        if self._config.num_instances > 1 and (reason := why_not_free("127.0.0.1", port)):
+            raise ConfigurationError(
+                f"The coordinator cannot listen on port {port}: {reason}. Choose another "
+                "--port, or leave it out: a free one is taken."
+            )
+        return port
 
     def _variables(self, number: int, coordinator: str, folder: str) -> dict[str, str]:
         """Return the environment of an instance."""
@@ -179,7 +210,7 @@ class Launcher:
                     continue
                 running.remove(instance)
                 if status:
-                    return _failure(instance, status)
+                    return _failure(instance, status, passed_on=bool(self._signals))
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -194,7 +225,7 @@ class Launcher:
         if failure.status == INTERRUPTED:
             # They are saving a checkpoint together.
             return _wait(others, self._config.patience)
-        if failure.status < 128:
+        if not failure.killed:
             _wait(others, _TELLING_SECONDS)  # it can tell them itself, and knows why
         for instance in others:
             _tell(instance, f"Instance {failure.number} {failure.how}.")
@@ -208,15 +239,24 @@ class Launcher:
                     with contextlib.suppress(ProcessLookupError):
                         instance.process.send_signal(number)
 
-        return handling(pass_on, (*ASKED_TO_STOP, signal.SIGHUP))
+        return handling(pass_on)
 
 
-def _failure(instance: Instance, status: int) -> Failure:
+def _failure(instance: Instance, status: int, *, passed_on: bool) -> Failure:
+    """Describe how an instance ended; `passed_on` tells whether it was asked to stop."""
     pid = f"(pid {instance.process.pid}) "
-    if status < 0:
-        name = signal.Signals(-status).name
-        return Failure(instance.number, 128 - status, f"{pid}was killed by {name}")
-    return Failure(instance.number, status, f"{pid}failed with status {status}")
+    if status >= 0:
+        return Failure(instance.number, status, f"{pid}failed with status {status}")
+    how = f"{pid}was killed by {_signal_name(-status)}"
+    asked = passed_on and -status in ASKED_TO_STOP
+    return Failure(instance.number, INTERRUPTED if asked else FAILED, how, killed=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
 
 
 def _wait(instances: Sequence[Instance], seconds: float) -> None:
@@ -244,7 +284,18 @@ def _kill(instance: Instance) -> None:
 
 
 def _copy_lines(number: int, source: Any, target: Any) -> None:
-    """Copy a process's output line by line, saying whose it is."""
+    """Copy a process's output line by line, saying whose it is.
+
+    To the end, whatever becomes of `target`: a process whose output nobody takes stands
+    still as soon as the pipe is full.
+    """
+    with source:
+        for line in _without_noise(source):
+            _print(f"[{number}] {line}", target)
+
+
+def _without_noise(source: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines that come from the process itself, not from libraries below."""
     greetings = 0  # begun, and not yet ended
     for raw in source:
         text = raw.decode(errors="replace").rstrip("\n")
@@ -255,14 +306,19 @@ def _copy_lines(number: int, source: Any, target: Any) -> None:
             if not text:
                 greetings -= 1
                 continue
-        if _NOISE.match(text):
-            continue
-        target.write(f"[{number}] {text}\n")
-        target.flush()
+        if not _NOISE.match(text):
+            yield text
 
 
 def _say(text: str) -> None:
-    print(f"millrace launch: {text}", file=sys.stderr, flush=True)
+    _print(f"millrace launch: {text}", sys.stderr)
+
+
+def _print(line: str, target: Any) -> None:
+    """Print a line, in one piece; drop it if the terminal, pipe or log is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        target.write(f"{line}\n")
+        target.flush()
 
 
 def _executable(command: Sequence[str]) -> list[str]:
@@ -275,10 +331,3 @@ def _executable(command: Sequence[str]) -> list[str]:
 def _without_device_count(flags: str) -> str:
     name = "--xla_force_host_platform_device_count"
     return " ".join(flag for flag in flags.split() if not flag.startswith(name))
-
-
-def free_port() -> int:
-    """Find a port that nobody uses. Another may take it before we do; it seldom happens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM at any moment: never lost, never a crash, never a traceback."""
+"""Ctrl-C, SIGTERM and SIGHUP at any moment: never lost, no crash, no traceback."""
 
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -13,8 +14,9 @@ import pytest
 from launched import environment
 
 from millrace.host.interrupts import interruptible
+from millrace.launch.signals import handling
 
-BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+EACH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 
 
 def wait_for_interrupt() -> None:
@@ -22,14 +24,14 @@ def wait_for_interrupt() -> None:
     raise AssertionError("the signal is lost")
 
 
-@BOTH
+@EACH
 def test_a_signal_is_an_interrupt(number):
     with pytest.raises(KeyboardInterrupt), interruptible():
         os.kill(os.getpid(), number)
         wait_for_interrupt()
 
 
-@BOTH
+@EACH
 def test_where_it_would_be_swallowed_it_comes_later(number):
     reached = []
 
@@ -57,11 +59,37 @@ def test_what_is_being_imported_is_imported_whole(tmp_path, monkeypatch):
     assert sys.modules.pop(name).whole
 
 
-def test_handlers_are_given_back():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+@EACH
+def test_handlers_are_given_back(number):
+    before = signal.getsignal(number)
     with interruptible():
-        assert signal.getsignal(signal.SIGINT) is not before[0]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+        assert signal.getsignal(number) is not before
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@EACH
+def test_a_closed_terminal_adds_nothing_to_what_was_asked_before(number):
+    """It is told several times, and maybe while a checkpoint is saved after Ctrl-C."""
+    heard = []
+    for _ in range(2):  # a later run of the same process listens again
+        with handling(lambda number, _: heard.append(number)):
+            os.kill(os.getpid(), number)
+            with handling(lambda number, _: heard.append(number)):
+                os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [number, signal.SIGTERM] * 2
 
 
 def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
@@ -76,8 +104,14 @@ def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
     raise AssertionError("signals are not heard")
 
 
-@pytest.mark.parametrize("seconds", [0, 0.2, 0.7, 1.5, 2.3])
-@BOTH
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        *itertools.product((signal.SIGINT, signal.SIGTERM), (0, 0.2, 0.7, 1.5, 2.3)),
+        (signal.SIGHUP, 0),
+        (signal.SIGHUP, 1.5),
+    ],
+)
 def test_a_command_that_has_hardly_begun_leaves_without_a_word(tmp_path, number, seconds):
     words = ["cnn", "train", "--config", "digits_demo", "--num-epochs", "400", "--quiet"]
     process = subprocess.Popen(

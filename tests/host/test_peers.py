@@ -1,7 +1,10 @@
 """Processes that watch each other: how one of them stops watching."""
 
+import json
 import threading
 import time
+
+import pytest
 
 from millrace.host import peers
 from millrace.host.peers import Peers
@@ -33,3 +36,41 @@ def test_who_stops_watching_waits_for_what_was_asked(monkeypatch):
     assert store.num_answers == 1
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"millrace-peers_beat", "millrace-peers_look"}
+
+
+class Signs:
+    """A store in which another process, which is not here, gives signs of life."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.own = "{}"
+
+    def key_value_set(self, key, value, *, allow_overwrite=False):
+        if key == "millrace/alive/0":
+            self.own = value
+
+    def key_value_dir_get(self, key):
+        if key != "millrace/alive":
+            return []
+        other = {"count": time.monotonic(), "pid": 42, "host": "far", "steps": self.steps}
+        return [("millrace/alive/0", self.own), ("millrace/alive/1", json.dumps(other))]
+
+
+@pytest.mark.parametrize(("theirs", "stuck"), [(3, True), (9, False)])
+def test_a_process_that_lives_but_is_stuck_is_named_once(theirs, stuck, monkeypatch):
+    said = []
+    for name, value in {
+        "peers.group.store": lambda: Signs(theirs),
+        "peers.group.num_processes": lambda: 2,
+        "peers._log.warning": lambda text, *words: said.append(text % words),
+        "peers._BEAT_SECONDS": 0.02,
+        "peers._LOOK_SECONDS": 0.02,
+        "progress.STUCK_SECONDS": 0.1,
+        "progress._Counted.steps": 9,
+    }.items():
+        monkeypatch.setattr(f"millrace.host.{name}", value)
+    watching = Peers()
+    time.sleep(0.5)
+    watching.close()
+    expected = "Instance 1 (pid 42 on far) has made no progress for 0 s, and the others"
+    assert [line[: len(expected)] for line in said] == [expected] * stuck

@@ -113,7 +113,7 @@ def test_without_the_first_process_the_others_stop_as_well(tmp_path):
     wait_for(directory, 8, process)
     os.kill(pid_of(0, process), signal.SIGKILL)
     began = time.monotonic()
-    said = finish(process, 137)
+    said = finish(process, 1)
     assert time.monotonic() - began < 30
     assert said.count("was killed by SIGKILL") == 1
     run(launched(directory, 4, "--resume"))

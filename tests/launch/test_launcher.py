@@ -1,7 +1,7 @@
 """What the launcher makes of its words, and what it gives each process."""
 
-import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from millrace.launch.affinity import bound_to, cores_of_nodes
 from millrace.launch.command import launch
 from millrace.launch.environment import Place, find_place, given_replicas, with_replicas
 from millrace.launch.hardware import gpus_for, uses_gpu
-from millrace.launch.launcher import Launcher, _copy_lines
+from millrace.launch.launcher import Launcher, _without_noise
 from millrace.launch.options import LaunchConfig, split_command
 from millrace.plan import Plan
 
@@ -181,16 +181,49 @@ def test_the_status_is_that_of_the_first_failure(busy):
     assert time.monotonic() - began < 30
 
 
-def test_signals_reach_every_process_once():
-    code = "trap 'echo got it; exit 130' TERM; echo ready; sleep 20 & wait"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_every_process_once(number):
+    code = "trap 'echo got it; exit 130' TERM HUP; echo ready; sleep 20 & wait"
     process = start(millrace_launch(*SHELL, code))
     assert process.stdout is not None
     assert sorted(process.stdout.readline()[4:] for _ in range(2)) == ["ready\n"] * 2
     time.sleep(0.5)  # until the shells wait: a trap set off before that may be missed
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 130
     assert sorted(said.splitlines()) == ["[0] got it", "[1] got it"]
+
+
+def test_a_process_that_a_signal_kills_has_failed_and_is_named():
+    code = "test $MILLRACE_PROCESS_ID = 0 && exec sleep 1; kill -KILL $$"
+    said = finish(start(millrace_launch(*SHELL, code)), status=1)
+    assert re.search(r"instance 1 \(pid \d+\) was killed by SIGKILL; stopping", said)
+
+
+def test_processes_that_do_not_listen_for_signals_are_interrupted_by_them():
+    process = start(millrace_launch(*SHELL, "echo ready; exec sleep 60"))
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    said = finish(process, status=130)
+    assert "was killed" not in said
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_launch_whose_output_nobody_reads_ends_as_its_processes_do(stream):
+    """They print more than a pipe holds, so that one that is not emptied stops them."""
+    redirect = {"stdout": "", "stderr": "1>&2"}[stream]
+    code = f"head -c 200000 /dev/zero | tr '\\0' '\\n' {redirect}; exit 7"
+    process = subprocess.Popen(
+        millrace_launch("--", "sh", "-c", code),
+        env=environment(),
+        **{stream: subprocess.PIPE},
+    )
+    reader = getattr(process, stream)
+    reader.readline()
+    reader.close()
+    assert process.wait(timeout=30) == 7
 
 
 def test_a_wrong_command_is_not_started_again():
@@ -235,9 +268,7 @@ END = b" is connected to 3 peer ranks. Expected number of connected peer ranks i
 
 
 def heard_of(*said: bytes) -> str:
-    heard = io.StringIO()
-    _copy_lines(1, said, heard)
-    return heard.getvalue()
+    return "".join(f"[1] {line}\n" for line in _without_noise(said))
 
 
 @pytest.mark.parametrize(

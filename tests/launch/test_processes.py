@@ -116,7 +116,7 @@ def test_two_launches_at_once_do_not_meet(tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_processes_find_one_another_by_options_alone(tmp_path, undisturbed):
-    from millrace.launch.launcher import free_port
+    from millrace.launch.ports import free_port
 
     directory = tmp_path / "run"
     words = ("--virtual-devices", "2", "--num-replicas", "4", "--num-processes", "2")

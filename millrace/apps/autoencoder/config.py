@@ -134,7 +134,9 @@ class AutoencoderConfig(TrainingOptions):
     thread here, and no process."""
     build_init: bool = field(default=False, metadata=_MAY_CHANGE)
     """Only write the first weights as a checkpoint, from which --resume trains."""
-    logdir: Path | None = field(default=None, metadata=_MAY_CHANGE)
+    logdir: Path | None = field(
+        default=None, metadata={"may_change": True, "may_differ": True}
+    )
     """Make the run directory in this folder, named by batch, size and time."""
     testing_on_checkpoint: Path | None = field(default=None, metadata=_MAY_CHANGE)
     """Do not train: validate the newest checkpoint of this run."""

@@ -56,7 +56,9 @@ class DataOptions:
     """Of made-up ratings (default: 18000 random, 400 generated)."""
     num_ratings: int | None = None
     """Of random ratings (default: 13000000, and a thirteenth more for validation)."""
-    pipeline_num_parallel: int = field(default=2, metadata=_MAY_CHANGE)
+    pipeline_num_parallel: int = field(
+        default=2, metadata={"may_change": True, "may_differ": True}
+    )
     """Batches gathered on the host at a time."""
     data_on_device: bool | None = field(default=None, metadata=_MAY_CHANGE)
     """Keep all ratings on the device, sparse, and gather batches there (default: if they

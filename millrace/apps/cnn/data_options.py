@@ -51,7 +51,9 @@ class DataOptions:
     and imagefolder are always decoded and cropped on the host.)"""
     eight_bit_transfer: bool = False
     """Send images to the device as bytes; needs accelerator_side_preprocess."""
-    pipeline_num_parallel: int = field(default=2, metadata={"may_change": True})
+    pipeline_num_parallel: int = field(
+        default=2, metadata={"may_change": True, "may_differ": True}
+    )
     """Batches prepared at the same time on the host."""
 
     def check_data_options(self, dataset: str) -> None:

@@ -22,7 +22,9 @@ class DeviceOptions:
     """Percent of the device's memory that the run may take, or up to 1 a share of it (0.15
     is 15), GPU only (default: JAX's choice, 75). Two numbers for each pipeline stage are
     accepted too; their mean counts."""
-    prefetch_depth: int = field(default=2, metadata=_MAY_CHANGE)
+    prefetch_depth: int = field(
+        default=2, metadata={"may_change": True, "may_differ": True}
+    )
     """Chunks of batches staged on the device ahead of the one in use."""
 
     def check_device_options(self, num_stages: int) -> None:

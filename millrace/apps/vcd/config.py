@@ -165,7 +165,9 @@ class WorkflowOptions:
     repeats: int = field(default=1, metadata=named("-R"))
     """Do all of it this many times, with another seed each, in folders repeat-0 and so on
     of the run directory."""
-    results_dir: Path | None = field(default=None, metadata=named("-r", **_MAY_CHANGE))
+    results_dir: Path | None = field(
+        default=None, metadata=named("-r", may_differ=True, **_MAY_CHANGE)
+    )
     """Folder in which the run directory is made (instead of --run-dir)."""
     run_name: str = field(default="default", metadata=named("-n", **_MAY_CHANGE))
     """Its name there; _0, _1 and so on is added where that is taken."""

@@ -1,0 +1,96 @@
+"""Output that cannot be written is dropped: losing a terminal or a log ends no run.
+
+A disk that is full, a pipe whose reader is gone, a terminal that is closed: to Python,
+each of them is an error of whatever happens to print next.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class _DroppingFile(io.FileIO):
+    """A file descriptor that claims to have written what it could not write."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return memoryview(data).nbytes if written is None else written
+
+
+class DroppingStream:
+    """Any text stream, such as a notebook's, without the errors of writing to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text` if possible; return its length either way."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if possible."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def drop_lost_output() -> None:
+    """Make standard output and standard error of this process drop what they cannot write.
+
+    Streams that someone has put in their place are left alone. Descriptors that are closed
+    are opened on the null device: the next file opened would get their number, and with it
+    everything that libraries print.
+    """
+    _open_missing_descriptors()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None or stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, _dropping(stream, descriptor))
+
+
+@contextlib.contextmanager
+def dropping_lost_output() -> Iterator[None]:
+    """Do the same inside only, for programs that have other uses for their streams."""
+    before = sys.stdout, sys.stderr
+    drop_lost_output()
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _dropping(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_DroppingFile(descriptor, "w", closefd=False))
+    if stream is None:
+        return io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True)
+    with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+    return io.TextIOWrapper(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        # PYTHONUNBUFFERED asks for write_through, which stops at the buffer.
+        line_buffering=stream.line_buffering or stream.write_through,
+    )
+
+
+def _open_missing_descriptors() -> None:
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(opened, True)
