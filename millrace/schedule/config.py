@@ -22,9 +22,9 @@ _NEEDS = (  # an option, and those of which it needs one
     ("activation_bytes", ["link_gbytes_per_second", "recomputation"]),
     ("input_bytes", ["recomputation"]),
 )
-_MOST_STAGES = 1024
-_MOST_PASSES = 2**20
-"""Forward passes of all stages, which take half a minute to arrange."""
+_MOST_STAGES = 512
+_MOST_PASSES = 2**19  # as many as 512 stages have by default
+"""Forward passes of all stages, which take some seconds to arrange."""
 _NOT_NEGATIVE = (
     "stage_times",
     "backward_ratio",
