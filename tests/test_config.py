@@ -299,6 +299,11 @@ def test_a_precision_that_yaml_reads_as_a_number_is_still_a_precision(tmp_path):
         (["--optimiser-params", "{a: "], "--optimiser-params", "'{a: '"),
         (["--loss-scaling", "auto"], "--loss-scaling", "'auto'"),
         (["--model-name", "wind"], "--model-name", "'wind'"),
+        (["--dataset-path", "a" * 256], "--dataset-path", "aaa...aaa"),
+        (["--dataset-path", "a/" * 2048], "--dataset-path", "a/a...a/a"),
+        (["--num-replicas", "9" * 400], "--num-replicas", "999...999"),
+        (["--num-replicas", "9" * 5000], "--num-replicas", "999...999"),
+        (["--loss-scaling", "9" * 5000 + "x"], "--loss-scaling", "999...999"),
     ],
 )
 def test_a_flag_of_the_wrong_type_is_refused_with_option_and_value(words, option, value):
@@ -358,6 +363,12 @@ def test_an_unknown_option_suggests_the_nearest(words, unknown, nearest):
     message = refusal(*words)
     assert f"There is no option {unknown}" in message
     assert f"Did you mean {nearest}?" in message
+
+
+@pytest.mark.parametrize("word", ["\n", "x" * 5000, "--x\u2028y", "\x1b[31m"])
+def test_an_unknown_word_is_shown_in_one_short_line(word):
+    message = refusal(word)
+    assert message.isprintable() and len(message) < 300
 
 
 def test_an_option_like_no_other_points_to_the_help():

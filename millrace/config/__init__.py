@@ -12,6 +12,7 @@ from millrace.config.checks import (
     did_you_mean,
     number,
     one_of,
+    shown,
 )
 from millrace.config.command_line import field_docs, parse
 from millrace.config.files import load_named, load_yaml, replacing, writing
@@ -31,5 +32,6 @@ __all__ = [
     "parse",
     "plain_defaults",
     "replacing",
+    "shown",
     "writing",
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from millrace.config.building import configure, fields_of, option_of
-from millrace.config.checks import ConfigurationError, did_you_mean
+from millrace.config.checks import ConfigurationError, did_you_mean, shown
 from millrace.config.values import converted, type_name, without_none
 
 T = TypeVar("T")
@@ -71,7 +71,8 @@ def _hyphenate(word: str) -> str:
 def _unknown_option(word: str, parser: argparse.ArgumentParser) -> str:
     options = [option for action in parser._actions for option in action.option_strings]
     hint = did_you_mean(word.split("=")[0], options) or f" See {parser.prog} --help."
-    return f"There is no option {word}.{hint}"
+    named = word if word.isprintable() and len(word) <= 80 else shown(word)
+    return f"There is no option {named}.{hint}"
 
 
 def _parser(

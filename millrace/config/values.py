@@ -1,6 +1,7 @@
 """Values from text: a YAML value or a word becomes what a field declares."""
 
 import collections.abc
+import os
 import types
 import typing
 from pathlib import Path
@@ -10,6 +11,7 @@ from millrace.config.checks import ConfigurationError, did_you_mean, shown
 from millrace.config.yaml_text import compose
 
 _TRUE = {"true", "t", "1", "yes", "y", "on"}
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of usual file systems
 _FALSE = {"false", "f", "0", "no", "n", "off"}
 
 
@@ -26,7 +28,7 @@ def converted(hint: Any, value: Any, option: str) -> Any:
         float: _to_float,
         str: _to_text,
         dict: _to_dict,
-        Path: lambda v: Path(_to_text(v)),
+        Path: _to_path,
     }.get(origin)
     try:
         if origin is list:
@@ -50,6 +52,7 @@ def converted(hint: Any, value: Any, option: str) -> Any:
 
 def _article(wanted: str) -> str:
     names = {"int": "a whole number", "number": "a number", "dict": "a dictionary"}
+    names |= {"path": "a path that a file can have"}
     return names.get(wanted, wanted)
 
 
@@ -123,6 +126,15 @@ def _to_text(value: Any) -> str:
     if value is None or isinstance(value, dict | list | bool):
         raise TypeError(value)
     return str(value)
+
+
+def _to_path(value: Any) -> Path:
+    """Refuse what no file can be called, which would be an error wherever it is used."""
+    text = _to_text(value)
+    longest = max(map(len, map(os.fsencode, text.split("/"))))
+    if "\0" in text or longest > _LONGEST_NAME or len(text) > _LONGEST_PATH:
+        raise ValueError(text)
+    return Path(text)
 
 
 def _to_dict(value: Any) -> dict[str, Any]:

@@ -90,10 +90,21 @@ def _load(
             pixels, labels = layout.read(content)
             if len(labels) and labels.max() >= CATALOGUE[name].num_classes:
                 raise ValueError(f"it has the label {labels.max()}")
+            wanted = _num_images(name, layout, Path(file).name)
+            if len(labels) != wanted:
+                raise ValueError(f"it has {len(labels):,} images, expected {wanted:,}")
         except ValueError as error:
             raise DatasetError(f"{file} is not a file of {name}: {error}.") from error
         parts[Path(file).name] = pixels, labels
     return _join([parts[file] for file in layout.training]), _join([parts[layout.test]])
+
+
+def _num_images(name: str, layout: _Layout, file: str) -> int:
+    """Return how many images a file has as it is published."""
+    known = CATALOGUE[name]
+    if file == layout.test:
+        return known.num_validation
+    return known.num_training // len(layout.training)
 
 
 def _join(parts: Sequence[Arrays]) -> ArraySource:

@@ -6,9 +6,10 @@ import struct
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -22,6 +23,8 @@ PerImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
 The image is opened but not decoded. Every array must have the same shape."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP")  # some of Pillow's other readers start programs
+_MOST_PIXELS = 64_000_000  # 0.2 GB in RGB; the largest picture of ImageNet has 50 million
+_MOST_JPEG_PIXELS = 160_000_000  # more than any camera's
 _MIN_CORRUPT = 10
 _MAX_NAMES_SHOWN = 3
 _DECODE_ERRORS = (
@@ -59,8 +62,8 @@ class ImageSource(ABC):
     """Pictures and labels by index; each is read and decoded anew.
 
     A sample that cannot be decoded is remembered and replaced by the next good one of
-    its batch (or, if the batch has none, of the data set), so the same batch comes out
-    whenever it is read. An error of the disk is no damage, and is raised.
+    the data set, so the same batch comes out whenever, and in however many parts, it is
+    read. An error of the disk is no damage, and is raised.
 
     Args:
         num_samples: How many there are.
@@ -133,11 +136,10 @@ class ImageSource(ABC):
             generators = list(generator.spawn(len(places)))
         samples = list(self._threads.map(self._decode, places, generators))
         self._check_limit()
-        good = [place for place, sample in enumerate(samples) if sample is not None]
-        if not good:
-            samples[0], good = self._following(places[0], generators[0]), [0]
-        chosen = [samples[_next(place, good)] for place in range(len(samples))]
-        return _stack(sample for sample in chosen if sample is not None)
+        return _stack(
+            self._following(place, generator) if sample is None else sample
+            for place, generator, sample in zip(places, generators, samples, strict=True)
+        )
 
     def stream(
         self, batch_size: int, *, transform: Transform | None = None, **options: Any
@@ -168,7 +170,7 @@ class ImageSource(ABC):
         except CorruptSample as error:
             return self._remember(index, str(error))
         try:
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            with open_image(io.BytesIO(content)) as image:
                 return self._prepare(image, generator), label
         except UnidentifiedImageError:
             return self._remember(index, "neither JPEG, PNG nor WebP")
@@ -186,13 +188,38 @@ class ImageSource(ABC):
     def _following(
         self, index: int, generator: np.random.Generator | None
     ) -> tuple[np.ndarray, int]:
-        """Return the first good sample after `index`, where the batch has none."""
+        """Return the first good sample after `index` in the data set.
+
+        It depends on nothing else, so that processes which read parts of a batch get what
+        one that reads all of it gets.
+        """
         for step in range(1, len(self)):
-            sample = self._decode((index + step) % len(self), generator)
+            # A fresh one each: what a failure has drawn may depend on how far it came.
+            fresh = None if generator is None else generator.spawn(1)[0]
+            sample = self._decode((index + step) % len(self), fresh)
             self._check_limit()
             if sample is not None:
                 return sample
         raise TooManyCorrupt(self.corrupt, len(self), self.max_corrupt)
+
+
+def open_image(
+    file: BinaryIO | Path | str, formats: Sequence[str] | None = _FORMATS
+) -> Image.Image:
+    """Open a picture without decoding it; refuse one that would fill the memory.
+
+    A file of half a megabyte can hold a picture of hundreds of millions of pixels. JPEG
+    may have more of them, because it is decoded at a fraction of its size, unless it is
+    progressive.
+    """
+    image = Image.open(file, formats=formats)
+    is_shrunk = image.format == "JPEG" and "progressive" not in image.info
+    most = _MOST_JPEG_PIXELS if is_shrunk else _MOST_PIXELS
+    if image.width * image.height > most:
+        size = f"{image.width} x {image.height}"
+        image.close()
+        raise ValueError(f"it has {size} pixels, more than {most // 10**6} million")
+    return image
 
 
 def num_cores() -> int:
@@ -200,11 +227,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _next(place: int, good: list[int]) -> int:
-    """Return the first of the good places from `place` on, going round at the end."""
-    return next((other for other in good if other >= place), good[0])
 
 
 def _stack(samples: Iterable[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:

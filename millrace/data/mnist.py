@@ -76,30 +76,25 @@ def _find(name: str, folder: Path, subfolders: Sequence[str]) -> list[Path]:
 
 
 def _read_split(name: str, images_file: Path, labels_file: Path) -> ArraySource:
-    shape = CATALOGUE[name].image_shape
-    image = _read_idx(images_file, _IMAGES_MAGIC)
-    label = _read_idx(labels_file, _LABELS_MAGIC)
-    if image.shape[1:] != shape[:2]:
-        raise DatasetError(
-            f"{images_file} holds pictures of {image.shape[1]} x {image.shape[2]}; "
-            f"{name} has {shape[0]} x {shape[1]}."
-        )
+    known = CATALOGUE[name]
+    image = _read_idx(images_file, _IMAGES_MAGIC, name)
+    label = _read_idx(labels_file, _LABELS_MAGIC, name)
     if len(image) != len(label):
         raise DatasetError(
             f"{images_file} holds {len(image)} pictures, but {labels_file} "
             f"{len(label)} labels."
         )
-    if len(label) and label.max() >= CATALOGUE[name].num_classes:
+    if label.max() >= known.num_classes:
         raise DatasetError(
             f"{labels_file} has the label {label.max()}; labels of {name} end at "
-            f"{CATALOGUE[name].num_classes - 1}."
+            f"{known.num_classes - 1}."
         )
     return ArraySource(
-        {"image": image.reshape(-1, *shape), "label": label.astype(np.int32)}
+        {"image": image.reshape(-1, *known.image_shape), "label": label.astype(np.int32)}
     )
 
 
-def _read_idx(path: Path, magic: int) -> np.ndarray:
+def _read_idx(path: Path, magic: int, name: str) -> np.ndarray:
     num_dims = magic & 0xFF
     try:
         with _open(path) as file:
@@ -111,6 +106,7 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
                 raise DatasetError(
                     f"{path} starts with the magic number {found:#x}; expected {magic:#x}."
                 )
+            _check_shape(path, shape, name)
             size = math.prod(shape)
             data = file.read(size + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -121,6 +117,23 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
             f"{'more' if len(data) > size else len(data)}."
         )
     return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _check_shape(path: Path, shape: Sequence[int], name: str) -> None:
+    """Refuse sizes that cannot be true before as much as they claim is read."""
+    known = CATALOGUE[name]
+    height, width, _ = known.image_shape
+    count, *image = shape
+    if image and image != [height, width]:
+        raise DatasetError(
+            f"{path} holds pictures of {image[0]} x {image[1]}; {name} has "
+            f"{height} x {width}."
+        )
+    if not 0 < count <= known.num_training:
+        raise DatasetError(
+            f"{path} says that it holds {count:,} samples; {name} has up to "
+            f"{known.num_training:,}."
+        )
 
 
 def _open(path: Path) -> BinaryIO:

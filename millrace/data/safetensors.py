@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from millrace.config import shown
+
 _TYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -23,6 +25,8 @@ _TYPES = {
 }
 _HALF_OF_FLOAT32 = "BF16"
 _LONGEST_HEADER = 100_000_000
+_MOST_DIMS = 32
+_MOST_ITEMS = 2**59  # times eight bytes each, an array's size still fits 64 bits
 _PREFIX = 8  # bytes that give the header's length
 
 
@@ -61,7 +65,7 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]
         )
     try:
         header = json.loads(file.read(length), object_pairs_hook=_unique)
-    except ValueError as error:  # also what is not UTF-8
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise SafetensorsError(f"{path} is not a safetensors file: {error}.") from error
     if not isinstance(header, dict):
         raise SafetensorsError(f"{path} is not a safetensors file: no header.")
@@ -82,15 +86,24 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
         kind, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
         numbers = (*shape, first, last)
-        whole = all(isinstance(n, int) and n >= 0 for n in numbers)
+        possible = len(shape) <= _MOST_DIMS and all(
+            type(n) is int and 0 <= n < _MOST_ITEMS for n in numbers
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise SafetensorsError(f"{path}: the header's entry {name} is broken.") from error
-    if kind not in _TYPES and kind != _HALF_OF_FLOAT32:
-        raise SafetensorsError(f"{path}: {name} has the type {kind}, which is not known.")
-    if not whole or math.prod(shape) * _item_size(kind) != last - first:
         raise SafetensorsError(
-            f"{path}: {name} should have shape {list(shape)} of {kind}, but has "
-            f"bytes {first} to {last}."
+            f"{path}: the header's entry {shown(name)} is broken."
+        ) from error
+    if not isinstance(kind, str) or kind not in (*_TYPES, _HALF_OF_FLOAT32):
+        raise SafetensorsError(
+            f"{path}: {shown(name)} has the type {shown(kind)}, which is not known."
+        )
+    # NumPy multiplies the dims that are not 0 even where one is.
+    if possible and math.prod(filter(None, shape)) >= _MOST_ITEMS:
+        possible = False
+    if not possible or math.prod(shape) * _item_size(kind) != last - first:
+        raise SafetensorsError(
+            f"{path}: {shown(name)} should have shape {shown(list(shape))} of {kind}, but "
+            f"has bytes {shown(first)} to {shown(last)}."
         )
     return kind, shape, first, last
 
@@ -101,7 +114,7 @@ def _check_cover(path: Path, entries: dict[str, Any], size: int) -> None:
     for name, (_, _, first, last) in sorted(entries.items(), key=lambda e: e[1][2:]):
         if first != end:
             raise SafetensorsError(
-                f"{path}: {name} should start at byte {end}, not {first}."
+                f"{path}: {shown(name)} should start at byte {end}, not {first}."
             )
         end = last
     if end != size:

@@ -22,6 +22,9 @@ _NEEDS = (  # an option, and those of which it needs one
     ("activation_bytes", ["link_gbytes_per_second", "recomputation"]),
     ("input_bytes", ["recomputation"]),
 )
+_MOST_STAGES = 512
+_MOST_PASSES = 2**19  # as many as 512 stages have by default
+"""Forward passes of all stages, which take some seconds to arrange."""
 _NOT_NEGATIVE = (
     "stage_times",
     "backward_ratio",
@@ -101,6 +104,7 @@ class ScheduleConfig(CostOptions, MachineOptions):
     """Draw a picture into this file: .svg, .png or .html."""
 
     def __post_init__(self) -> None:
+        self._check_size()
         check_count(
             self.schedule,
             self.layout.num_positions,
@@ -176,6 +180,19 @@ class ScheduleConfig(CostOptions, MachineOptions):
                 "each, or one for all."
             )
         return tuple(values)
+
+    def _check_size(self) -> None:
+        """Refuse a timetable that would take minutes to work out and nobody could read."""
+        num_stages = sum(count for count in self.stages if count > 0)
+        if num_stages > _MOST_STAGES:
+            raise ConfigurationError(
+                f"stages may be up to {_MOST_STAGES:,}, got {num_stages:,}."
+            )
+        if num_stages * (self.gradient_accumulation_count or 1) > _MOST_PASSES:
+            raise ConfigurationError(
+                f"gradient_accumulation_count may be up to {_MOST_PASSES // num_stages:,} "
+                f"with {num_stages:,} stages, got {self.gradient_accumulation_count:,}."
+            )
 
     def _check_numbers(self) -> None:
         for name in ("micro_batch_size", "devices"):

@@ -98,7 +98,7 @@ def _check_devices(devices: Sequence[int]) -> None:
                 f"device_mapping names devices 0, 1, 2, …; got {device!r}."
             )
     used = set(devices)
-    missing = sorted(set(range(max(used) + 1)) - used)
+    missing = [device for device in range(len(used)) if device not in used]
     if missing:
         raise ConfigurationError(
             f"device_mapping leaves out device {missing[0]} of 0 to {max(used)}; "

@@ -1,12 +1,16 @@
 import functools
+import io
 import itertools
+import struct
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
 from image_files import encode, picture, real_data, write_folders
 
 from millrace.config import ConfigurationError
+from millrace.data import image_source
 from millrace.data.augment import imagenet_image
 from millrace.data.image_folder import ImageFolder, load_image_folder
 from millrace.data.image_source import TooManyCorrupt
@@ -102,38 +106,89 @@ def test_the_plain_stream_and_evaluation_read_it_like_any_source(tmp_path):
     assert np.concatenate(seen)[:15].tolist() == validation.labels.tolist()
 
 
-def test_a_corrupt_picture_is_named_and_replaced_by_the_next_of_its_batch(tmp_path):
+def test_a_corrupt_picture_is_named_and_replaced_by_the_next_of_the_data_set(tmp_path):
     write_folders(tmp_path)
     training = ImageFolder(tmp_path / "train", SMALL)
-    indices = np.array([3, 0, 7, 2])
-    before = training[indices]
+    expected = training[np.array([4, 1, 7, 2])]
     names = {  # samples 0 and 3: one file ends in its pixels, one in its header
         spoil(tmp_path / "train", number=number, keep=keep)
         for number, keep in ((0, 0.8), (2, 0.1))
     }
     for _ in range(2):
-        batch = training[indices]
-        order = [2, 2, 2, 3]  # each takes the next good one
-        np.testing.assert_array_equal(batch["label"], before["label"][order])
-        np.testing.assert_array_equal(batch["image"], before["image"][order])
+        batch = training[np.array([3, 0, 7, 2])]
+        np.testing.assert_array_equal(batch["label"], expected["label"])
+        np.testing.assert_array_equal(batch["image"], expected["image"])
     assert set(training.corrupt) == names  # each counted once
     assert all("runcated" in reason for reason in training.corrupt.values())
 
 
-def test_the_last_corrupt_picture_of_a_batch_is_replaced_by_the_first_good_one(tmp_path):
-    write_folders(tmp_path)
-    spoil(tmp_path / "train", 0)
-    batch = ImageFolder(tmp_path / "train", SMALL)[np.array([8, 12, 0])]
-    assert batch["label"].tolist() == [1, 2, 1]
-    np.testing.assert_array_equal(batch["image"][0], batch["image"][2])
-
-
-def test_a_batch_of_one_corrupt_picture_takes_the_next_of_the_data_set(tmp_path):
+def test_the_last_picture_is_replaced_by_the_first_and_corrupt_ones_are_passed_over(
+    tmp_path,
+):
     write_folders(tmp_path)
     training = ImageFolder(tmp_path / "train", SMALL)
     expected = training[np.array([1])]["image"]
-    spoil(tmp_path / "train", 0)
-    np.testing.assert_array_equal(training[np.array([0])]["image"], expected)
+    for path in sorted((tmp_path / "train").rglob("0.JPEG"))[:1]:
+        path.write_bytes(b"")
+    for path in sorted((tmp_path / "train").rglob("4.JPEG"))[-1:]:
+        path.write_bytes(b"")
+    np.testing.assert_array_equal(training[np.array([14])]["image"], expected)
+    assert len(training.corrupt) == 2
+
+
+@pytest.mark.parametrize("edges", [(0, 3, 6), (0, 1, 2, 6), (0, 5, 6)])
+def test_parts_of_a_batch_replace_corrupt_pictures_as_the_whole_does(tmp_path, edges):
+    write_folders(tmp_path)
+    for number in (0, 1, 4):
+        spoil(tmp_path / "train", number=number, keep=0.8)
+
+    def stream():  # of another process, which has seen none of them yet
+        return ImageFolder(tmp_path / "train", SMALL).stream(6, seed=1)
+
+    whole, parts = (
+        stream(),
+        [stream().share(slice(*rows)) for rows in itertools.pairwise(edges)],
+    )
+    for position in (0, 1, 2, 0):
+        expected = whole.batch(position)
+        found = [part.batch(position) for part in parts]
+        for name, array in expected.items():
+            joined = np.concatenate([batch[name] for batch in found])
+            np.testing.assert_array_equal(joined, array)
+    assert len(whole.source) == 15
+
+
+def png_header(side: int) -> bytes:
+    """The beginning of a PNG, which says its size, and nothing more."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    start = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+    return b"\x89PNG\r\n\x1a\n" + start + struct.pack(">I", 0) + b"IDAT"
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_picture_of_too_many_pixels_is_corrupt_before_it_is_decoded(tmp_path):
+    write_folders(tmp_path)
+    victim = tmp_path / "train" / "class_0" / "1.png"
+    victim.write_bytes(png_header(13_000))
+    training = ImageFolder(tmp_path / "train", SMALL)
+    training[np.arange(3)]
+    (reason,) = training.corrupt.values()
+    assert reason == "it has 13000 x 13000 pixels, more than 64 million"
+
+
+def test_a_large_jpeg_is_read_where_it_can_be_decoded_smaller(monkeypatch):
+    monkeypatch.setattr(image_source, "_MOST_PIXELS", 48 * 40 - 1)
+    monkeypatch.setattr(image_source, "_MOST_JPEG_PIXELS", 48 * 40)
+    content = encode(picture(0))
+    assert SMALL(image_source.open_image(io.BytesIO(content)), None).shape == (16, 16, 3)
+    progressive = io.BytesIO()
+    picture(0).save(progressive, "JPEG", progressive=True)
+    for other in (progressive, io.BytesIO(encode(picture(0), "PNG"))):
+        with pytest.raises(ValueError, match="48 x 40 pixels"):
+            image_source.open_image(other)
+    monkeypatch.setattr(image_source, "_MOST_JPEG_PIXELS", 48 * 40 - 1)
+    with pytest.raises(ValueError, match="48 x 40 pixels"):
+        image_source.open_image(io.BytesIO(content))
 
 
 def test_more_corrupt_pictures_than_the_limit_are_an_error_with_their_names(tmp_path):

@@ -75,6 +75,11 @@ def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path)
         assert "t10k-labels-idx1-ubyte[.gz]" in message
 
 
+def lying(*shape: int) -> bytes:
+    """An IDX file that says it has this shape, and has next to nothing."""
+    return struct.pack(f">{1 + len(shape)}I", 0x800 + len(shape), *shape) + b"\0" * 9
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -82,6 +87,11 @@ def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path)
         ({"train_images": idx(IMAGES)[:-1]}, "should hold 3920 bytes .* holds 3919"),
         ({"train_images": idx(IMAGES) + b"!"}, "should hold 3920 bytes .* holds more"),
         ({"train_images": idx(IMAGES[:, :14])}, "pictures of 14 x 28; mnist has 28 x 28"),
+        ({"train_images": idx(IMAGES[:0])}, "says that it holds 0 samples"),
+        ({"train_labels": idx(LABELS[:0])}, "says that it holds 0 samples"),
+        ({"train_images": lying(2**32 - 1, 28, 28)}, "holds 4,294,967,295 samples; mnist"),
+        ({"train_images": lying(5, 2**32 - 1, 2**32 - 1)}, "mnist has 28 x 28"),
+        ({"t10k_labels": lying(2**31)}, "holds 2,147,483,648 samples; mnist has up to 60"),
         ({"train_images": b"\0\0\x08"}, "too short to be an IDX file"),
         ({"train_labels": idx(LABELS[:4])}, "holds 5 pictures, but .* 4 labels"),
         ({"t10k_labels": idx(np.array([9, 10], np.uint8))}, "the label 10; .* end at 9"),

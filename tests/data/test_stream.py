@@ -121,6 +121,15 @@ def assert_shares_make_up_the_whole(stream) -> None:
             np.testing.assert_array_equal(joined, array)
 
 
+def test_lists_become_arrays_and_anything_else_is_refused_at_once():
+    source = ArraySource({"x": [1, 2, 3], "y": ((1.0, 2.0),) * 3})
+    assert source[np.array([2, 0])]["x"].tolist() == [3, 1]
+    assert source[np.array([1])]["y"].tolist() == [[1.0, 2.0]]
+    for wrong in (3, 2.5, None, np.float32(1), [[1], [1, 2]], [None, {}], object()):
+        with pytest.raises(ValueError, match=r"x (must be|cannot be made) an array"):
+            ArraySource({"x": wrong})
+
+
 def pictures(count: int = 20) -> ArraySource:
     rng = np.random.default_rng(0)
     return ArraySource({"image": rng.random((count, 8, 8, 3)), "label": np.arange(count)})

@@ -134,6 +134,9 @@ def test_a_record_with_a_wrong_checksum_is_replaced_and_named(tmp_path):
     [
         b"",
         b"\xff" * 40,
+        b"\x0a",  # a field whose length is missing
+        b"\x0a\x80",  # and one whose length ends in its middle
+        records(1)[0] + b"\x08\x80",  # a number that does
         example(b"no picture", 1),
         records(1)[0][:-9],
         example_type()().SerializeToString(),

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -18,6 +17,7 @@ from millrace.apps.cnn.recipe import model_of
 from millrace.apps.cnn.validation import Weights, is_checkpoint
 from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.augment import imagenet_image
+from millrace.data.image_source import open_image
 from millrace.host.checkpoint import checkpoints_in, restore_part
 from millrace.nn.layers import Layer, apply_layers, init_shapes
 
@@ -68,7 +68,7 @@ class TrainedCnn(NamedTuple):
             raise ValueError(f"Files are pictures in colour, not {self.image_shape}.")
         pictures = []
         for path in paths:
-            with Image.open(path) as image:
+            with open_image(path, formats=None) as image:
                 pictures.append(imagenet_image(image, None, size=side, flip=False))
         return self.predict(np.stack(pictures))
 

@@ -6,6 +6,13 @@ from millrace.apps.cnn import data, device_images
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.preparation import preparation
 from millrace.config import ConfigurationError, build
+from millrace.data import cifar as cifar_files
+
+
+@pytest.fixture(autouse=True)
+def small_cifar(monkeypatch):
+    """Let files of 20 images pass for whole ones."""
+    monkeypatch.setattr(cifar_files, "_num_images", lambda name, layout, file: 20)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,13 @@ from image_files import encode, example, picture, write_folders, write_records
 
 from millrace.apps.cnn import benchmark_dataset
 from millrace.cli import main
+from millrace.data import cifar as cifar_files
+
+
+@pytest.fixture(autouse=True)
+def small_cifar(monkeypatch):
+    """Let files of 20 images pass for whole ones."""
+    monkeypatch.setattr(cifar_files, "_num_images", lambda name, layout, file: 20)
 
 
 @pytest.fixture
