@@ -1,31 +1,23 @@
 """The queue in: batches read ahead on a thread and staged on the devices in chunks."""
 
-import atexit
-import collections
-import contextlib
-import logging
-import queue
+import functools
 import threading
-import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from millrace.feeds.stager import Chunk, Rows, Stager
-
-_log = logging.getLogger("millrace")
-
-_POLL_SECONDS = 0.05
-_JOIN_SECONDS = 2.0
-_PATIENCE_SECONDS = 0.005
-"""How long a loop waits for a full chunk before it takes what there is."""
+from millrace.feeds.elements import Pass
+from millrace.feeds.reader import Reader, unused
+from millrace.feeds.stager import Chunk, Gathered, Rows
 
 
 class DatasetEnded(RuntimeError):
     """The dataset had fewer elements than the loop asked for."""
+
+    state: Any = None
+    """What ``train`` had reached: the state after the last update that was made."""
 
 
 @runtime_checkable
@@ -71,12 +63,17 @@ class Infeed:
         self.prefetch_depth = prefetch_depth
         self.on_end = on_end
         self._position = 0
-        self._reader: _Reader | None = None
+        self._pass: Pass | None = None
+        self._failed = False
+        """Whether the dataset raised an error: whoever asks again starts a new pass."""
+        self._example: Any = None
+        self._reading = threading.Lock()
+        self._reader: Reader | None = None
+        self._left: list[Reader] = []
+        """Readers that were stopped while they waited for the dataset."""
         self._chunk: Chunk | None = None
-        self._peeked: Any = None
-        self._unused: _ReadOnce | None = None
-        if not isinstance(dataset, Seekable) and iter(dataset) is (again := iter(dataset)):
-            self._unused = _ReadOnce(again)
+        self._gathered: Gathered | None = None
+        """The current chunk's elements on the host."""
 
     @property
     def position(self) -> int:
@@ -86,36 +83,33 @@ class Infeed:
     @property
     def elements_read(self) -> int:
         """Elements that have come from the dataset, used or not."""
-        return self._position if self._reader is None else self._reader.elements_read
+        return self._position if self._pass is None else self._pass.index
 
     def peek(self) -> Any:
         """Return an element like those to come, without taking it."""
-        if self._peeked is None:
+        if self._example is None:
             try:
-                if self._unused is None:
-                    self._peeked = next(iter(self.dataset))
-                else:
-                    self._peeked = self._unused.first()
-            except StopIteration:
-                raise DatasetEnded("The dataset has no elements.") from None
-        return self._peeked
+                self._example = self._elements().peek()
+            except BaseException:
+                self._failed = True
+                raise
+            if self._example is None:
+                raise DatasetEnded("The dataset has no elements.")
+        return self._example
 
     def seek(self, position: int) -> None:
         """Go to an element, before or between loops.
 
-        A dataset without a ``seek`` of its own is read from its start up to there; one
-        that can be read only once cannot go back.
+        A dataset without a ``seek`` of its own is read up to there, from its start when
+        going back; one that can be read only once cannot go back.
         """
         if position < 0:
             raise ValueError(f"position must not be negative, got {position}.")
         self.close()
-        if self._unused is not None:
-            if position < self._position:
-                raise ValueError(
-                    f"This infeed's dataset can be read only once and is past element "
-                    f"{position}. Give Infeed an iterable, or a dataset with a seek method."
-                )
-            self._unused.skip(position - self._position)
+        if self._pass is not None and position < self._pass.first:
+            self._pass = self._pass_from(position, None)
+        elif self._pass is not None:
+            self._pass.start = position
         self._position = position
 
     def chunk(
@@ -138,27 +132,96 @@ class Infeed:
         """
         pattern = (capacity,) if isinstance(capacity, int) else capacity
         key = (pattern, sharding, only_full)
-        if self._reader is None or self._reader.key != key or self._reader.failed:
-            self.close()
-            self._reader = _Reader(self, *key)
+        if self._reader is None or self._reader.key != key:
+            self._stop_reading()
+            rows = _own_rows(sharding, self)
+            elements = self._elements(rows)
+            self._reader = Reader(elements, *key, rows, self.prefetch_depth)
         if self._chunk is None or self._chunk.start == self._chunk.stop:
-            self._chunk = self._reader.get()
+            self._next_chunk(self._reader)
         return self._chunk
+
+    def _next_chunk(self, reader: Reader) -> None:
+        self._chunk = self._gathered = None
+        found = reader.get()
+        if isinstance(found, BaseException):
+            self._stop_reading()
+            self._failed = True
+            raise found
+        if found is not None:
+            self._chunk, self._gathered = found
+
+    def _elements(self, rows: Rows | None = None) -> Pass:
+        """Return the pass that is being made over the dataset, or begin one."""
+        elements = self._pass
+        # A dataset that can share its elements reads only the samples of this process.
+        shares = rows is not None and hasattr(self.dataset, "share")
+        fits = elements is not None and elements.serves(rows)
+        if elements is None or self._failed or not fits or (shares and not elements.rows):
+            elements = self._pass = self._pass_from(self._position, rows)
+            self._failed = False
+        return elements
+
+    def _pass_from(self, position: int, rows: Rows | None) -> Pass:
+        """Begin a pass over the dataset, or continue one that cannot be begun again."""
+        dataset, before = self.dataset, self._pass
+        share = getattr(dataset, "share", None) if rows is not None else None
+        if share is not None and rows is not None:
+            dataset = share(rows.places)
+        own = rows if share is not None else None
+        begin = functools.partial(Pass, start=position, rows=own, reading=self._reading)
+        if isinstance(dataset, Seekable):
+            return begin(lambda: _iterator_at(dataset, position), index=position)
+        if before is not None and isinstance(dataset, Iterator):
+            return self._continued(before, position, rows)
+        iterator = iter(dataset)
+        if before is not None and iterator is before.iterator:
+            return self._continued(before, position, rows)
+        return begin(lambda: iterator, index=0)
+
+    def _continued(self, elements: Pass, position: int, rows: Rows | None) -> Pass:
+        if position < elements.first or not elements.serves(rows):
+            raise ValueError(
+                f"This infeed's dataset can be read only once and is past element "
+                f"{position}. Give Infeed an iterable, or a dataset with a seek method."
+            )
+        elements.start = position
+        elements.forget_error()
+        return elements
 
     def took(self, count: int) -> None:
         """Note that a loop has used `count` more elements of the current chunk."""
         assert self._chunk is not None and count <= self._chunk.stop - self._chunk.start
         self._chunk = self._chunk._replace(start=self._chunk.start + count)
         self._position += count
-        if self._unused is not None:
-            self._unused.skip(count)
+        if self._chunk.start == self._chunk.stop:
+            self._gathered = None
 
     def close(self) -> None:
-        """Stop reading ahead. What was staged but not used is read again later."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-            self._chunk = None
+        """Stop reading ahead.
+
+        What was read but not used is kept for later, or read again by a dataset that can
+        seek.
+        """
+        self._stop_reading()
+        for reader in self._left:
+            reader.join()
+        self._left.clear()
+        if isinstance(self.dataset, Seekable):
+            self._pass = None
+
+    def _stop_reading(self) -> None:
+        """Stop the reader and put back what nobody has used, without waiting for it."""
+        reader, self._reader = self._reader, None
+        if reader is None:
+            return
+        entries = reader.retire()
+        if self._chunk is not None and self._gathered is not None:
+            entries = unused(self._gathered, self._chunk.start, reader.rows) + entries
+        self._chunk = self._gathered = None
+        assert self._pass is not None
+        self._pass.give_back(entries)
+        self._left = [left for left in [*self._left, reader] if left.is_alive]
 
     def __enter__(self) -> "Infeed":
         return self
@@ -172,170 +235,9 @@ class Infeed:
             reader.stop.set()
 
 
-class _ReadOnce:
-    """An iterator whose elements are kept until a loop has used them.
-
-    Reading runs ahead of use. When reading starts anew, with chunks of another size
-    say, what was read but not used comes first.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._kept: collections.deque[Any] = collections.deque()
-
-    def first(self) -> Any:
-        if not self._kept:
-            self._keep(next(self._iterator))
-        return self._kept[0]
-
-    def _keep(self, element: Any) -> None:
-        # A copy: whoever makes the elements may fill the same arrays again.
-        self._kept.append(jax.tree.map(np.array, element))
-
-    def skip(self, count: int) -> None:
-        for _ in range(count):
-            if self._kept:
-                self._kept.popleft()
-            elif next(self._iterator, self) is self:
-                return
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from list(self._kept)
-        for element in self._iterator:
-            self._keep(element)
-            yield element
-
-
-_readers: "weakref.WeakSet[_Reader]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_readers() -> None:
-    """Stop what an infeed that was never closed still reads.
-
-    Python would end the thread in the middle of a copy to the device, and that, with an
-    exception through code that allows for none, ends the process with an abort.
-    """
-    for reader in list(_readers):
-        reader.close()
-
-
-class _Reader:
-    """The thread that reads a dataset from a position and stages it."""
-
-    def __init__(
-        self,
-        infeed: Infeed,
-        pattern: tuple[int, ...] | None,
-        sharding: Any,
-        only_full: bool,
-    ) -> None:
-        self.key = (pattern, sharding, only_full)
-        self.stop = threading.Event()
-        self._rows = _own_rows(sharding, infeed)
-        self._dataset = _share(infeed.dataset, self._rows)
-        self._unused = infeed._unused
-        self._stager: Stager | None = None
-        self._lock = threading.Lock()
-        self._start = self.elements_read = infeed.position
-        self._pattern = pattern
-        self._only_full = only_full
-        self._sharding = sharding
-        self._ready: queue.Queue[Any] = queue.Queue(infeed.prefetch_depth)
-        self._ended = False
-        self.failed = False
-        """Whether the dataset raised an error: who asks again reads it anew."""
-        self._thread = threading.Thread(
-            target=self._run, name="millrace-infeed", daemon=True
-        )
-        _readers.add(self)
-        self._thread.start()
-
-    def get(self) -> Chunk | None:
-        if self._ended:
-            return None
-        patience_ends = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                item = self._ready.get(timeout=_PATIENCE_SECONDS)
-                break
-            except queue.Empty:
-                if self._pattern is None and time.monotonic() > patience_ends:
-                    # Nothing is ready: take what has been gathered, however little.
-                    chunk = self._take_partial()
-                    if chunk is not None:
-                        return chunk
-                if not self._thread.is_alive() and self._ready.empty():
-                    raise RuntimeError("The infeed was closed while in use.") from None
-        if isinstance(item, BaseException):
-            self.failed = True
-            raise item
-        self._ended = item is None
-        return item
-
-    def _take_partial(self) -> Chunk | None:
-        with self._lock:
-            # What is ready comes first; the reader may have put it there just now.
-            if self._ready.empty() and self._stager is not None and self._stager.count:
-                return self._stager.take()
-        return None
-
-    def close(self) -> None:
-        self.stop.set()
-        with contextlib.suppress(queue.Empty):
-            while True:  # lets a reader go that waits for room
-                self._ready.get_nowait()
-        self._thread.join(_JOIN_SECONDS)
-        if self._thread.is_alive():
-            _log.warning("The infeed's dataset does not answer; its reader is left behind.")
-
-    def _offer(self, item: Any) -> None:
-        while not self.stop.is_set():
-            try:
-                return self._ready.put(item, timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-
-    def _run(self) -> None:
-        try:
-            for index, element in self._elements():
-                if self.stop.is_set():
-                    return
-                with self._lock:
-                    self._stager = self._stager or Stager(
-                        element, self._pattern, self._sharding, self._rows
-                    )
-                    self._stager.add(element, index)
-                    self.elements_read = index + 1
-                    chunk = self._stager.take() if self._stager.full else None
-                if chunk is not None:
-                    self._offer(chunk)
-            self._offer_rest()
-            self._offer(None)
-        except BaseException as error:
-            self._offer_rest()
-            self._offer(error)
-
-    def _offer_rest(self) -> None:
-        """Hand over the good elements before the end, unless only full chunks serve."""
-        with self._lock:
-            rest = None
-            if self._stager is not None and self._stager.count and not self._only_full:
-                rest = self._stager.take()
-        if rest is not None:
-            self._offer(rest)
-
-    def _elements(self) -> Iterator[tuple[int, Any]]:
-        if isinstance(self._dataset, Seekable):
-            self._dataset.seek(self._start)
-            yield from enumerate(self._dataset, self._start)
-            return
-        if self._unused is not None:
-            yield from enumerate(_share(self._unused, self._rows), self._start)
-            return
-        for index, element in enumerate(self._dataset):
-            if index >= self._start:
-                yield index, element
+def _iterator_at(dataset: Any, position: int) -> Iterator[Any]:
+    dataset.seek(position)
+    return iter(dataset)
 
 
 def _own_rows(sharding: Any, infeed: Infeed) -> Rows | None:
@@ -343,32 +245,10 @@ def _own_rows(sharding: Any, infeed: Infeed) -> Rows | None:
 
     None where all of them do, as in a process alone.
     """
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return None
     count = np.shape(jax.tree.leaves(infeed.peek())[0])[0]
     indices = sharding.addressable_devices_indices_map((1, count)).values()
     bounds = [index[1].indices(count) for index in indices]
     start, stop = min(b[0] for b in bounds), max(b[1] for b in bounds)
     return None if (start, stop) == (0, count) else Rows(slice(start, stop), count)
-
-
-def _share(dataset: Iterable[Any], rows: Rows | None) -> Iterable[Any]:
-    """Return a dataset of only these samples; one that cannot share is cut here."""
-    if rows is None:
-        return dataset
-    share = getattr(dataset, "share", None)
-    return share(rows.places) if share is not None else _Cut(dataset, rows.places)
-
-
-class _Cut:
-    """A part of every element of a dataset that only gives whole ones."""
-
-    def __init__(self, dataset: Iterable[Any], rows: slice) -> None:
-        self._dataset = dataset
-        self._rows = rows
-        if isinstance(dataset, Seekable):
-            self.seek = dataset.seek
-
-    def __iter__(self) -> Iterator[Any]:
-        for element in self._dataset:
-            yield jax.tree.map(lambda leaf: np.asarray(leaf)[self._rows], element)

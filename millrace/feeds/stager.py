@@ -32,6 +32,21 @@ class Rows(NamedTuple):
     """Samples in the whole element."""
 
 
+class Gathered(NamedTuple):
+    """Elements on the host, in the order of the dataset."""
+
+    first: int
+    """The number of the first one in the dataset."""
+    count: int
+    buffers: list[np.ndarray]
+    """One per leaf: (capacity, ...)."""
+    treedef: Any
+
+    def element(self, place: int) -> Any:
+        """Return one of them; it shares the memory of all."""
+        return jax.tree.unflatten(self.treedef, [buffer[place] for buffer in self.buffers])
+
+
 class Stager:
     """Gathers elements into one array per leaf and moves it to the devices."""
 
@@ -64,7 +79,7 @@ class Stager:
         self._buffers = [
             np.empty((self._capacity, *shape), dtype) for shape, dtype in self._specs
         ]
-        self.count = 0
+        self.count = self._first = 0
 
     @property
     def full(self) -> bool:
@@ -98,16 +113,22 @@ class Stager:
                     'jax.config.update("jax_enable_x64", True).'
                 )
             self._buffers[place][self.count] = array
+        if not self.count:
+            self._first = index
         self.count += 1
 
-    def take(self) -> Chunk:
-        """Move what there is to the devices, and begin anew."""
-        data = jax.tree.unflatten(self._treedef, self._buffers)
-        count = self.count
-        for buffer in self._buffers:
-            buffer[count:] = 0
+    def take(self) -> Gathered:
+        """Return what was gathered, and start the next chunk."""
+        gathered = Gathered(self._first, self.count, self._buffers, self._treedef)
         self._begin()
-        return Chunk(self._placed(data), 0, count)
+        return gathered
+
+    def placed(self, gathered: Gathered) -> Chunk:
+        """Move what was gathered to the devices."""
+        for buffer in gathered.buffers:
+            buffer[gathered.count :] = 0
+        data = jax.tree.unflatten(gathered.treedef, gathered.buffers)
+        return Chunk(self._placed(data), 0, gathered.count)
 
     def _placed(self, data: Any) -> Any:
         sharding, rows = self._sharding, self._rows

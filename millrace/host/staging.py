@@ -48,7 +48,8 @@ def next_chunk(
     if chunk is None:
         raise DatasetEnded(
             f"The dataset ended after {infeed.elements_read} elements, in the middle of "
-            "training. A training dataset must repeat without end."
+            "training. A training dataset must repeat without end, or use "
+            "Infeed(..., on_end='stop') with millrace.train."
         )
     infeed.took(chunk.stop)
     count_step()

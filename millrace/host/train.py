@@ -3,7 +3,9 @@
 import collections
 from typing import Any
 
-from millrace.feeds.infeed import Infeed
+import jax
+
+from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.host.finite import FiniteWatch
 from millrace.host.loops import check_infeed, filling
@@ -24,6 +26,10 @@ def train(
 ) -> TrainState:
     """Make `updates` weight updates and return the new state; `state` is used up.
 
+    Where the dataset ends too early, ``Infeed(..., on_end="stop")`` makes the updates for
+    which there are whole batches and returns what they reached. Otherwise ``DatasetEnded``
+    is raised; its attribute `state` is the state after the last update that was made.
+
     Args:
         program: From ``training_program``.
         state: From ``program.init`` or an earlier call.
@@ -33,27 +39,66 @@ def train(
         outfeed: Receives every update's info after each call: at the latest every
             `plan.updates_per_execution` updates, or twenty times if that is not given.
     """
-    in_flight: collections.deque[Any] = collections.deque()
-    state = program.usable(state)
-    watch = FiniteWatch(program.plan, int(state.update))
     with filling(outfeed):
         check_infeed(infeed)
         if updates < 0:
             raise ValueError(f"updates must not be negative, got {updates}.")
-        execution = program.plan.updates_per_execution or -(-updates // _EXECUTIONS)
+        training = _Training(program, state, infeed, outfeed)
+        try:
+            execution = program.plan.updates_per_execution or -(-updates // _EXECUTIONS)
+            training.make(updates, execution)
+        except DatasetEnded as error:
+            if infeed.on_end != "stop":
+                error.state = training.state
+                raise
+            training.make_last()
+        training.settle()
+    return training.state
+
+
+class _Training:
+    """One call of ``train``."""
+
+    def __init__(
+        self,
+        program: TrainingProgram,
+        state: TrainState,
+        infeed: Infeed,
+        outfeed: Outfeed | None,
+    ) -> None:
+        self.state = program.usable(state)
+        self._program = program
+        self._infeed = infeed
+        self._outfeed = outfeed
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._watch = FiniteWatch(program.plan, int(jax.device_get(self.state.update)))
+
+    def make(self, updates: int, execution: int) -> None:
+        """Make updates, so many in an execution."""
         while updates:
             execution = min(execution, updates)
-            capacities = compile_calls(program, state, infeed, execution)
+            capacities = compile_calls(self._program, self.state, self._infeed, execution)
             for _ in range(updates // execution):
                 for _ in capacities:
-                    chunk = next_chunk(program, infeed, capacities)
-                    state, info = program.run(state, chunk)
-                    if outfeed is not None:
-                        outfeed.put(info, info["loss"].shape[0])
-                    in_flight.append(info)
-                    if len(in_flight) >= MAX_IN_FLIGHT:
-                        watch.check(in_flight.popleft())
+                    self._call(capacities)
             updates %= execution
-        while in_flight:  # a caller may call again and again, and must not run ahead
-            watch.check(in_flight.popleft())
-    return state
+
+    def make_last(self) -> None:
+        """Make the updates for which a dataset that has ended has elements left."""
+        left = self._infeed.elements_read - self._infeed.position
+        updates = left // self._program.plan.batching.gradient_accumulation_count
+        self.make(updates, updates)
+
+    def _call(self, capacities: tuple[int, ...]) -> None:
+        chunk = next_chunk(self._program, self._infeed, capacities)
+        self.state, info = self._program.run(self.state, chunk)
+        if self._outfeed is not None:
+            self._outfeed.put(info, info["loss"].shape[0])
+        self._in_flight.append(info)
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._watch.check(self._in_flight.popleft())
+
+    def settle(self) -> None:
+        """Wait for all calls: who calls ``train`` again and again must not run ahead."""
+        while self._in_flight:
+            self._watch.check(self._in_flight.popleft())

@@ -182,6 +182,164 @@ def test_whoever_fills_the_same_array_again_and_again_loses_nothing():
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(15))
 
 
+class Shuffling:
+    """A loader that gives its elements in another order each time, and counts reads."""
+
+    def __init__(self, count):
+        self.rng, self.count = np.random.default_rng(0), count
+        self.passes, self.read = 0, []
+
+    def __iter__(self):
+        self.passes += 1
+        for number in self.rng.permutation(self.count):
+            self.read.append(number)
+            yield np.full(3, number, np.float32)
+
+
+def taken(infeed, *sizes):
+    """Take chunks of these capacities, each one of its own kind."""
+    found = []
+    for size in sizes:
+        chunk = infeed.chunk(size, only_full=True)
+        found += np.asarray(chunk.data)[: chunk.stop, 0].tolist()
+        infeed.took(chunk.stop)
+    return found
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_chunks_of_any_sizes_are_cut_from_one_pass(closing):
+    loader = Shuffling(400)
+    with mr.Infeed(loader) as infeed:
+        assert infeed.peek().shape == (3,)
+        found = []
+        for sizes in ((7, 7, 2), (5,), (1, 1, 9), (30, 2)):
+            found += taken(infeed, *sizes)
+            if closing:
+                infeed.close()
+        assert infeed.position == len(found) == 64
+    assert loader.passes == 1 and len(set(found)) == 64
+    np.testing.assert_array_equal(found, loader.read[:64])
+
+
+def test_no_more_is_kept_than_was_read_ahead():
+    loader = Shuffling(100_000)
+    with mr.Infeed(loader, prefetch_depth=2) as infeed:
+        for size in (50, 3, 50, 7) * 20:
+            taken(infeed, size)
+    # Three chunks of 50: two staged, one gathered. A small chunk adds nothing to them.
+    assert infeed.position == 110 * 20
+    assert len(loader.read) <= infeed.position + 3 * 50 + 1
+
+
+def test_a_part_of_a_chunk_that_was_not_used_is_not_lost():
+    with mr.Infeed(iter(numbers(40))) as infeed:
+        infeed.chunk(8)
+        infeed.took(3)
+        assert taken(infeed, 4) == [3, 4, 5, 6]
+        infeed.chunk(6)
+        infeed.close()
+        assert taken(infeed, 2, 6) == list(range(7, 15))
+
+
+class Resetting:
+    """An iterator that starts from its first element whenever it is asked for itself."""
+
+    def __iter__(self):
+        self.next = 0
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return np.full(3, self.next - 1, np.float32)
+
+
+def test_an_iterator_that_resets_itself_is_asked_once():
+    with mr.Infeed(Resetting()) as infeed:
+        assert infeed.peek()[0] == 0
+        assert taken(infeed, 3, 2, 4) == list(range(9))
+        with pytest.raises(ValueError, match="read only once and is past element 2"):
+            infeed.seek(2)
+        assert taken(infeed, 2) == [9, 10]
+
+
+def test_a_slow_generator_is_never_entered_by_two_readers():
+    def slow():
+        for number in range(100):
+            time.sleep(0.05)
+            yield np.full(3, number, np.float32)
+
+    with mr.Infeed(slow()) as infeed:
+        # Each change finds the reader inside next().
+        started = time.perf_counter()
+        assert taken(infeed, 2, 1, 3, 1, 2) == list(range(9))
+        assert time.perf_counter() - started < 5
+
+
+def test_what_was_read_is_used_while_a_stopped_reader_waits_for_the_dataset():
+    released = threading.Event()
+
+    def stalling():
+        yield from numbers(5)
+        released.wait(20)
+        yield from numbers(9)[5:]
+
+    infeed = mr.Infeed(stalling())
+    assert taken(infeed, 2, 1, 2) == list(range(5))
+    released.set()
+    assert taken(infeed, 3, 1) == list(range(5, 9))
+    infeed.close()
+
+
+@pytest.mark.parametrize("kind", [list, iter], ids=["iterable", "iterator"])
+def test_one_can_seek_forward_from_any_position(kind):
+    with mr.Infeed(kind(numbers(60))) as infeed:
+        assert taken(infeed, 3) == [0, 1, 2]
+        infeed.seek(7)
+        assert infeed.position == 7
+        assert taken(infeed, 2) == [7, 8]
+        infeed.seek(9)
+        infeed.seek(40)
+        assert taken(infeed, 3) == [40, 41, 42]
+
+
+def test_an_iterable_can_be_gone_back_in():
+    with mr.Infeed(numbers(30)) as infeed:
+        assert taken(infeed, 12) == list(range(12))
+        infeed.seek(4)
+        assert taken(infeed, 3) == [4, 5, 6]
+
+
+def test_an_error_that_was_read_ahead_comes_after_the_elements_before_it():
+    def failing():
+        yield from numbers(5)
+        raise OSError("disk")
+
+    with mr.Infeed(failing()) as infeed:
+        assert taken(infeed, 2, 1, 2) == list(range(5))
+        with pytest.raises(OSError, match="disk"):
+            infeed.chunk(1)
+        assert infeed.position == 5
+        assert infeed.chunk(1) is None  # the generator has ended
+
+
+def test_an_odd_element_is_named_again_when_asked_again():
+    infeed = mr.Infeed(iter([*numbers(3), np.zeros(4, np.float32)]))
+    for _ in range(2):
+        with pytest.raises(mr.ElementError, match="Element 3 of the dataset"):
+            infeed.chunk(4, only_full=True)
+    assert taken(infeed, 3) == [0, 1, 2]
+    infeed.close()
+
+
+def test_elements_left_at_the_end_make_smaller_chunks():
+    with mr.Infeed(Shuffling(11)) as infeed:
+        assert len(taken(infeed, 4, 4)) == 8
+        assert infeed.chunk(4, only_full=True) is None
+        assert infeed.elements_read == 11
+        assert len(taken(infeed, 2, 1)) == 3
+        assert infeed.chunk(1, only_full=True) is None
+
+
 class FailsOnce:
     """A dataset that can be read again after an error."""
 
