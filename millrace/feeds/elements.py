@@ -14,7 +14,7 @@ from millrace.feeds.stager import Rows
 class Entry(NamedTuple):
     """An element of the dataset, or this process's part of it."""
 
-    index: int
+    number: int
     element: Any
     rows: Rows | None = None
     """Which samples of the whole element these are; None for all of them."""
@@ -61,7 +61,7 @@ class Pass:
         """Return the next element that came back, if there is one."""
         while self._kept:
             entry = self._kept.popleft()
-            if entry.index >= self.start:
+            if entry.number >= self.start:
                 return entry
         return None
 
@@ -76,7 +76,7 @@ class Pass:
         try:
             while not self._ended:
                 entry = self._next()
-                if entry is not None and entry.index >= self.start:
+                if entry is not None and entry.number >= self.start:
                     return entry
         except BaseException as error:
             self._error = error
@@ -116,7 +116,7 @@ class Pass:
     @property
     def first(self) -> int:
         """The oldest element that can still be handed out."""
-        return self._kept[0].index if self._kept else self.index
+        return self._kept[0].number if self._kept else self.index
 
     def forget_error(self) -> None:
         """Ask the dataset again after an error."""

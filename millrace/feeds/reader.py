@@ -71,25 +71,27 @@ class Reader:
         """Wait for the next chunk; None or the error when there are no more."""
         patience_ends = time.monotonic() + _PATIENCE_SECONDS
         with self._changed:
-            while not self._ready and (partial := self._partial(patience_ends)) is None:
+            while not self._ready:
                 if self._outcome is not None:
                     return None if self._outcome is ENDED else self._outcome
                 if self.stop.is_set():
                     raise RuntimeError("The infeed was closed while in use.")
+                stager = self._stager
+                if time.monotonic() > patience_ends and self._may_be_partial(stager):
+                    assert stager is not None
+                    gathered = stager.take()
+                    break
                 self._changed.wait(_PATIENCE_SECONDS)
-            if self._ready:
+            else:
                 self._changed.notify_all()
                 return self._ready.popleft()
-            stager = self._stager
-        return Staged(stager.placed(partial), partial)
+        return Staged(stager.placed(gathered), gathered)
 
-    def _partial(self, patience_ends: float) -> Gathered | None:
-        """When nothing is ready for long, take what has been gathered, however little."""
+    def _may_be_partial(self, stager: Stager | None) -> bool:
+        """Whether a chunk of any size serves, and something has been gathered for it."""
         pattern, _, _ = self.key
-        late = pattern is None and time.monotonic() > patience_ends
-        if not late or self._placing is not None:
-            return None
-        return self._stager.take() if self._stager and self._stager.count else None
+        idle = pattern is None and self._placing is None
+        return idle and stager is not None and stager.count > 0
 
     def retire(self) -> list[Entry]:
         """Stop, without waiting for the dataset, and return what has not been used."""
@@ -158,7 +160,7 @@ class Reader:
             element = cut(entry, self.rows)
             if self._stager is None:
                 self._stager = Stager(element, pattern, sharding, self.rows)
-            self._stager.add(element, entry.index)
+            self._stager.add(element, entry.number)
         except BaseException:
             self._pass.give_back([entry])
             raise
@@ -195,7 +197,7 @@ def unused(gathered: Gathered, start: int, rows: Rows | None) -> list[Entry]:
     """Return the elements of a chunk from place `start` on, as they were gathered."""
     return [
         Entry(gathered.first + place, gathered.element(place), rows)
-        for place in range(start, gathered.count)
+        for place in range(start, gathered.size)
     ]
 
 
