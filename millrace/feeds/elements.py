@@ -57,6 +57,11 @@ class Pass:
         self._error: BaseException | None = None
         self._ended = False
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether elements have come back."""
+        return bool(self._kept)
+
     def returned(self) -> Entry | None:
         """Return the next element that came back, if there is one."""
         while self._kept:
@@ -74,26 +79,22 @@ class Pass:
         if self._error is not None:
             raise self._error
         try:
+            if self.iterator is None:
+                self.iterator = self._open()
             while not self._ended:
-                entry = self._next()
-                if entry is not None and entry.number >= self.start:
-                    return entry
+                element = next(self.iterator, self)
+                if element is self:
+                    self._ended = True
+                    break
+                if self.example is None:
+                    self.example = _copied(element)
+                self.index += 1
+                if self.index > self.start:
+                    return Entry(self.index - 1, element, self.rows)
         except BaseException as error:
             self._error = error
             raise
         return None
-
-    def _next(self) -> Entry | None:
-        if self.iterator is None:
-            self.iterator = self._open()
-        element = next(self.iterator, self)
-        if element is self:
-            self._ended = True
-            return None
-        if self.example is None:
-            self.example = _copied(element)
-        self.index += 1
-        return Entry(self.index - 1, element, self.rows)
 
     def keep(self, entry: Entry) -> None:
         """Put back an element that was just read; whoever made it may change it."""

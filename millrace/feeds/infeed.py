@@ -36,6 +36,9 @@ class Infeed:
     raised again where the loop runs, with its own traceback, after the good elements
     before it have been used.
 
+    All loops that use an infeed share one pass over its dataset: each takes the elements
+    that follow those of the last one, whatever it takes at a time.
+
     Args:
         dataset: Every element has the same structure, shapes and types.
         prefetch_depth: Chunks staged ahead of the one in use.

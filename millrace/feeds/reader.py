@@ -59,7 +59,7 @@ class Reader:
         self._placing: Gathered | None = None
         self._outcome: Any = None
         """ENDED, or the error that was raised, once there is nothing more to read."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self.stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
@@ -131,33 +131,32 @@ class Reader:
             self._changed.notify_all()
 
     def _gather_one(self) -> bool:
-        if (added := self._add_returned()) is not None:
-            return added
+        """Add the next element to the chunk; False when there is none, or to stop."""
+        if self._pass.has_returned and self._add_returned():
+            return True
         with self._pass.reading:
-            # While this waited, the one who held it may have put an element back.
-            if (added := self._add_returned()) is not None:
-                return added
-            entry = self._pass.read()
+            # Whoever held it before may have put an element back.
+            if self._pass.has_returned and self._add_returned():
+                return True
+            entry = None if self.stop.is_set() else self._pass.read()
             if entry is None:
                 return False
             with self._changed:
-                if self.stop.is_set():
-                    self._pass.keep(entry)
-                    return False
-                return self._add(entry)
+                if not self.stop.is_set():
+                    return self._add(entry)
+            self._pass.keep(entry)
+            return False
 
-    def _add_returned(self) -> bool | None:
-        """Add an element that came back; None if there is none, False after the end."""
+    def _add_returned(self) -> bool:
+        # Under one lock, so that no element is out of sight of `retire`.
         with self._changed:
-            if self.stop.is_set():
-                return False
-            entry = self._pass.returned()
-            return None if entry is None else self._add(entry)
+            entry = None if self.stop.is_set() else self._pass.returned()
+            return entry is not None and self._add(entry)
 
     def _add(self, entry: Entry) -> bool:
         pattern, sharding, _ = self.key
         try:
-            element = cut(entry, self.rows)
+            element = entry.element if entry.rows is self.rows else cut(entry, self.rows)
             if self._stager is None:
                 self._stager = Stager(element, pattern, sharding, self.rows)
             self._stager.add(element, entry.number)
