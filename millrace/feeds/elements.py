@@ -14,7 +14,7 @@ from millrace.feeds.stager import Rows
 class Entry(NamedTuple):
     """An element of the dataset, or this process's part of it."""
 
-    index: int
+    number: int
     element: Any
     rows: Rows | None = None
     """Which samples of the whole element these are; None for all of them."""
@@ -57,11 +57,16 @@ class Pass:
         self._error: BaseException | None = None
         self._ended = False
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether elements have come back."""
+        return bool(self._kept)
+
     def returned(self) -> Entry | None:
         """Return the next element that came back, if there is one."""
         while self._kept:
             entry = self._kept.popleft()
-            if entry.index >= self.start:
+            if entry.number >= self.start:
                 return entry
         return None
 
@@ -74,26 +79,22 @@ class Pass:
         if self._error is not None:
             raise self._error
         try:
+            if self.iterator is None:
+                self.iterator = self._open()
             while not self._ended:
-                entry = self._next()
-                if entry is not None and entry.index >= self.start:
-                    return entry
+                element = next(self.iterator, self)
+                if element is self:
+                    self._ended = True
+                    break
+                if self.example is None:
+                    self.example = _copied(element)
+                self.index += 1
+                if self.index > self.start:
+                    return Entry(self.index - 1, element, self.rows)
         except BaseException as error:
             self._error = error
             raise
         return None
-
-    def _next(self) -> Entry | None:
-        if self.iterator is None:
-            self.iterator = self._open()
-        element = next(self.iterator, self)
-        if element is self:
-            self._ended = True
-            return None
-        if self.example is None:
-            self.example = _copied(element)
-        self.index += 1
-        return Entry(self.index - 1, element, self.rows)
 
     def keep(self, entry: Entry) -> None:
         """Put back an element that was just read; whoever made it may change it."""
@@ -116,7 +117,7 @@ class Pass:
     @property
     def first(self) -> int:
         """The oldest element that can still be handed out."""
-        return self._kept[0].index if self._kept else self.index
+        return self._kept[0].number if self._kept else self.index
 
     def forget_error(self) -> None:
         """Ask the dataset again after an error."""

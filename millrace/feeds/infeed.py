@@ -36,6 +36,9 @@ class Infeed:
     raised again where the loop runs, with its own traceback, after the good elements
     before it have been used.
 
+    All loops that use an infeed share one pass over its dataset: each takes the elements
+    that follow those of the last one, whatever it takes at a time.
+
     Args:
         dataset: Every element has the same structure, shapes and types.
         prefetch_depth: Chunks staged ahead of the one in use.
@@ -72,7 +75,7 @@ class Infeed:
         self._left: list[Reader] = []
         """Readers that were stopped while they waited for the dataset."""
         self._chunk: Chunk | None = None
-        self._gathered: Gathered | None = None
+        self._on_host: Gathered | None = None
         """The current chunk's elements on the host."""
 
     @property
@@ -89,7 +92,7 @@ class Infeed:
         """Return an element like those to come, without taking it."""
         if self._example is None:
             try:
-                self._example = self._elements().peek()
+                self._example = self._current_pass().peek()
             except BaseException:
                 self._failed = True
                 raise
@@ -135,23 +138,23 @@ class Infeed:
         if self._reader is None or self._reader.key != key:
             self._stop_reading()
             rows = _own_rows(sharding, self)
-            elements = self._elements(rows)
+            elements = self._current_pass(rows)
             self._reader = Reader(elements, *key, rows, self.prefetch_depth)
         if self._chunk is None or self._chunk.start == self._chunk.stop:
             self._next_chunk(self._reader)
         return self._chunk
 
     def _next_chunk(self, reader: Reader) -> None:
-        self._chunk = self._gathered = None
+        self._chunk = self._on_host = None
         found = reader.get()
         if isinstance(found, BaseException):
             self._stop_reading()
             self._failed = True
             raise found
         if found is not None:
-            self._chunk, self._gathered = found
+            self._chunk, self._on_host = found
 
-    def _elements(self, rows: Rows | None = None) -> Pass:
+    def _current_pass(self, rows: Rows | None = None) -> Pass:
         """Return the pass that is being made over the dataset, or begin one."""
         elements = self._pass
         # A dataset that can share its elements reads only the samples of this process.
@@ -195,7 +198,7 @@ class Infeed:
         self._chunk = self._chunk._replace(start=self._chunk.start + count)
         self._position += count
         if self._chunk.start == self._chunk.stop:
-            self._gathered = None
+            self._on_host = None
 
     def close(self) -> None:
         """Stop reading ahead.
@@ -216,9 +219,9 @@ class Infeed:
         if reader is None:
             return
         entries = reader.retire()
-        if self._chunk is not None and self._gathered is not None:
-            entries = unused(self._gathered, self._chunk.start, reader.rows) + entries
-        self._chunk = self._gathered = None
+        if self._chunk is not None and self._on_host is not None:
+            entries = unused(self._on_host, self._chunk.start, reader.rows) + entries
+        self._chunk = self._on_host = None
         assert self._pass is not None
         self._pass.give_back(entries)
         self._left = [left for left in [*self._left, reader] if left.is_alive]

@@ -59,7 +59,7 @@ class Reader:
         self._placing: Gathered | None = None
         self._outcome: Any = None
         """ENDED, or the error that was raised, once there is nothing more to read."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self.stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="millrace-infeed", daemon=True
@@ -71,25 +71,27 @@ class Reader:
         """Wait for the next chunk; None or the error when there are no more."""
         patience_ends = time.monotonic() + _PATIENCE_SECONDS
         with self._changed:
-            while not self._ready and (partial := self._partial(patience_ends)) is None:
+            while not self._ready:
                 if self._outcome is not None:
                     return None if self._outcome is ENDED else self._outcome
                 if self.stop.is_set():
                     raise RuntimeError("The infeed was closed while in use.")
+                stager = self._stager
+                if time.monotonic() > patience_ends and self._may_be_partial(stager):
+                    assert stager is not None
+                    gathered = stager.take()
+                    break
                 self._changed.wait(_PATIENCE_SECONDS)
-            if self._ready:
+            else:
                 self._changed.notify_all()
                 return self._ready.popleft()
-            stager = self._stager
-        return Staged(stager.placed(partial), partial)
+        return Staged(stager.placed(gathered), gathered)
 
-    def _partial(self, patience_ends: float) -> Gathered | None:
-        """When nothing is ready for long, take what has been gathered, however little."""
+    def _may_be_partial(self, stager: Stager | None) -> bool:
+        """Whether a chunk of any size serves, and something has been gathered for it."""
         pattern, _, _ = self.key
-        late = pattern is None and time.monotonic() > patience_ends
-        if not late or self._placing is not None:
-            return None
-        return self._stager.take() if self._stager and self._stager.count else None
+        idle = pattern is None and self._placing is None
+        return idle and stager is not None and stager.count > 0
 
     def retire(self) -> list[Entry]:
         """Stop, without waiting for the dataset, and return what has not been used."""
@@ -129,36 +131,35 @@ class Reader:
             self._changed.notify_all()
 
     def _gather_one(self) -> bool:
-        if (added := self._add_returned()) is not None:
-            return added
+        """Add the next element to the chunk; False when there is none, or to stop."""
+        if self._pass.has_returned and self._add_returned():
+            return True
         with self._pass.reading:
-            # While this waited, the one who held it may have put an element back.
-            if (added := self._add_returned()) is not None:
-                return added
-            entry = self._pass.read()
+            # Whoever held it before may have put an element back.
+            if self._pass.has_returned and self._add_returned():
+                return True
+            entry = None if self.stop.is_set() else self._pass.read()
             if entry is None:
                 return False
             with self._changed:
-                if self.stop.is_set():
-                    self._pass.keep(entry)
-                    return False
-                return self._add(entry)
+                if not self.stop.is_set():
+                    return self._add(entry)
+            self._pass.keep(entry)
+            return False
 
-    def _add_returned(self) -> bool | None:
-        """Add an element that came back; None if there is none, False after the end."""
+    def _add_returned(self) -> bool:
+        # Under one lock, so that no element is out of sight of `retire`.
         with self._changed:
-            if self.stop.is_set():
-                return False
-            entry = self._pass.returned()
-            return None if entry is None else self._add(entry)
+            entry = None if self.stop.is_set() else self._pass.returned()
+            return entry is not None and self._add(entry)
 
     def _add(self, entry: Entry) -> bool:
         pattern, sharding, _ = self.key
         try:
-            element = cut(entry, self.rows)
+            element = entry.element if entry.rows is self.rows else cut(entry, self.rows)
             if self._stager is None:
                 self._stager = Stager(element, pattern, sharding, self.rows)
-            self._stager.add(element, entry.index)
+            self._stager.add(element, entry.number)
         except BaseException:
             self._pass.give_back([entry])
             raise
@@ -195,7 +196,7 @@ def unused(gathered: Gathered, start: int, rows: Rows | None) -> list[Entry]:
     """Return the elements of a chunk from place `start` on, as they were gathered."""
     return [
         Entry(gathered.first + place, gathered.element(place), rows)
-        for place in range(start, gathered.count)
+        for place in range(start, gathered.size)
     ]
 
 

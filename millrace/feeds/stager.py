@@ -37,7 +37,7 @@ class Gathered(NamedTuple):
 
     first: int
     """The number of the first one in the dataset."""
-    count: int
+    size: int
     buffers: list[np.ndarray]
     """One per leaf: (capacity, ...)."""
     treedef: Any
@@ -126,9 +126,9 @@ class Stager:
     def placed(self, gathered: Gathered) -> Chunk:
         """Move what was gathered to the devices."""
         for buffer in gathered.buffers:
-            buffer[gathered.count :] = 0
+            buffer[gathered.size :] = 0
         data = jax.tree.unflatten(gathered.treedef, gathered.buffers)
-        return Chunk(self._placed(data), 0, gathered.count)
+        return Chunk(self._placed(data), 0, gathered.size)
 
     def _placed(self, data: Any) -> Any:
         sharding, rows = self._sharding, self._rows

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from millrace.feeds.infeed import DatasetEnded, Infeed
@@ -269,7 +270,7 @@ def _own_array(leaf: Any, place: Sharding | None) -> jax.Array:
 
 
 def _check_not_traced(carry: Any) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(carry)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(carry)):
         raise TypeError(
             "repeat and while_loop run compiled loops from the host and cannot be called "
             "inside jax.jit, jax.grad or jax.vmap. Call them outside, or use jax.lax.scan, "

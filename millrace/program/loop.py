@@ -95,7 +95,7 @@ def _options(name: str, carry: Any, *rest: Any) -> dict[str, Any]:
         return {}
     # What lies on no particular device must not be tied to one.
     kept = jax.tree.map(lambda x: x.sharding if x.committed else None, carry)
-    same = rest[1].sharding if rest[1].committed else None
+    same: Any = rest[1].sharding if rest[1].committed else None
     return {"donate_argnums": 0, "out_shardings": LoopResult(kept, None, same, same)}
 
 
