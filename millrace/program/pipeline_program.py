@@ -162,7 +162,12 @@ class PipelineProgram(TrainingProgram):
             chunk,
         )
         return Pipeline(
-            self._step, self._arrangement, plan_routes(self.table), state, batch
+            self._step,
+            self._arrangement,
+            plan_routes(self.table),
+            state,
+            batch,
+            self._mesh,
         )
 
     def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
