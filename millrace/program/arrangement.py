@@ -16,6 +16,7 @@ from millrace.nn.layers import Tree
 from millrace.plan import Plan
 from millrace.program.accumulate import accumulator_types
 from millrace.program.carried import addable
+from millrace.program.packed_state import OptimizerRows
 from millrace.program.packing import (
     Buffers,
     Layout,
@@ -41,15 +42,6 @@ class Rows(NamedTuple):
     """By device."""
     sizes: dict[str, int]
     """Of a row, long enough for any device's values."""
-
-
-class OptimizerRows(NamedTuple):
-    """The optimizer's state as a pipeline's program holds it."""
-
-    buckets: tuple[Buffers, ...]
-    """One or, where it is streamed, several; (devices, numbers)."""
-    shared: tuple[Any, ...]
-    """What belongs to no layer, such as counts: the same on every device."""
 
 
 class Arrangement(NamedTuple):

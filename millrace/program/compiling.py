@@ -28,9 +28,10 @@ _OPTIONS: dict[str, Options] = {
 
 
 _DETERMINISTIC: dict[str, Options] = {
-    # Without it, sums by atomic additions come in any order, and whichever kernel was
-    # fastest when XLA tried them out is taken: each run rounds in its own way.
-    "gpu": {"xla_gpu_deterministic_ops": True},
+    # Otherwise atomic additions come in any order, and XLA takes whichever kernel was
+    # fastest when it tried them out. With it, XLA tries nothing out: the program, the GPU
+    # and the versions decide. Choices that an earlier run has timed must not be found.
+    "gpu": {"xla_gpu_deterministic_ops": True, "xla_gpu_per_fusion_autotune_cache_dir": ""},
 }
 
 

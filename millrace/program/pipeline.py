@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import Mesh, PartitionSpec
 
 from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
@@ -59,6 +60,7 @@ class Pipeline:
         routes: The timetable, as numbers.
         state: A state of the pipeline's, or its shapes.
         batch: The shapes of a micro-batch of one replica.
+        mesh: The devices, by replica and stage.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Pipeline:
         routes: Routes,
         state: TrainState,
         batch: Any,
+        mesh: Mesh,
     ) -> None:
         assert isinstance(step.loss_fn, LayeredLoss)
         self._step = step
@@ -79,6 +82,7 @@ class Pipeline:
         self._keeps = not step.plan.recomputation
         self._state = state
         self._batch = batch
+        self._mesh = mesh
         self._find_shapes()
 
     # --- shapes ---------------------------------------------------------------
@@ -88,12 +92,12 @@ class Pipeline:
         self._boundaries: list[Layout] = []  # of what leaves each position
         self._info: dict[str, Any] = {}
         self._residuals: list[Residual] = []
-        x: Any = jax.eval_shape(self._loss.inputs, self._narrow_batch(), _key_shape())
+        x: Any = self._shapes_of(self._loss.inputs, self._narrow_batch(), _key_shape())
         for group in self._stages.groups:
             outputs: list[Any] = []
             for stage in group:
                 given = (*self._values_shape(stage), x, self._narrow_batch(), _key_shape())
-                output, (_, self._info) = jax.eval_shape(self._runner(stage), *given)
+                output, (_, self._info) = self._shapes_of(self._runner(stage), *given)
                 self._residuals.append(self._find_residual(stage, given))
                 outputs.append(output)
             x = tuple(outputs) if len(group) > 1 else outputs[0]
@@ -102,6 +106,16 @@ class Pipeline:
             self._boundaries.append(packing.lay_out(x))
         self._mail_sizes = packing.largest(b.sizes for b in self._boundaries[:-1])
         self._residual_sizes = packing.largest(r.layout.sizes for r in self._residuals)
+
+    def _shapes_of(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Return shapes of results, as on a device: a layer may reduce over replicas."""
+        same = PartitionSpec()
+        mapped = jax.shard_map(
+            function, mesh=self._mesh, in_specs=same, out_specs=same, check_vma=False
+        )
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(mapped, *given)
+        )
 
     def _narrow_batch(self) -> Any:
         compute = self._step.plan.types.compute
@@ -130,7 +144,7 @@ class Pipeline:
             layout = packing.lay_out([jnp.asarray(leaves[i]) for i in kept])
             found.append(Residual(structure, kept, again, layout))
 
-        jax.eval_shape(trace, *given)
+        self._shapes_of(trace, *given)
         return found[0] if self._keeps else found[0]._replace(layout=packing.lay_out([]))
 
     # --- one stage ------------------------------------------------------------

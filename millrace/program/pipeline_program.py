@@ -1,6 +1,5 @@
 """The training program of a pipeline: its state, and the updates it compiles to."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import check_names, layer_names
-from millrace.program import loss_scale, packing
-from millrace.program import step as steps
 from millrace.program.accumulate import path_name
 from millrace.program.arrangement import (
     Arrangement,
-    OptimizerRows,
-    Rows,
     arrange,
     to_buffers,
     to_trees,
@@ -27,12 +22,21 @@ from millrace.program.arrangement import (
 from millrace.program.compiling import compile_for
 from millrace.program.offload import placement
 from millrace.program.optimizer_state import init_optimizer_state
-from millrace.program.packing import Buffers
+from millrace.program.packed_state import (
+    SAME,
+    STATE,
+    OptimizerRows,
+    as_row,
+    is_packed,
+    own_row,
+    row,
+    without_optimizer,
+)
 from millrace.program.pipeline import Clock, Pipeline, Sums
-from millrace.program.pipeline_update import PipelineUpdate, by_device
+from millrace.program.pipeline_stream import SUMS, StreamedPipelineUpdate
+from millrace.program.pipeline_update import PipelineUpdate
 from millrace.program.replicas import (
     REPLICA_AXIS,
-    STAGE_AXIS,
     pipeline_mesh,
     place,
     replicated,
@@ -46,15 +50,9 @@ from millrace.program.training import TrainingProgram
 from millrace.schedule.table import Table, build_table, check_count
 from millrace.schedule.timeline import Span
 
-_BUCKETS_IN_FLIGHT = 2
-
 Reading = tuple[int, int, int, bool, float]
 """Replica, device, tick, whether an action ended, and the seconds of the clock."""
 
-_ROW, _SAME = PartitionSpec(STAGE_AXIS), PartitionSpec()
-_OPTIMIZER: Any = OptimizerRows(_ROW, _SAME)
-_STATE: Any = TrainState._make((_SAME, _ROW, _ROW, _OPTIMIZER, _SAME, _SAME))
-_SUMS: Any = Sums._make((_ROW, _ROW, _SAME))
 _BY_UPDATE = PartitionSpec(None, None, REPLICA_AXIS)
 
 
@@ -119,20 +117,20 @@ class PipelineProgram(TrainingProgram):
     def place(self, state: TrainState) -> TrainState:
         """Put a state on the devices; a whole one is packed first."""
         assert self._arrangement is not None, "init comes first"
-        if not _is_packed(state):
+        if not is_packed(state):
             state = to_buffers(self._arrangement, state)
         return place(state, self.state_sharding(state))
 
     def usable(self, state: TrainState) -> TrainState:
         """Return a state that can be run: whole or packed, of JAX's or NumPy's arrays."""
         state = super().usable(state)
-        return state if _is_packed(state) else self.place(state)
+        return state if is_packed(state) else self.place(state)
 
     def whole(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, in host memory."""
         assert self._arrangement is not None, "init comes first"
         assert self._like is not None
-        if not _is_packed(state):
+        if not is_packed(state):
             return state
         return to_trees(self._arrangement, state, self._like)
 
@@ -165,24 +163,25 @@ class PipelineProgram(TrainingProgram):
             chunk,
         )
         return Pipeline(
-            self._step, self._arrangement, plan_routes(self.table), state, batch
+            self._step,
+            self._arrangement,
+            plan_routes(self.table),
+            state,
+            batch,
+            self._mesh,
         )
 
     def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         pipeline, update = self._pipeline(state, chunk), self._update
 
         def one_update(state: TrainState, batches: Any) -> tuple[TrainState, Any]:
-            sums = pipeline.gather(state, batches)
-            finite = self._finite(sums.gradients)
-            params, optimiser = update.new_weights(state, sums.gradients, finite)
-            state, info = self._next(state, sums, finite)
-            return state._replace(params=params, optimiser_state=optimiser), info
+            return update.apply(state, pipeline.gather(state, batches))
 
         def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
-            state, info = lax.scan(one_update, _own_row(state), chunk)
-            return _as_row(state), info
+            state, info = lax.scan(one_update, own_row(state), chunk)
+            return as_row(state), info
 
-        program = self._mapped(updates, (_STATE, _BY_UPDATE), (_STATE, _SAME))
+        program = self._mapped(updates, (STATE, _BY_UPDATE), (STATE, SAME))
 
         def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             return program(state, self._by_update(chunk))
@@ -192,85 +191,28 @@ class PipelineProgram(TrainingProgram):
     @property
     def _update(self) -> PipelineUpdate:
         assert self._arrangement is not None, "init comes first"
-        return PipelineUpdate(self._arrangement)
+        return PipelineUpdate(self._step, self._arrangement)
 
     def _streamed(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         """Updates one by one, the optimizer's state streamed through in buckets."""
         pipeline = self._pipeline(state, chunk)
         gather = self._compile_gather(pipeline, state, chunk)
-        one_update = self._compile_streamed_update(state, gather.out_info)
+        stream = StreamedPipelineUpdate(
+            self._update, self._mesh, self._mapped, state, gather.out_info
+        )
         updates = jax.tree.leaves(chunk)[0].shape[0] // self._count
         indices = [self._index(i) for i in range(updates)]
 
         def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             infos = []
             for index in indices:
-                sums = gather(_stateless(state), chunk, index)
-                state, info = one_update(state, sums)
+                sums = gather(without_optimizer(state), chunk, index)
+                state, info = stream.apply(state, sums)
                 del sums  # before the next ones are made
                 infos.append(info)
             return state, jax.tree.map(lambda *values: jnp.stack(values), *infos)
 
         return run
-
-    def _compile_streamed_update(self, state: TrainState, sums: Any) -> Callable[..., Any]:
-        """Compile the exchanges, the update of each bucket and the rest of an update."""
-        exchanges: list[list[tuple[int, bool, Any]]] = []
-        results: list[Any] = []  # shapes of what the exchanges before have brought
-        for number in range(self._update.num_exchanges):
-            programs = [
-                (
-                    bucket,
-                    needed,
-                    self._compile_exchange(number, bucket, needed, state, sums, results),
-                )
-                for bucket, needed in self._update.contributors(number)
-            ]
-            exchanges.append(programs)
-            results.append(programs[0][2].out_info)
-        buckets = [
-            self._compile_bucket(i, state, sums, results)
-            for i in range(self._update.num_buckets)
-        ]
-        finish = self._compile_finish(state, sums, results)
-        sharding = self.state_sharding(state).optimiser_state.buckets
-
-        def fetch(rows: Buffers) -> Buffers:
-            return jax.device_put(rows, split_stages(self._mesh))
-
-        def exchange(state: TrainState, sums: Sums) -> list[Buffers]:
-            """What several buckets give is added up: each gives zeros for the others."""
-            exchanged: list[Buffers] = []
-            for programs in exchanges:
-                given = [
-                    program(
-                        state.params,
-                        fetch(state.optimiser_state.buckets[bucket]) if needed else None,
-                        _rest(state),
-                        sums,
-                        exchanged,
-                    )
-                    for bucket, needed, program in programs
-                ]
-                exchanged.append(functools.reduce(_added, given))
-            return exchanged
-
-        def one_update(state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
-            exchanged = exchange(state, sums)
-            params, rows = state.params, list(state.optimiser_state.buckets)
-            rest, leaving = _rest(state), []
-            for number, program in enumerate(buckets):
-                if len(leaving) == _BUCKETS_IN_FLIGHT:
-                    jax.block_until_ready(leaving.pop(0))
-                params, new = program(params, fetch(rows[number]), rest, sums, exchanged)
-                rows[number] = jax.device_put(new, sharding[number])
-                leaving.append(rows[number])
-            rest, info = finish(rest, sums, exchanged)
-            shared = rest.optimiser_state.shared
-            new_state = OptimizerRows(tuple(rows), shared)
-            return rest._replace(params=params, optimiser_state=new_state), info
-
-        return one_update
 
     @property
     def table(self) -> Table:
@@ -296,7 +238,7 @@ class PipelineProgram(TrainingProgram):
 
         pipeline = self._pipeline(state, chunk)
         program = self._compile_gather(pipeline, state, chunk, clock)
-        resident = _stateless(state)
+        resident = without_optimizer(state)
         for _ in range(2):  # once to warm up
             readings.clear()
             jax.block_until_ready(program(resident, chunk, self._index(0)))
@@ -314,123 +256,18 @@ class PipelineProgram(TrainingProgram):
             batches = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, update, keepdims=False), chunk
             )
-            sums = pipeline.gather(_own_row(state), batches, clock)
-            return Sums(_row(sums.gradients), _row(sums.carried), sums.info)
+            sums = pipeline.gather(own_row(state), batches, clock)
+            return Sums(row(sums.gradients), row(sums.carried), sums.info)
 
-        specs = (_STATE, _BY_UPDATE, _SAME)
-        program = self._mapped(gather, specs, _SUMS)
+        specs = (STATE, _BY_UPDATE, SAME)
+        program = self._mapped(gather, specs, SUMS)
         return compile_for(
             self._mesh,
             lambda state, chunk, update: program(state, self._by_update(chunk), update),
-            _stateless(state),
+            without_optimizer(state),
             chunk,
             self._index(0),
         )
-
-    def _compile_exchange(
-        self,
-        number: int,
-        bucket: int,
-        needs_state: bool,
-        state: TrainState,
-        sums: Any,
-        exchanged: Sequence[Any],
-    ) -> Any:
-        def exchange(
-            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
-        ) -> Any:
-            params, optimiser, gradients = _first_row((params, optimiser, sums.gradients))
-            common = self._common(rest, gradients, exchanged)
-            return self._update.exchange(
-                number, bucket, common, params, optimiser, gradients
-            )
-
-        program = self._mapped(exchange, (_ROW, _ROW, _STATE, _SUMS, _SAME), _SAME)
-        fetched = self._fetched_shape(state, bucket) if needs_state else None
-        return compile_for(
-            self._mesh, program, state.params, fetched, _rest(state), sums, exchanged
-        )
-
-    def _compile_bucket(
-        self, number: int, state: TrainState, sums: Any, exchanged: Sequence[Any]
-    ) -> Any:
-        def update(
-            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
-        ) -> Any:
-            params, optimiser, gradients = _first_row((params, optimiser, sums.gradients))
-            common = self._common(rest, gradients, exchanged)
-            new = self._update.update_bucket(number, common, params, optimiser, gradients)
-            return _row(new[0]), _row(new[1])
-
-        program = self._mapped(update, (_ROW, _ROW, _STATE, _SUMS, _SAME), (_ROW, _ROW))
-        fetched = self._fetched_shape(state, number)
-        return compile_for(
-            self._mesh,
-            program,
-            state.params,
-            fetched,
-            _rest(state),
-            sums,
-            exchanged,
-            donate=(0, 1),
-        )
-
-    def _fetched_shape(self, state: TrainState, bucket: int) -> Any:
-        sharding = split_stages(self._mesh)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            state.optimiser_state.buckets[bucket],
-        )
-
-    def _compile_finish(
-        self, state: TrainState, sums: Any, exchanged: Sequence[Any]
-    ) -> Any:
-        def finish(rest: TrainState, sums: Sums, exchanged: Any) -> Any:
-            gradients, carried = _first_row((sums.gradients, sums.carried))
-            common = self._common(rest, gradients, exchanged)
-            own = Sums(gradients, carried, sums.info)
-            new, info = self._next(_own_row(rest), own, self._finite(gradients))
-            optimiser = OptimizerRows((), self._update.new_shared(common))
-            return _as_row(new._replace(optimiser_state=optimiser)), info
-
-        program = self._mapped(finish, (_STATE, _SUMS, _SAME), (_STATE, _SAME))
-        return compile_for(self._mesh, program, _rest(state), sums, exchanged, donate=(0,))
-
-    # --- on one device ------------------------------------------------------------
-
-    def _finite(self, gradients: Buffers) -> jax.Array | None:
-        """Whether the gradients of every stage are finite, where the plan asks."""
-        if not (self.plan.fp_exceptions or self.plan.loss_scaling == "dynamic"):
-            return None
-        own = loss_scale.all_finite(gradients)
-        return lax.pmin(own.astype(jnp.int32), STAGE_AXIS).astype(bool)
-
-    def _common(self, rest: TrainState, gradients: Buffers, exchanged: Any) -> Any:
-        return self._update.common(rest, self._finite(gradients), exchanged)
-
-    def _next(
-        self, state: TrainState, sums: Sums, finite: jax.Array | None
-    ) -> tuple[TrainState, Any]:
-        """Move the carried values and everything else that is not a weight."""
-        assert self._arrangement is not None
-        rows: Rows = self._arrangement.carried
-        changed: Rows = self._arrangement.changes
-        micro_batches = self._count * self.plan.num_replicas
-
-        def on_device(device: int) -> Callable[..., Any]:
-            def move(old: Buffers, changes: Buffers) -> Buffers:
-                layout = rows.layouts[device]
-                tree = packing.unpack(layout, old)
-                modes = steps.carried_modes(self._step.carried_reduction, tree)
-                summed = packing.unpack(changed.layouts[device], changes)
-                new = steps.combined(modes, tree, summed, micro_batches)
-                return packing.pack(layout, new, rows.sizes)
-
-            return move
-
-        count = self._arrangement.model.stages.num_devices
-        carried = by_device(count, on_device, state.carried, sums.carried)
-        return steps.next_state(self._step, state, carried, sums.info, finite)
 
 
 def _spans(
@@ -471,51 +308,3 @@ def _check_carried(carried: Any) -> None:
                 "cannot pack with its numbers. Carry its words, jax.random.key_data(key), "
                 "and make the key from them with jax.random.wrap_key_data."
             )
-
-
-def _is_packed(state: TrainState) -> bool:
-    """Tell a pipeline's own state from one of trees over the whole model."""
-    return isinstance(state.optimiser_state, OptimizerRows)
-
-
-def _stateless(state: TrainState) -> TrainState:
-    """A state without the optimizer's."""
-    return state._replace(optimiser_state=OptimizerRows((), ()))
-
-
-def _rest(state: TrainState) -> TrainState:
-    """A state without what is updated in buckets."""
-    shared = state.optimiser_state.shared
-    return state._replace(params=None, optimiser_state=OptimizerRows((), shared))
-
-
-def _own_row(state: TrainState) -> TrainState:
-    """A device's own part of a state, without the dim of devices."""
-    return _map_rows(_first_row, state)
-
-
-def _as_row(state: TrainState) -> TrainState:
-    return _map_rows(_row, state)
-
-
-def _map_rows(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Apply a function to what has a row for every device."""
-    optimiser = state.optimiser_state
-    params, carried, buckets = function((state.params, state.carried, optimiser.buckets))
-    return state._replace(
-        params=params,
-        carried=carried,
-        optimiser_state=optimiser._replace(buckets=buckets),
-    )
-
-
-def _first_row(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _row(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def _added(one: Buffers, other: Buffers) -> Buffers:
-    return jax.tree.map(jnp.add, one, other)

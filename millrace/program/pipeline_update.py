@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.program import packing
-from millrace.program.arrangement import Arrangement, OptimizerRows, common_inputs
+from millrace.program import step as steps
+from millrace.program.arrangement import Arrangement, common_inputs
+from millrace.program.packed_state import OptimizerRows
 from millrace.program.packing import Buffers
+from millrace.program.pipeline import Sums
 from millrace.program.replicas import STAGE_AXIS
-from millrace.program.step import TrainState
+from millrace.program.step import Step, TrainState
 
 Common = dict[int, Any]
 """What all devices know, see ``SeparatedUpdate.common``."""
@@ -28,31 +31,41 @@ class PipelineUpdate:
     States and buffers are a device's own rows.
     """
 
-    def __init__(self, arrangement: Arrangement) -> None:
+    def __init__(self, step: Step, arrangement: Arrangement) -> None:
+        self._step = step
         self._arrangement = arrangement
         self._update = arrangement.update
         self.num_buckets = len(arrangement.buckets)
         self.num_exchanges = arrangement.update.num_exchanges
 
-    def new_weights(
-        self, state: TrainState, gradients: Buffers, finite: jax.Array | None
-    ) -> tuple[Buffers, OptimizerRows]:
-        """Update everything; return the weights and the optimizer's state."""
+    def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
+        """Change the weights once; return the new state and the update's info."""
         params, buckets = state.params, list(state.optimiser_state.buckets)
+        finite = self.finite(sums.gradients)
         exchanged: list[Buffers] = []
         for number in range(self.num_exchanges):
             common = self.common(state, finite, exchanged)
             values = self._update.no_contribution(number)
             for bucket, rows in enumerate(buckets):
-                own = self._contribution(number, bucket, common, params, rows, gradients)
+                given = (params, rows, sums.gradients)
+                own = self._contribution(number, bucket, common, *given)
                 values = jax.tree.map(jnp.add, values, own)
             exchanged.append(lax.psum(values, STAGE_AXIS))
         common = self.common(state, finite, exchanged)
         for bucket, rows in enumerate(buckets):
             params, buckets[bucket] = self.update_bucket(
-                bucket, common, params, rows, gradients
+                bucket, common, params, rows, sums.gradients
             )
-        return params, OptimizerRows(tuple(buckets), self.new_shared(common))
+        optimiser = OptimizerRows(tuple(buckets), self.new_shared(common))
+        new, info = self.next_state(state, sums, finite)
+        return new._replace(params=params, optimiser_state=optimiser), info
+
+    def finite(self, gradients: Buffers) -> jax.Array | None:
+        """Tell whether the gradients of every stage are finite, where the plan asks."""
+        own = steps.gradients_finite(self._step.plan, gradients)
+        if own is None:
+            return None
+        return lax.pmin(own.astype(jnp.int32), STAGE_AXIS).astype(bool)
 
     def common(
         self, state: TrainState, finite: jax.Array | None, exchanged: Sequence[Buffers]
@@ -61,6 +74,28 @@ class PipelineUpdate:
         rest = common_inputs(state, jnp.bool_(True) if finite is None else finite)
         shared = [*state.optimiser_state.shared, *jax.tree.leaves(rest)]
         return self._update.common(shared, exchanged)
+
+    def next_state(
+        self, state: TrainState, sums: Sums, finite: jax.Array | None
+    ) -> tuple[TrainState, Any]:
+        """Move the carried values and everything else that no optimizer changes."""
+        rows, changed = self._arrangement.carried, self._arrangement.changes
+        plan = self._step.plan
+        count = plan.batching.gradient_accumulation_count * plan.num_replicas
+
+        def on_device(device: int) -> Callable[..., Any]:
+            def move(old: Buffers, changes: Buffers) -> Buffers:
+                layout = rows.layouts[device]
+                tree = packing.unpack(layout, old)
+                modes = steps.carried_modes(self._step.carried_reduction, tree)
+                summed = packing.unpack(changed.layouts[device], changes)
+                new = steps.combined(modes, tree, summed, count)
+                return packing.pack(layout, new, rows.sizes)
+
+            return move
+
+        carried = self._by_device(on_device, state.carried, sums.carried)
+        return steps.next_state(self._step, state, carried, sums.info, finite)
 
     def new_shared(self, common: Common) -> tuple[Any, ...]:
         """Update the state that belongs to no layer; `common` is after all exchanges."""
@@ -121,7 +156,7 @@ class PipelineUpdate:
 
             return update
 
-        return by_device(self._num_devices, on_device, params, optimiser, gradients)
+        return self._by_device(on_device, params, optimiser, gradients)
 
     def _contribution(
         self,
@@ -140,7 +175,7 @@ class PipelineUpdate:
 
             return contribute
 
-        return by_device(self._num_devices, on_device, params, optimiser, gradients)
+        return self._by_device(on_device, params, optimiser, gradients)
 
     def _own(
         self,
@@ -165,18 +200,12 @@ class PipelineUpdate:
             *state,
         ]
 
-    @property
-    def _num_devices(self) -> int:
-        return self._arrangement.model.stages.num_devices
-
     def _layout(self, kind: str, bucket: int, device: int) -> packing.Layout:
         names = self._arrangement.buckets[bucket][device]
         return packing.part(getattr(self._arrangement, kind).layouts[device], names)
 
-
-def by_device(
-    num_devices: int, on_device: Callable[[int], Callable[..., Any]], *operands: Any
-) -> Any:
-    """Run the branch of this device."""
-    branches = [on_device(device) for device in range(num_devices)]
-    return lax.switch(lax.axis_index(STAGE_AXIS), branches, *operands)
+    def _by_device(self, on_device: Callable[[int], Any], *operands: Any) -> Any:
+        """Run the branch of this device."""
+        devices = range(self._arrangement.model.stages.num_devices)
+        branches = [on_device(device) for device in devices]
+        return lax.switch(lax.axis_index(STAGE_AXIS), branches, *operands)

@@ -129,7 +129,8 @@ class _Builder:
 
         def read(atom: Any) -> int:
             if isinstance(atom, Literal):
-                return self._constant(atom.aval, np.asarray(atom.val, atom.aval.dtype))
+                shape: Any = atom.aval
+                return self._constant(shape, np.asarray(atom.val, shape.dtype))
             return number[atom]
 
         for equation in jaxpr.eqns:

@@ -7,6 +7,7 @@ import optax
 import pytest
 from plain_loop import largest_difference
 
+from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import apply_layers, conv, dense, global_average_pool, init_layers
 from millrace.nn.norms import ReplicaGroups, batch_norm
 from millrace.plan import Plan
@@ -32,17 +33,17 @@ def run(plan, groups=None, updates=UPDATES):
     y = rng.integers(0, 3, (updates, BATCH)).astype(np.int32)
     params, carried = init_layers(model, jax.random.key(0), x[0])
 
-    def loss_fn(params, carried, batch, key):
-        out, carried = apply_layers(model, params, carried, batch["x"], training=True)
+    def outputs(out, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
-        return losses.mean(), (carried, {})
+        return losses.mean(), {}
 
-    program = training_program(loss_fn, optax.sgd(0.3, momentum=0.9), plan)
+    loss = LayeredLoss(model, lambda batch, key: batch["x"], outputs)
+    program = training_program(loss, optax.sgd(0.3, momentum=0.9), plan)
     step = plan.batching.samples_per_step
     chunk = {"x": x.reshape(-1, step, 6, 6, 2), "y": y.reshape(-1, step)}
     state = program.init(params, carried)
     state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
-    return state, x
+    return program.whole(state), x
 
 
 @pytest.mark.devices(lambda replicas: replicas)
@@ -65,6 +66,39 @@ def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
     ungrouped, _ = run(plan)
     assert largest_difference(grouped.params, expected.params) < 2e-6
     assert largest_difference(ungrouped.params, expected.params) > 1e-4
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize(
+    ("group_size", "options"),
+    [
+        (2, {"pipeline_splits": ["bn"], "pipeline_schedule": "grouped"}),
+        (
+            4,
+            {
+                "pipeline_splits": ["bn", "fc"],
+                "device_mapping": [0, 1, 0],
+                "pipeline_schedule": "sequential",
+                "recomputation": True,
+            },
+        ),
+    ],
+    ids=["grouped", "recomputed"],
+)
+def test_groups_pool_inside_the_stages_of_a_pipeline(group_size, options):
+    """At each tick, the replicas of one stage take part and other devices do not."""
+    plan = {
+        "micro_batch_size": BATCH // 16,
+        "num_replicas": 4,
+        "gradient_accumulation_count": 4,
+    }
+    groups = ReplicaGroups(REPLICA_AXIS, 4, group_size)
+    expected, _ = run(Plan(**plan), groups)
+    ungrouped, _ = run(Plan(**plan))
+    state, _ = run(Plan(**plan, **options), groups)
+    assert largest_difference(state.params, expected.params) < 2e-6
+    assert largest_difference(state.carried, expected.carried) < 2e-6
+    assert largest_difference(state.params, ungrouped.params) > 1e-4
 
 
 @pytest.mark.devices(4)

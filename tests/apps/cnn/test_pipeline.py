@@ -93,3 +93,17 @@ def test_a_pipeline_of_convolutions_computes_in_16_bits(mapping, tmp_path):
         )
         == 0
     )
+
+
+@pytest.mark.slow
+@pytest.mark.devices(4)
+def test_batch_norm_over_groups_of_replicas_works_in_a_pipeline(tmp_path):
+    assert (
+        train(
+            *("--num-replicas", "2", "--dbn-replica-group-size", "2"),
+            *("--model", "cifar_resnet8", "--pipeline-splits", "2"),
+            *("--num-epochs", "1", "--weight-updates-per-epoch", "1"),
+            *("--run-dir", str(tmp_path / "run")),
+        )
+        == 0
+    )
