@@ -307,6 +307,41 @@ def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
     assert len(set(np.round(replicated, 6))) == 3  # another key for every update
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_count": 4},
+        pytest.param({"num_replicas": 4}, marks=pytest.mark.devices(4)),
+        pytest.param(
+            {"num_replicas": 4, "gradient_accumulation_count": 3},
+            marks=pytest.mark.devices(4),
+        ),
+        pytest.param(
+            {"num_replicas": 2, "gradient_accumulation_count": 6},
+            marks=pytest.mark.devices(2),
+        ),
+    ],
+    ids=str,
+)
+def test_all_random_keys_of_a_run_differ(options):
+    """Over updates, micro-batches and replicas: two alike would drop the same values."""
+
+    def note(params, carried, batch, key):
+        words = jax.random.key_data(key)
+        seen = carried.at[batch["number"][0]].add(words)
+        return params["w"].sum(), (seen, {})
+
+    plan = Plan(**options)
+    program = training_program(note, optax.sgd(0.1), plan, carried_reduction="sum")
+    updates, step = 3, plan.batching.samples_per_step
+    count = updates * plan.batching.global_batch_size
+    state = program.init({"w": jnp.ones(1)}, jnp.zeros((count, 2), jnp.uint32))
+    chunk = {"number": np.arange(count, dtype=np.int32).reshape(-1, step)}
+    state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+    keys = {tuple(words) for words in np.asarray(state.carried).tolist()}
+    assert len(keys) == count
+
+
 def test_updates_per_call_divides_the_execution_or_reaches_the_limit():
     program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
     assert program.updates_per_call(100, 1) == 100
