@@ -1,6 +1,7 @@
 """Named YAML configurations and flags become checked, frozen dataclasses."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -540,6 +541,28 @@ def test_docstrings_under_fields_are_the_help(capsys, runs):
     assert "--validation [BOOL]" in text
     assert "--weight-decay NUMBER Pull towards zero." in text  # one spelling is enough
     assert "runs.yml" in text
+
+
+def test_the_help_says_what_an_option_of_several_types_takes(capsys):
+    @dataclass(frozen=True, kw_only=True)
+    class Choices:
+        """Choose."""
+
+        maybe: int | None = None
+        either: float | Literal["dynamic"] = 0.0
+        several: int | str | None = None
+        callback: str | Callable[[], int] = "x"
+        places: list[int | list[int]] | None = None
+
+    with pytest.raises(SystemExit):
+        parse(Choices, ["--help"], program="x")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--maybe INT" in shown
+    assert "--either NUMBER|{dynamic}" in shown
+    assert "--several INT|TEXT" in shown
+    assert "--callback TEXT" in shown
+    assert "--places [INT|VALUE ...]" in shown
+    assert "None" not in shown and "NoneType" not in shown
 
 
 def test_the_help_has_the_commands_own_options_first_and_the_others_by_topic(capsys):

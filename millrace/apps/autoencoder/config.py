@@ -16,7 +16,8 @@ from millrace.precision import resolve_precision
 
 _MAY_CHANGE = {"may_change": True}
 
-_LARGEST_EXPONENT = 100
+LARGEST_EXPONENT = 100
+"""Of a learning rate, up or down: 2^-100 is as good as none."""
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0}
 
 
@@ -73,9 +74,12 @@ class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
     def _recommendation(self, missing: str) -> Recommended:
         found = self.recommended
         if found is None:
-            assert self.training_data_file is not None
+            file = self.training_data_file
+            assert file is not None
+            if not file.exists():
+                raise ValueError(f"There is no training_data_file {file}.")
             raise ValueError(
-                f"{missing} must be given for {self.training_data_file.name}: it is known "
+                f"{missing} must be given for {file.name}: it is known "
                 f"only for files called {', '.join(RECOMMENDED)}."
             )
         return found
@@ -156,10 +160,10 @@ class AutoencoderConfig(TrainingOptions):
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"learning_rate must be more than 0, got {rate:g}.")
-        if not abs(self.base_learning_rate) <= _LARGEST_EXPONENT:
+        if not abs(self.base_learning_rate) <= LARGEST_EXPONENT:
             raise ValueError(
                 "base_learning_rate is an exponent of 2, such as -16, and at most "
-                f"{_LARGEST_EXPONENT}; got {self.base_learning_rate:g}."
+                f"{LARGEST_EXPONENT}; got {self.base_learning_rate:g}."
             )
         if self.multiprocessing and self.early_stopping is not None:
             raise ValueError(

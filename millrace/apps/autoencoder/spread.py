@@ -33,7 +33,7 @@ class SpreadProgram(TrainingProgram):
     """Training programs on a device each, fed with the same batches.
 
     To whoever runs it, it is one program: the devices work at the same time, and their
-    infos are joined.
+    infos are joined. Each must report ``finite_models``, of which its loss is the mean.
 
     Args:
         programs: One for each device, None for those of other processes.
@@ -92,12 +92,24 @@ class SpreadProgram(TrainingProgram):
         for name, function in _OF_ALL.items():
             if name in joined:
                 joined[name] = _Later(function, [info[name] for info in infos])
+        joined["loss"] = _LaterMean(
+            _mean, [(info["loss"], info["finite_models"]) for info in infos]
+        )
         new = self._changed(state.parts, [state for state, _ in ran])
         return self.join(new), joined
 
 
+def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """Join means and how many models each is of: (programs, 2, updates) to (2, updates)."""
+    means, counts = np.moveaxis(values, axis, 0).swapaxes(0, 1)
+    count = counts.sum(0)
+    total = np.where(counts > 0, means * counts, 0).sum(0)
+    mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return np.stack([mean, count]).astype(values.dtype)
+
+
 _OF_ALL = {
-    "loss": np.add.reduce,
+    "finite_models": np.add.reduce,
     "lowest_rmse": np.fmin.reduce,  # of those that are numbers
     "gradients_finite": np.minimum.reduce,
 }
@@ -115,7 +127,7 @@ class _Later:
     All processes read them, in the same order.
     """
 
-    def __init__(self, function: Any, values: Sequence[jax.Array]) -> None:
+    def __init__(self, function: Any, values: Sequence[Any]) -> None:
         self._function = function
         self._values = values
 
@@ -130,6 +142,14 @@ class _Later:
             return own
         each = group.gather("info of programs", own.tolist())
         return self._function(np.array(each, own.dtype), axis=0)
+
+
+class _LaterMean(_Later):
+    """The same for a mean, which is joined with the number of models it is of."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self._joined[0], dtype)
 
 
 def _spec(chunk: Any, sharding: Any) -> Any:

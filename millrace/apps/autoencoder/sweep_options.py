@@ -1,14 +1,17 @@
 """What ``millrace autoencoder sweep`` can be told. Imports nothing heavy."""
 
 import functools
+import re
 import struct
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import LARGEST_EXPONENT, TrainingOptions
 from millrace.apps.autoencoder.recipe_options import numbers
 
 _DEFAULT = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
+_RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.{2,3}\s*(\d+(?:\.\d+)?)\s*")
+"""Two numbers with two dots between, or three; neither begins or ends with a dot."""
 _MOST_MODELS = 1000
 """A range is never meant to have more."""
 
@@ -52,10 +55,10 @@ class SweepConfig(TrainingOptions):
         """Of the learning rates, signs and all."""
         text = self.base_learning_rates
         found = self._spread(text) if ".." in text else numbers("base_learning_rates", text)
-        if not found or any(value <= 0 for value in found):
+        if not found or not all(0 < value <= LARGEST_EXPONENT for value in found):
             raise ValueError(
-                "base_learning_rates are given without their signs, 16 for 2^-16, and "
-                f"above 0; got {text!r}."
+                "base_learning_rates are given without their signs, 16 for 2^-16, above 0 "
+                f"and at most {LARGEST_EXPONENT}; got {text!r}."
             )
         if len({_in_32_bits(2.0**-value) for value in found}) < len(found):
             raise ValueError(
@@ -64,12 +67,9 @@ class SweepConfig(TrainingOptions):
         return [-value for value in found]
 
     def _spread(self, text: str) -> list[float]:
-        try:
-            low, high = numbers("base_learning_rates", text.replace("..", ",", 1))
-        except ValueError:
-            raise ValueError(
-                f"base_learning_rates must be like 16..20, got {text!r}."
-            ) from None
+        if (ends := _RANGE.fullmatch(text)) is None:
+            raise ValueError(f"base_learning_rates must be like 16..20, got {text!r}.")
+        low, high = map(float, ends.groups())
         count = self.num_ipus or abs(high - low) + 1
         if count > _MOST_MODELS:
             raise ValueError(

@@ -67,21 +67,42 @@ class Carried(NamedTuple):
 
 
 def together(loss_fn: LossFn, updates_per_step: int) -> LossFn:
-    """Return the sum of the losses of models whose weights are stacked along dim 0.
+    """Return the loss of models whose weights are stacked along dim 0.
 
-    A model's weights have no part in the loss of another, so the gradient of the sum is
-    each one's own. It reports the lowest error of all.
+    Its value is the mean of the models' losses, and its gradient that of their sum: a
+    model's weights have no part in the loss of another, so this is each one's own. It
+    reports the lowest error of all, and how many models have not diverged.
     """
 
     def loss(params: Any, carried: Carried, batch: Any, key: jax.Array) -> Any:
         each = jax.vmap(loss_fn, in_axes=(0, 0, None, None))
         losses, (models, infos) = each(params, carried.models, batch, key)
         means = carried.means.plus(losses, infos["rmse"], updates_per_step)
-        lowest = jnp.nanmin(infos["rmse"])
+        info = {
+            "lowest_rmse": jnp.nanmin(infos["rmse"]),
+            "finite_models": jnp.isfinite(losses).sum().astype(jnp.float32),
+        }
         carried = Carried(models, jax.lax.stop_gradient(means))
-        return losses.sum(), (carried, {"lowest_rmse": lowest})
+        return mean_of_models(losses), (carried, info)
 
     return loss
+
+
+@jax.custom_vjp
+def mean_of_models(losses: jax.Array) -> jax.Array:
+    """Return the mean of the losses that are finite; its gradient is that of the sum.
+
+    The gradient of the mean would divide each model's by how many there are.
+    """
+    finite = jnp.isfinite(losses)
+    mean = jnp.where(finite, losses, 0).sum() / jnp.maximum(finite.sum(), 1)
+    return jnp.where(finite.any(), mean, jnp.nan).astype(losses.dtype)
+
+
+mean_of_models.defvjp(
+    lambda losses: (mean_of_models(losses), jnp.ones_like(losses)),
+    lambda ones, gradient: (gradient * ones,),
+)
 
 
 def first_state(weights: tuple[Any, Any], count: int) -> tuple[Any, Carried]:

@@ -44,7 +44,8 @@ class CnnConfig(
         self.check_recipe(self.micro_batch_size, checkpoints=self.checkpoints)
         self.check_workflow()
         self.check_data_options(self.resolved_dataset)
-        self.check_device_options(self.num_stages)
+        self.check_device_options()
+        self.check_ipu_options(self.num_stages)
         if self.pretrained is not None and not self.training:
             raise ValueError("pretrained is where training starts, and training is off.")
         if self.resume and not self.checkpoints:

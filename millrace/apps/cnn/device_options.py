@@ -1,6 +1,5 @@
 """What the CNN application can be told about the device. Imports nothing heavy."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,18 +15,12 @@ class DeviceOptions:
     max_cross_replica_buffer_size: int | None = None
     """Bytes of gradients that may be joined into one exchange between replicas; 0: none
     are (GPU only; default: XLA's choice)."""
-    available_memory_proportion: list[float] = field(
-        default_factory=list, metadata=_MAY_CHANGE
-    )
-    """Percent of the device's memory that the run may take, or up to 1 a share of it (0.15
-    is 15), GPU only (default: JAX's choice, 75). Two numbers for each pipeline stage are
-    accepted too; their mean counts."""
     prefetch_depth: int = field(
         default=2, metadata={"may_change": True, "may_differ": True}
     )
     """Chunks of batches staged on the device ahead of the one in use."""
 
-    def check_device_options(self, num_stages: int) -> None:
+    def check_device_options(self) -> None:
         """Raise on what cannot be."""
         if self.prefetch_depth < 1:
             raise ValueError(
@@ -38,27 +31,6 @@ class DeviceOptions:
             raise ValueError(
                 f"max_cross_replica_buffer_size must be 0 or more, got {size}."
             )
-        shares = self.available_memory_proportion
-        if len(shares) > 1 and (num_stages == 1 or len(shares) != 2 * num_stages):
-            also = f", or {2 * num_stages} (two for each stage)" if num_stages > 1 else ""
-            raise ValueError(
-                f"available_memory_proportion takes one percentage{also}; got "
-                f"{len(shares)}."
-            )
-        for share in shares:
-            if not 0 < share <= 100:
-                raise ValueError(
-                    "available_memory_proportion is in percent, more than 0 and at most "
-                    f"100; got {share:g}."
-                )
-
-
-def reserve_memory(options: DeviceOptions) -> None:
-    """Tell JAX how much of a GPU's memory to take; before a device is first used."""
-    if shares := options.available_memory_proportion:
-        parts = [share if share <= 1 else share / 100 for share in shares]
-        share = sum(parts) / len(parts)
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.4f}"
 
 
 def compiler_options(options: DeviceOptions) -> Mapping[str, Mapping[str, bool | int]]:
@@ -76,8 +48,6 @@ def lines_about(options: DeviceOptions, platform: str) -> list[str]:
     reasons = {}
     if options.max_cross_replica_buffer_size is not None:
         reasons["max-cross-replica-buffer-size"] = "it is for GPUs"
-    if options.available_memory_proportion:
-        reasons["available-memory-proportion"] = "memory is taken as it is needed"
     return [
         f"--{name} changes nothing on {platform}: {reason}."
         for name, reason in reasons.items()

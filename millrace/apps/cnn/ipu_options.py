@@ -34,6 +34,11 @@ class IpuOptions:
         "--internal-exchange-optimisation-target",
     )
     """What the exchange between tiles is optimised for."""
+    available_memory_proportion: list[float] | None = _without_effect(  # noqa: RUF009
+        "it divides an IPU's memory between weights and products; XLA does so by itself"
+    )
+    """Share of an IPU's memory for products and convolutions, in percent or up to 1; one
+    number, or two for each pipeline stage."""
     max_reduce_many_buffer_size: int | None = _without_effect(
         "XLA decides by itself which reductions to join"
     )
@@ -73,6 +78,22 @@ class IpuOptions:
     )
     """Do not keep decoded pictures in memory."""
 
+    def check_ipu_options(self, num_stages: int) -> None:
+        """Raise on what the references refuse."""
+        shares = self.available_memory_proportion or []
+        if len(shares) > 1 and (num_stages == 1 or len(shares) != 2 * num_stages):
+            also = f", or {2 * num_stages} (two for each stage)" if num_stages > 1 else ""
+            raise ValueError(
+                f"available_memory_proportion takes one percentage{also}; got "
+                f"{len(shares)}."
+            )
+        for share in shares:
+            if not 0 < share <= 100:
+                raise ValueError(
+                    "available_memory_proportion is in percent, more than 0 and at most "
+                    f"100; got {share:g}."
+                )
+
 
 def lines_about(options: IpuOptions) -> list[str]:
     """Say of each of these options that was given why it changes nothing."""
@@ -80,5 +101,5 @@ def lines_about(options: IpuOptions) -> list[str]:
         f"--{field.name.replace('_', '-')} changes nothing here: {reason}."
         for field in dataclasses.fields(options)
         if (reason := field.metadata.get("without_effect"))
-        and getattr(options, field.name) is not None
+        and getattr(options, field.name) not in (None, [])
     ]

@@ -51,7 +51,6 @@ def train(config: CnnConfig, run: Run) -> None:
     if _cleaned_up(config, run):
         return
     pretrained = read_pretrained(config.pretrained) if config.pretrained else {}
-    device_options.reserve_memory(config)
     with compiling(device_options.compiler_options(config)) as programs:
         images = data.load(config)
         model = model_of(config, images)

@@ -115,6 +115,7 @@ def test_every_named_configuration_is_whole(name):
     [
         ("--training-data-file mine.txt", "known only for files called 3m_train.txt"),
         ("--training-data-file mine.txt --batch-size 8", "size must be given for mine.txt"),
+        ("--training-data-file nope.txt", "There is no training_data_file nope.txt."),
         ("--size 100", "--size must be one of 128, 256, 512; got '100'"),
         ("--validation-data-file b.txt", "Give a training_data_file as well"),
         ("--data generated --training-data-file a.txt", "the ratings are made up"),
@@ -141,7 +142,9 @@ def test_every_named_configuration_is_whole(name):
         ("--base-learning-rates 16", "There is no option"),
     ],
 )
-def test_a_mistake_is_named(words, said):
+def test_a_mistake_is_named(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").touch()
     with pytest.raises(ConfigurationError) as caught:
         read(words)
     assert said in str(caught.value)
@@ -157,6 +160,8 @@ def test_a_mistake_is_named(words, said):
         ("--base-learning-rates 16..20", [-16, -17, -18, -19, -20]),
         ("--base-learning-rates 16..17 --num-ipus 3", [-16, -16.5, -17]),
         ("--base-learning-rates 20..18", [-20, -19, -18]),
+        ("--base-learning-rates 16...20", [-16, -17, -18, -19, -20]),
+        ("--base-learning-rates 16.5..18.5", [-16.5, -17.5, -18.5]),
         ("--base-learning-rates 16..20 --num-ipus 1", [-16]),
     ],
 )
@@ -187,8 +192,14 @@ def test_a_sweep_goes_through_learning_rates_for_a_named_configuration(name):
         ("--base-learning-rates 10,10.00000001", "more than once, in 32 bits"),
         ("--base-learning-rates 16..18.5", "say how many values"),
         ("--base-learning-rates 1..1000000000", "stands for 1,000,000,000 models"),
-        ("--base-learning-rates 1..1e308", "models, more than 1,000"),
+        ("--base-learning-rates 1..1e308", "must be like 16..20, got '1..1e308'"),
         ("--base-learning-rates 1..2 --num-ipus 1001", "stands for 1,001 models"),
+        ("--base-learning-rates 16....20", "must be like 16..20, got '16....20'"),
+        ("--base-learning-rates 16...2...20", "must be like 16..20"),
+        ("--base-learning-rates 16,17..20", "must be like 16..20"),
+        ("--base-learning-rates ..20", "must be like 16..20, got '..20'"),
+        ("--base-learning-rates 1000", "at most 100; got '1000'"),
+        ("--base-learning-rates 16,1e9", "at most 100; got '16,1e9'"),
         ("--base-learning-rates 16..", "must be like 16..20, got '16..'"),
         ("--base-learning-rates 16,17 --num-devices 3", "more than the 2 learning rates"),
     ],

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import millrace as mr
+from millrace.apps.autoencoder import spread as spread_module
 from millrace.apps.autoencoder.spread import SpreadProgram, parts_of
 
 RATES = (0.1, 0.2)
@@ -14,7 +15,8 @@ RATES = (0.1, 0.2)
 def loss_fn(params, carried, batch, key):
     del key
     loss = ((batch["x"] @ params - batch["y"]) ** 2).mean()
-    return loss, (carried, {"lowest_rmse": loss**0.5})
+    count = batch["count"].mean()
+    return loss, (carried, {"lowest_rmse": loss**0.5, "finite_models": count})
 
 
 pytestmark = pytest.mark.devices(2)
@@ -32,6 +34,7 @@ def both():
     chunk = {
         "x": random.standard_normal((5, 4, 3)).astype(np.float32),
         "y": random.standard_normal((5, 4)).astype(np.float32),
+        "count": np.full((5, 4), 3, np.float32),
     }
     weights = np.ones(3, np.float32)
     devices = jax.devices()[:2]
@@ -61,9 +64,9 @@ def test_each_part_becomes_what_it_would_alone(both):
 def test_what_all_report_becomes_one_when_it_is_read(both):
     _, (_, info), alone = both
     infos = [jax.device_get(other) for _, other in alone]
-    np.testing.assert_allclose(
-        np.asarray(info["loss"]), infos[0]["loss"] + infos[1]["loss"], rtol=1e-6
-    )
+    mean = (infos[0]["loss"] + infos[1]["loss"]) / 2
+    np.testing.assert_allclose(np.asarray(info["loss"]), mean, rtol=1e-6)
+    assert (np.asarray(info["finite_models"]) == 6).all()
     lowest = np.minimum(infos[0]["lowest_rmse"], infos[1]["lowest_rmse"])
     np.testing.assert_array_equal(np.asarray(info["lowest_rmse"]), lowest)
     assert (np.asarray(info["gradients_finite"]) == 1).all()
@@ -75,3 +78,15 @@ def test_a_state_is_placed_again_where_it_was(both):
     for part, old in zip(parts_of(placed), parts_of(state), strict=True):
         assert part.params.devices() == old.params.devices()
         np.testing.assert_array_equal(part.params, old.params)
+
+
+def test_the_mean_of_all_models_counts_those_that_have_not_diverged():
+    nan = np.nan
+    values = np.array([[[1.0, 4.0, nan], [2, 1, 0]], [[4.0, nan, nan], [1, 0, 0]]])
+    mean, count = spread_module._mean(values, axis=0)
+    np.testing.assert_array_equal(mean, [2.0, 4.0, nan])
+    np.testing.assert_array_equal(count, [3, 1, 0])
+    one_by_one = spread_module._mean(
+        np.array([[mean, count], [[5.0] * 3, [1] * 3]]), axis=0
+    )
+    np.testing.assert_array_equal(one_by_one[0], [2.75, 4.5, 5.0])

@@ -1,5 +1,6 @@
 """Sweeps: many models at once are the same models one by one."""
 
+import json
 import math
 from xml.etree import ElementTree
 
@@ -15,7 +16,12 @@ from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.steps import steps_of
 from millrace.apps.autoencoder.sweep_options import SweepConfig
 from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
-from millrace.apps.autoencoder.trials import each_if_finite, label, trials_program
+from millrace.apps.autoencoder.trials import (
+    each_if_finite,
+    label,
+    mean_of_models,
+    trials_program,
+)
 from millrace.config import as_plain, parse
 from millrace.report.drawings import points_chart
 from millrace.report.plots import Picture
@@ -44,6 +50,22 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     each = summary["trials"][0]["rows_per_second"]
     assert summary["samples_per_second"] == pytest.approx(3 * each)
     assert summary["samples"] == 3 * 12 * 8
+
+
+def test_the_loss_of_a_sweep_is_the_mean_of_its_models_that_have_not_diverged(swept):
+    lines = (swept / "metrics.jsonl").read_text().splitlines()
+    last = [event for event in map(json.loads, lines) if "train_loss" in event][-1]
+    losses = [float(trial["loss"]) for trial in summary_of(swept)["trials"]]
+    assert not math.isfinite(losses[0])
+    assert float(last["train_loss"]) == pytest.approx(sum(losses[1:]) / 2, rel=1e-5)
+    assert last["train_finite_models"] == 2
+
+
+def test_the_mean_of_models_has_the_gradient_of_their_sum():
+    value, gradient = jax.value_and_grad(mean_of_models)(np.array([1.0, np.inf, 5.0]))
+    assert value == 3.0
+    np.testing.assert_array_equal(gradient, [1, 1, 1])
+    assert np.isnan(mean_of_models(np.array([np.nan, np.inf])))
 
 
 def test_a_sweep_says_how_to_train_with_the_best(swept, tmp_path, capsys):

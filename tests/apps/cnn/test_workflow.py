@@ -9,12 +9,13 @@ from importlib import resources
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from millrace.apps.cnn import data, device_options, ipu_options
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.feeding import open_infeed
 from millrace.apps.cnn.train import plan_events, train
-from millrace.config import ConfigurationError, build
+from millrace.config import ConfigurationError, build, parse
 from millrace.host.run import run_command
 
 RECIPE = {
@@ -350,24 +351,40 @@ def test_custom_batch_norm_is_batch_norm():
     assert build(CnnConfig, {"norm_layer": layer}).norm_layer == layer
 
 
-def test_the_share_of_memory_is_set_for_jax(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+@pytest.mark.parametrize("shares", [0.15, 1, 15, [10, 20, 30, 40]])
+def test_a_share_of_an_ipus_memory_does_not_limit_the_run(shares, tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     options = {"pipeline_splits": ["conv2"], "gradient_accumulation_count": 4}
-    asked = [([], 0.75), ([40], 0.4), ([0.15], 0.15), ([10, 20, 30, 40], 0.25)]
-    for shares, fraction in asked:
-        config = build(CnnConfig, options | {"available_memory_proportion": shares})
-        device_options.reserve_memory(config)
-        assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == fraction
+    words = ["--pipeline-splits", "conv2", "--gradient-accumulation-count", "4"]
+    words += ["--available-memory-proportion", *map(str, np.atleast_1d(shares))]
+    file = tmp_path / "own.yml"
+    file.write_text(
+        yaml.safe_dump({"own": options | {"available_memory_proportion": shares}})
+    )
+    for given in (words, ["--config", "own"]):
+        config, _ = parse(CnnConfig, given, program="", named_configs=file)
+        (line,) = ipu_options.lines_about(config)
+        assert line.startswith("--available-memory-proportion changes nothing here: ")
+    assert not device_options.compiler_options(config)["gpu"]
+
+
+def test_training_leaves_the_memory_of_the_device_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    options = {"compile_only": True, "available_memory_proportion": 0.15}
+    status, _ = run(tmp_path / "run", **RECIPE | options)
+    assert status == 0
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert "--available-memory-proportion changes nothing here" in capsys.readouterr().err
 
 
 def test_what_xla_is_told_and_what_the_user_is_told():
-    options = {"max_cross_replica_buffer_size": 0, "available_memory_proportion": 50}
+    options = {"max_cross_replica_buffer_size": 0}
     config = build(CnnConfig, options)
     assert device_options.compiler_options(config)["gpu"] == {
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     }
     assert device_options.lines_about(config, "gpu") == []
-    assert len(device_options.lines_about(config, "cpu")) == 2
+    assert len(device_options.lines_about(config, "cpu")) == 1
     assert device_options.lines_about(CnnConfig(), "cpu") == []
 
 

@@ -6,6 +6,7 @@ import linear_gaussian as exact
 import numpy as np
 import pytest
 
+from millrace.apps.vcd import likelihood
 from millrace.apps.vcd.data import BinaryPictures, binarise
 from millrace.apps.vcd.likelihood import PROPOSALS, add_groups, log_likelihoods, proposals
 from millrace.apps.vcd.model import Gaussian, init_params
@@ -90,3 +91,40 @@ def test_a_decoder_that_ignores_its_latents_has_a_likelihood_of_its_own():
     assert len(metrics) == 3 and all(best >= value for value in metrics.values())
     assert statistics["num_pictures"] == 7 and statistics["num_batches"] == 2
     assert statistics["best"]["mean"] == pytest.approx(best)
+
+
+def test_what_pads_a_batch_does_not_steer_the_chains_of_the_others():
+    encoder = {"mean": jnp.full((4, 2), 0.2), "std": jnp.full((4, 2), 0.8)}
+    params = {"encoder": encoder, "decoder": exact.DECODER}
+    hmc = HmcSettings(num_burn_in_steps=20, num_steps=5, adaption_rate=0.5)
+
+    @jax.jit
+    def means(x, valid):
+        key = jax.random.key(0)
+        return proposals(exact.MODEL, params, x, valid, hmc, 0.3, key).mean
+
+    rows = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
+    valid = jnp.array([True, True, True, False])
+    # The chain of the second padding accepts next to nothing.
+    found = [np.asarray(means(rows.at[3].set(value), valid)) for value in (0.0, 100.0)]
+    np.testing.assert_array_equal(found[0][:, :3], found[1][:, :3])
+    counted = means(rows.at[3].set(100.0), jnp.ones(4, bool))
+    assert not np.array_equal(counted[:, :3], found[1][:, :3])
+
+
+def test_the_acceptance_is_the_mean_over_the_pictures_that_count(monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def sample(*arguments, average, **options):
+        raise Seen(average(jnp.array([0.5, 0.75, 1.0, 0.0])))
+
+    monkeypatch.setattr(likelihood, "sample", sample)
+    encoder = {"mean": jnp.zeros((4, 2)), "std": jnp.ones((4, 2))}
+    params = {"encoder": encoder, "decoder": exact.DECODER}
+    valid = jnp.array([True, True, True, False])
+    x, key = jnp.zeros((4, 3)), jax.random.key(0)
+    hmc = HmcSettings(num_burn_in_steps=1, num_steps=1)
+    with pytest.raises(Seen) as caught:
+        proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
+    assert caught.value.args[0] == 0.75
