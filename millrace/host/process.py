@@ -42,8 +42,8 @@ def check_address_space() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
         raise ConfigurationError(
-            f"The address space of this process is limited to {limit / 1e9:.1f} GB, and JAX "
-            f"crashes below {_LEAST_ADDRESS_SPACE / 1e9:g} GB. Raise it with `ulimit -v`."
+            f"The address space of this process is limited to {limit / 1e9:.1f} GB, and "
+            f"JAX crashes below {_LEAST_ADDRESS_SPACE / 1e9:g} GB. Raise it with `ulimit -v`."
         )
 
 
