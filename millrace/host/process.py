@@ -43,7 +43,7 @@ def check_address_space() -> None:
     if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
         raise ConfigurationError(
             f"The address space of this process is limited to {limit / 1e9:.1f} GB, and "
-            f"JAX crashes below {_LEAST_ADDRESS_SPACE / 1e9:g} GB. Raise it with `ulimit -v`."
+            f"JAX crashes below {_LEAST_ADDRESS_SPACE / 1e9:g} GB. Raise `ulimit -v`."
         )
 
 

@@ -100,6 +100,7 @@ class Launcher:
 
     def _once_on_a_free_port(self, folder: str) -> Failure | None:
         """Run once; with another port if someone takes ours before the coordinator does."""
+        failure = None
         for _ in range(_MOST_PORTS):
             failure = self._once(folder)
             note = env.noted_taken_port(folder)
