@@ -36,8 +36,8 @@ class _Screen(RichConsole):
     """Drops what cannot be printed; Rich would end the process when a pipe breaks."""
 
     @property
-    def file(self) -> Any:
-        """The stream of the moment."""
+    def file(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The stream of the moment; nobody sets another one."""
         return DroppingStream(super().file)
 
 

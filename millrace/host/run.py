@@ -22,7 +22,11 @@ from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
 from millrace.host.output import dropping_lost_output
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
-from millrace.host.process import kept_programs_folder, use_virtual_devices
+from millrace.host.process import (
+    check_address_space,
+    kept_programs_folder,
+    use_virtual_devices,
+)
 from millrace.host.run_directory import (
     RunDirectory,
     open_for_all,
@@ -168,6 +172,7 @@ def run_command(
         command_line: How to do the same again.
         on_failure: Called with the error that ended it, besides its being printed.
     """
+    check_address_space()
     options = _prepare_process(options)
     check_same_start(options, command)
     kind = Console if group.is_first() else _Unheard

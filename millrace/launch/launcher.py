@@ -77,6 +77,8 @@ class Launcher:
         self._per_instance = config.replicas_per_instance(replicas)
         self._tell_replicas = None if asked else replicas
         self._signals = 0
+        self._last_chance: float | None = None
+        """When processes that have been told twice to stop are killed."""
         self._instances: list[Instance] = []
 
     def run(self) -> int:
@@ -98,6 +100,7 @@ class Launcher:
 
     def _once_on_a_free_port(self, folder: str) -> Failure | None:
         """Run once; with another port if someone takes ours before the coordinator does."""
+        failure = None
         for _ in range(_MOST_PORTS):
             failure = self._once(folder)
             note = env.noted_taken_port(folder)
@@ -113,7 +116,8 @@ class Launcher:
             self._start_all(folder)
             failure = self._first_failure()
             # Without a coordinator, the others have nothing to end in order.
-            if failure is not None and env.noted_taken_port(folder) is None:
+            hopeless = self._is_overdue() or env.noted_taken_port(folder) is not None
+            if failure is not None and not hopeless:
                 self._end_the_others(failure)
             return failure
         finally:
@@ -211,8 +215,15 @@ class Launcher:
                 running.remove(instance)
                 if status:
                     return _failure(instance, status, passed_on=bool(self._signals))
+            if self._is_overdue():
+                number = running[0].number
+                _say(f"instance {number} has not stopped in {_GRACE_SECONDS:g} s: killing")
+                return Failure(number, INTERRUPTED, "did not stop", killed=True)
             time.sleep(_POLL_SECONDS)
         return None
+
+    def _is_overdue(self) -> bool:
+        return self._last_chance is not None and time.monotonic() > self._last_chance
 
     def _end_the_others(self, failure: Failure) -> None:
         """Say which instance failed, tell the others, and see to it that they go."""
@@ -234,6 +245,8 @@ class Launcher:
     def _passing_signals_on(self) -> contextlib.AbstractContextManager[None]:
         def pass_on(number: int, _: Any) -> None:
             self._signals += 1
+            if self._signals == 2:
+                self._last_chance = time.monotonic() + _GRACE_SECONDS
             for instance in self._instances:
                 if instance.process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):

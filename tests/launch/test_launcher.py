@@ -210,6 +210,16 @@ def test_processes_that_do_not_listen_for_signals_are_interrupted_by_them():
     assert "was killed" not in said
 
 
+def test_processes_that_do_not_stop_when_told_twice_are_killed(monkeypatch, capfd):
+    monkeypatch.setattr("millrace.launch.launcher._GRACE_SECONDS", 0.3)
+    ours = os.getpid()
+    code = f"trap '' TERM; kill -TERM {ours}; sleep 0.5; kill -TERM {ours}; sleep 60"
+    began = time.monotonic()
+    assert launch(["--", "sh", "-c", code]) == 130
+    assert time.monotonic() - began < 30
+    assert "instance 0 has not stopped in 0.3 s: killing" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_launch_whose_output_nobody_reads_ends_as_its_processes_do(stream):
     """They print more than a pipe holds, so that one that is not emptied stops them."""
