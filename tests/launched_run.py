@@ -139,7 +139,7 @@ def fill_disk(update):
     real = checkpoint.write_arrays
 
     def full(partial: Path, state):
-        if int(partial.name.removeprefix("update-").removesuffix(".partial")) > update:
+        if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
             raise OSError(28, "No space left on device")
         return real(partial, state)
 

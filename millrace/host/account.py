@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from millrace.config import as_plain
+from millrace.durable import make_folder, write_atomically
 from millrace.host.console import Phase
-from millrace.host.run_directory import write_atomically
 from millrace.program.compiling import peak_bytes
 from millrace.report.record import FOLDER, PHASES
 
@@ -64,7 +64,7 @@ def add_earlier(summary: dict[str, Any], before: dict[str, Any]) -> None:
 def write_phases(run: Path, phases: Sequence[Phase], *, resumed: bool) -> None:
     """Keep what was done when, with what the run had done before it was resumed."""
     path = run / FOLDER / PHASES
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     new = [
         [name, round(start, 3), round(end, 3)]
         for name, start, end in phases

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from millrace.durable import write_atomically
 from millrace.report.curves import curve_figures, metric_charts, throughput_figure
 from millrace.report.grids import picture_sections
 from millrace.report.numbers import byte_size, duration, text_of
@@ -39,9 +40,7 @@ _EXPLAINED = {
 def write_report(run: Path) -> Path:
     """Write the report of the run in a directory, whatever its end was."""
     path = run / "report.html"
-    partial = run / ".report.html.partial"
-    partial.write_text(run_page(read_run(run)), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, run_page(read_run(run)))
     return path
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
+from millrace.durable import replacing
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.host.console import Console
@@ -211,16 +211,11 @@ def _watched(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[TextIO]:
-    """Write beside the file and move it there at the end: half of it is never seen."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("w", newline="", encoding="utf-8") as file:
-                yield file
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write next to the file and move it there at the end: half of it is never seen."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, newline="") as file:
+            yield file
 
 
 def _write(found: Iterable[Recommendation], file: TextIO, delimiter: str) -> int:
