@@ -10,28 +10,26 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import TextIO
 
 PARTIAL = ".partial"
 """The ending of what is being written, or being deleted."""
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, text: bool = True, newline: str | None = None) -> Iterator[IO]:
-    """Open a file that takes the place of `path`, in one step, when it is complete.
+def replacing(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
+    """Open a text file that takes the place of `path`, in one step, when it is complete.
 
     A reader sees the old file or the new one, never a part of it, and so does whoever looks
     after a power cut. Where writing fails, the old file stays.
 
     Args:
         path: What to replace; its folder must exist.
-        text: Whether to write UTF-8 text, or bytes.
         newline: As ``open`` takes it.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    kind: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": newline}
     try:
-        with open(partial, **(kind if text else {"mode": "wb"}), opener=_create) as file:
+        with open(partial, "w", encoding="utf-8", newline=newline, opener=_create) as file:
             yield file
             file.flush()
             _sync(file.fileno())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from millrace.durable import sync_file, sync_folder, sync_tree
@@ -72,7 +73,7 @@ def own_leaves(state: Any) -> list[int]:
 
 def is_key(leaf: Any) -> bool:
     """Tell whether an array, or its shape and type, is of typed random keys."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def as_stored(leaf: Any) -> np.ndarray:
