@@ -10,15 +10,8 @@ Of several processes, each writes a part of the arrays, and the first one the ma
 all parts are there. Any number of processes can read what any other has written.
 """
 
-import contextlib
-import functools
 import logging
-import operator
-import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,49 +20,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.durable import (
-    PARTIAL,
-    clear_leftovers,
-    discard,
-    locked,
-    make_folder,
-    rename,
-)
+from millrace.durable import clear_leftovers, discard, rename
 from millrace.host import group
-from millrace.host.checkpoint_arrays import (
-    import_orbax,
-    is_key,
-    own_leaves,
-    read_arrays,
-    read_some_arrays,
-    write_arrays,
+from millrace.host.checkpoint_arrays import import_orbax, is_key, own_leaves
+from millrace.host.checkpoint_folder import (
+    Restored,
+    checkpoint_name,
+    checkpoints_in,
+    reason,
+    restore,
+    restore_part,
+    write_checkpoint,
 )
 from millrace.host.checkpoint_manifest import (
     CheckpointError,
     Damaged,
-    check_fits,
-    check_inventory,
-    describe_arrays,
     has_manifest,
     read_manifest,
-    reading,
-    write_manifest,
 )
 from millrace.host.run_directory import finite_json
 from millrace.program.replicas import fetch
+
+__all__ = [
+    "NOT_OF_A_RUN",
+    "CheckpointError",
+    "Checkpoints",
+    "Restored",
+    "checkpoints_in",
+    "read_manifest",
+    "restore",
+    "restore_part",
+    "write_checkpoint",
+]
 
 _log = logging.getLogger("millrace")
 
 
 NOT_OF_A_RUN = (KeyError, TypeError, ValueError, AttributeError)
 """What reading a manifest raises that lacks something, or has something else there."""
-
-
-class Restored(NamedTuple):
-    """A checkpoint, read back."""
-
-    state: Any
-    manifest: dict[str, Any]
 
 
 class _More(NamedTuple):
@@ -127,7 +115,7 @@ class Checkpoints:
                 ``scores`` are what the best checkpoint is chosen by.
         """
         self.wait()
-        there = has_manifest(self._path / _name(update))
+        there = has_manifest(self._path / checkpoint_name(update))
         if group.from_first("checkpoint-is-there", there):
             return  # the same updates give the same state
         # The writer fetches the copy while training goes on. Fetching it here took
@@ -204,7 +192,7 @@ class Checkpoints:
         if "error" in found:
             raise CheckpointError(found["error"])
         if restored is None and found["update"] is not None:
-            return restore(self._path / _name(found["update"]), like)
+            return restore(self._path / checkpoint_name(found["update"]), like)
         return restored
 
     def _restore_newest(
@@ -233,7 +221,7 @@ class Checkpoints:
                 copy[place] = fetch(leaf)  # one by one: the device's copies go as well
         state = jax.tree.unflatten(structure, copy)
         facts = more.facts | (finite_json(more.later()) if more.later is not None else {})
-        path = self._path / _name(update)
+        path = self._path / checkpoint_name(update)
         write_checkpoint(path, state, update, facts, first=more.first)
         if group.is_first():
             self._prune()
@@ -247,14 +235,14 @@ class Checkpoints:
                 except OSError as error:
                     _log.warning(
                         "The old checkpoint %s could not be deleted: %s.",
-                        *(path, _reason(error)),
+                        *(path, reason(error)),
                     )
 
 
 def _check_manifest(
     path: Path, manifest: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None
 ) -> None:
-    if path.name != _name(manifest["update"]):
+    if path.name != checkpoint_name(manifest["update"]):
         raise Damaged(
             f"{path} is damaged: what is in it was saved after update {manifest['update']}."
         )
@@ -274,108 +262,11 @@ def _set_aside(path: Path) -> None:
         discard(aside)
         rename(path, aside)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be set aside: {_reason(error)}."
-        ) from error
-
-
-def write_checkpoint(
-    path: Path,
-    state: Any,
-    update: int,
-    facts: dict[str, Any],
-    *,
-    first: Callable[[], None] | None = None,
-) -> None:
-    """Write a checkpoint of NumPy arrays; it is there only when all of it is on the disk.
-
-    Args:
-        path: The folder it becomes; one that is there already is replaced.
-        state: A named tuple. Of several processes, each needs only the arrays that are
-            its own to write; all of them call this, and succeed or fail together.
-        update: The number of updates made.
-        facts: What else its manifest says, as JSON has it.
-        first: Called by the first process before the folder gets its name.
-    """
-    with contextlib.ExitStack() as stack:
-        writing = functools.partial(together, path, update)
-        (made, *_) = writing("make the folder", lambda: _begin(path, stack))
-        partial = Path(made)
-        write_part = functools.partial(write_arrays, partial, state)
-        files = writing("write", write_part, everybody=True)
-
-        def finish() -> None:
-            listed = functools.reduce(operator.or_, files)
-            # The arrays are on the disk; this puts the rest and all names there.
-            write_manifest(partial, state, update, facts, listed)
-            if first is not None:
-                first()
-            discard(path)
-            rename(partial, path)
-
-        writing("finish", finish)
-
-
-def _begin(path: Path, stack: contextlib.ExitStack) -> str:
-    """Make a folder to write in, which is deleted if it does not become a checkpoint."""
-    make_folder(path.parent)
-    # A name of its own: the same update may be written twice, in a run and its resume.
-    made = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    made.mkdir()
-    stack.enter_context(locked(made))
-    stack.callback(shutil.rmtree, made, ignore_errors=True)
-    return str(made)
-
-
-def together(
-    path: Path,
-    update: int,
-    what: str,
-    action: Callable[[], Any],
-    *,
-    everybody: bool = False,
-) -> list[Any]:
-    """Do something in the first process or in all; where it fails in one, all fail."""
-    found: dict[str, Any] = {}
-    cause: Exception | None = None
-    if everybody or group.is_first():
-        try:
-            found = {"value": action()}
-        except Exception as error:
-            cause = error
-            found = {"error": _reason(error)}
-    each = group.gather(f"checkpoint: {what}", found)
-    errors = [said["error"] for said in each if "error" in said]
-    if errors:
-        raise CheckpointError(
-            f"The checkpoint after update {update} could not be written to "
-            f"{path.parent}: {errors[0]}. Earlier ones are intact; with space and "
-            "permission restored, --resume continues from them."
-        ) from cause
-    return [said.get("value") for said in each]
-
-
-def _reason(error: Exception) -> str:
-    """Say in a few words why something could not be written."""
-    if code := _system_code(error):
-        return os.strerror(code)
-    return getattr(error, "strerror", None) or str(error).split("\n")[0]
-
-
-def _system_code(error: Exception) -> int | None:
-    """Return the system's number of an error that tensorstore reports."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(code[1]) if code else None
+        raise CheckpointError(f"{path} could not be set aside: {reason(error)}.") from error
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged, oldest first."""
-    found = [path for path in folder.glob("update-*") if _NAMED.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("update-")))
 
 
 def _snapshot(leaf: Any) -> Any:
@@ -396,61 +287,3 @@ def _snapshot(leaf: Any) -> Any:
 def _device_memory(leaf: jax.Array) -> str:
     (device, *_) = leaf.sharding.device_set
     return device.default_memory().kind
-
-
-_NAMED = re.compile(r"update-\d+", re.ASCII)
-
-
-def _name(update: int) -> str:
-    return f"update-{update:09d}"
-
-
-def restore(path: Path, like: Any) -> Restored:
-    """Read one checkpoint, checking that all of it is there.
-
-    Args:
-        path: A folder ``update-<n>``.
-        like: A state of the same structure; its shapes and types are what is expected.
-    """
-    manifest = read_manifest(path)
-    check_inventory(path, manifest)
-    check_fits(path, manifest["arrays"], describe_arrays(like))
-    with _reading_arrays(path):
-        return Restored(read_arrays(path, manifest, like), manifest)
-
-
-def restore_part(path: Path, like: Any) -> Restored:
-    """Read some fields of the state in a checkpoint, checking all of it.
-
-    Args:
-        path: A folder ``update-<n>``.
-        like: A named tuple with the fields to read, as ``restore`` takes it. The others
-            may be anything: weights can be read whatever optimiser was used.
-    """
-    manifest = read_manifest(path)
-    check_inventory(path, manifest)
-    fields = tuple(f".{name}" for name in like._fields)
-    found = {n: array for n, array in manifest["arrays"].items() if n.startswith(fields)}
-    check_fits(path, found, describe_arrays(like))
-    with _reading_arrays(path):
-        return Restored(read_some_arrays(path, manifest, like), manifest)
-
-
-@contextlib.contextmanager
-def _reading_arrays(path: Path) -> Iterator[None]:
-    """Take what the libraries say about odd files for damage, which it is."""
-    try:
-        with reading(path):
-            try:
-                yield
-            except Exception as error:
-                if code := _system_code(error):
-                    raise OSError(code, os.strerror(code)) from error
-                raise
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise Damaged(
-            f"The checkpoint {path} is damaged: its arrays cannot be read ({said})."
-        ) from error

@@ -167,7 +167,7 @@ def _parts(path: Path, manifest: dict[str, Any]) -> list[Path]:
     files = manifest["files"]
     if not any(name.startswith("state/") for name in files):
         raise ValueError("its manifest lists no file of arrays")
-    return [path / name for name in sorted(files) if _PART.fullmatch(name)]
+    return [path / name for name in files if _PART.fullmatch(name)]
 
 
 def _read_parts(parts: list[Path], arrays: dict[str, str], like: Any) -> Any:

@@ -321,9 +321,12 @@ def _fresh_folder(command: str) -> Path:
     """Make a folder that no other run has, also of those that start at this moment."""
     name = f"{command}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     path = Path("runs") / name
+    try:
+        make_folder(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     for number in itertools.count(2):
         try:
-            make_folder(path.parent)
             path.mkdir()
             sync_folder(path.parent)
             return path

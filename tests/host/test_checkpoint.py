@@ -20,8 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from several_processes import as_processes
 
-from millrace.host import checkpoint as checkpoint_module
-from millrace.host import checkpoint_arrays, checkpoint_manifest
+from millrace.host import checkpoint_arrays, checkpoint_folder, checkpoint_manifest
 from millrace.host.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -728,7 +727,7 @@ def test_a_checkpoint_is_not_called_damaged_for_want_of_memory(three, monkeypatc
     def too_much(*_):
         raise MemoryError
 
-    monkeypatch.setattr(checkpoint_module, "read_arrays", too_much)
+    monkeypatch.setattr(checkpoint_folder, "read_arrays", too_much)
     with pytest.raises(MemoryError):
         three.restore_newest(small_state())
     assert updates(three) == [1, 2, 3]

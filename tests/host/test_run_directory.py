@@ -40,7 +40,7 @@ def start(path: Path | None, config=None, *, command="cnn-train", resume=False):
     return open_run_directory(path, config or Options(), command=command, resume=resume)
 
 
-def refusal(path: Path, config=None, **options) -> str:
+def refusal(path: Path | None, config=None, **options) -> str:
     with pytest.raises(ConfigurationError) as caught:
         start(path, config, **options)
     message = str(caught.value)
@@ -130,6 +130,12 @@ def test_a_place_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path):
     message = refusal(tmp_path / "file" / "run")
     assert str(tmp_path / "file" / "run") in message
     assert "Not a directory" in message
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    assert "Cannot write to the run directory runs/cnn-train-" in refusal(None)
 
 
 def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
