@@ -34,6 +34,7 @@ from millrace.durable import (
     write_atomically,
 )
 from millrace.host import group
+from millrace.report.record import read_events
 
 _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -123,10 +124,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the log events; a line that is damaged or cut short is left out."""
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_bytes().split(b"\n")
-        return [event for line in lines if (event := _parse_event(line)) is not None]
+        return read_events(self.home)
 
     def forget_metrics_after(self, update: int) -> int:
         """Drop events that a resumed run will write again; return how many are left."""
@@ -396,16 +394,6 @@ def _how_batches_are_shared_out(old: dict[str, Any], config: Any) -> set[str]:
         return set()
     same = before.global_batch_size == batching.global_batch_size
     return names if same else set()
-
-
-def _parse_event(line: bytes) -> dict[str, Any] | None:
-    """Return the log event of a line, or None if it holds none."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_event = isinstance(event, dict) and isinstance(event.get("update"), int)
-    return event if is_event else None
 
 
 def finite_json(value: Any) -> Any:

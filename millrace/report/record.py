@@ -95,27 +95,42 @@ def read_run(path: Path) -> RunRecord:
         )
     config = load_yaml(path / "config.yml")
     summary = _json(path / "summary.json", {})
-    phases = _json(path / FOLDER / PHASES, [])
-    return RunRecord(path, summary, config, _events(path), phases)
+    return RunRecord(path, summary, config, read_events(path), read_phases(path))
 
 
 def _json(path: Path, otherwise: Any) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return otherwise
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """The log events; a line cut short by a crash is left out."""
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return a run's log events; a line that is damaged or cut short is left out."""
     try:
-        lines = (path / "metrics.jsonl").read_text().splitlines()
+        lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
     except OSError:
         return []
-    events = []
-    for line in lines:
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+    return [event for line in lines if (event := _parse_event(line)) is not None]
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("update"), int)
+    return event if is_event else None
+
+
+def read_phases(path: Path) -> list[tuple[str, float, float]]:
+    """Return what a run did from when to when, as far as that can be read."""
+    found = _json(path / FOLDER / PHASES, [])
+    return [phase for phase in found if _is_phase(phase)] if type(found) is list else []
+
+
+def _is_phase(phase: Any) -> bool:
+    match phase:
+        case [str(), int() | float(), int() | float()]:
+            return True
+    return False
