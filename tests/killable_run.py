@@ -1,6 +1,8 @@
 """A small training run in a process of its own, for tests that kill it.
 
-usage: killable_run.py RUN_DIR [--resume]
+usage: killable_run.py RUN_DIR [--resume] [--delay=SECONDS] [--note-finished=FILE]
+
+A batch takes the delay to read. To the file goes the update of each finished checkpoint.
 
 Every update reports sums over the ids of its samples, so that a skipped or repeated
 sample shows in the metrics.
@@ -19,6 +21,7 @@ import optax
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
+from millrace.host import checkpoint
 from millrace.host.events import schedule_events
 from millrace.host.options import RunOptions
 from millrace.host.run import run_command
@@ -37,11 +40,16 @@ class Config(RunOptions, Plan):
     gradient_accumulation_count: int | None = 2
 
 
+def option(name: str, default: str) -> str:
+    given = [word for word in sys.argv if word.startswith(f"--{name}=")]
+    return given[0].partition("=")[2] if given else default
+
+
 class SlowStream(Stream):
     """Takes long enough for a run to be killed in the middle."""
 
     def batch(self, position):
-        time.sleep(0.004)
+        time.sleep(float(option("delay", "0.004")))
         return super().batch(position)
 
 
@@ -91,7 +99,20 @@ def work(config, run):
     np.savez(run.directory.path / "final.npz", *leaves)
 
 
+def note_finished(path: str) -> None:
+    real = checkpoint.write_checkpoint
+
+    def write(folder, state, update, *arguments, **named):
+        real(folder, state, update, *arguments, **named)
+        with open(path, "a") as file:
+            file.write(f"{update}\n")
+
+    checkpoint.write_checkpoint = write
+
+
 if __name__ == "__main__":
+    if file := option("note-finished", ""):
+        note_finished(file)
     options = Config(
         run_dir=Path(sys.argv[1]), resume="--resume" in sys.argv, quiet=True, seed=5
     )

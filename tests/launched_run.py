@@ -134,16 +134,16 @@ def work(config, run):
 
 def fill_disk(update):
     """Let the first process write no array after so many updates."""
-    from millrace.host import checkpoint
+    from millrace.host import checkpoint_folder
 
-    real = checkpoint.write_arrays
+    real = checkpoint_folder.write_arrays
 
     def full(partial: Path, state):
-        if int(partial.name.removeprefix("update-").removesuffix(".partial")) > update:
+        if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
             raise OSError(28, "No space left on device")
         return real(partial, state)
 
-    checkpoint.write_arrays = full
+    checkpoint_folder.write_arrays = full
 
 
 if __name__ == "__main__":

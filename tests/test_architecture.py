@@ -7,9 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "millrace"
 
-PLAIN = {"config", "batching", "precision", "plan"}
+PLAIN = {"config", "durable", "batching", "precision", "plan"}
 MAY_IMPORT = {
     "config": set(),
+    "durable": set(),
     "batching": {"config"},
     "precision": {"config"},
     "plan": {"config", "batching", "precision"},

@@ -15,7 +15,7 @@ from millrace.config.checks import (
     shown,
 )
 from millrace.config.command_line import field_docs, parse
-from millrace.config.files import load_named, load_yaml, replacing, writing
+from millrace.config.files import load_named, load_yaml, writing
 
 __all__ = [
     "ConfigurationError",
@@ -31,7 +31,6 @@ __all__ = [
     "one_of",
     "parse",
     "plain_defaults",
-    "replacing",
     "shown",
     "writing",
 ]

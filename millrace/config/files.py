@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -112,24 +112,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(f"Cannot write {path}: {error.strerror}.") from error
-
-
-@contextlib.contextmanager
-def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Write a file that replaces `path` at the end: half of it is never seen.
-
-    What stands at the intermediate name is removed, not written to: it could be a link
-    that leads out of the folder.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        with (
-            partial.open("xb")
-            if binary
-            else partial.open("x", newline="", encoding="utf-8") as file
-        ):
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from millrace.config import as_plain
+from millrace.durable import make_folder, write_atomically
 from millrace.host.console import Phase
-from millrace.host.run_directory import write_atomically
 from millrace.program.compiling import peak_bytes
-from millrace.report.record import FOLDER, PHASES
+from millrace.report.record import FOLDER, PHASES, read_phases
 
 _TELLING = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 """Variables that change what is computed, or where."""
@@ -54,24 +54,30 @@ def account_of(
 def add_earlier(summary: dict[str, Any], before: dict[str, Any]) -> None:
     """Add the time that the parts of a run took which a resume goes on from."""
     for name in ("wall_seconds", "compile_seconds"):
-        summary[name] += before.get(name, 0.0)
-    spent = dict(before.get("seconds", {}))
+        summary[name] += _numbers(before).get(name, 0.0)
+    spent = _numbers(before.get("seconds"))
     for name, seconds in summary["seconds"].items():
         spent[name] = round(spent.get(name, 0.0) + seconds, 3)
     summary["seconds"] = spent
 
 
+def _numbers(found: Any) -> dict[str, float]:
+    """Return the numbers among what somebody may have changed by hand."""
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in items if isinstance(value, int | float)}
+
+
 def write_phases(run: Path, phases: Sequence[Phase], *, resumed: bool) -> None:
     """Keep what was done when, with what the run had done before it was resumed."""
     path = run / FOLDER / PHASES
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     new = [
         [name, round(start, 3), round(end, 3)]
         for name, start, end in phases
         if end - start >= _WORTH_KEEPING
     ]
     began = min((start for _, start, _ in new), default=math.inf)
-    old = json.loads(path.read_text()) if resumed and path.exists() else []
+    old = read_phases(run) if resumed else []
     kept = [phase for phase in old if phase[1] < began]
     write_atomically(path, json.dumps(kept + new) + "\n")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from millrace.config import configure
+from millrace.report.record import read_events
 
 Model = TypeVar("Model")
 
@@ -39,8 +40,7 @@ class Finished(Generic[Model]):
     @property
     def events(self) -> list[dict[str, Any]]:
         """What was logged, in order: update, epoch, time and metrics."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return read_events(self.path)
 
     def _repr_html_(self) -> str:
         """Show the figures where a notebook shows values."""

@@ -2,22 +2,17 @@
 
 A checkpoint is a folder ``update-<n>`` with the state, saved by orbax, and a manifest
 that lists every file with its size and checksum. The folder gets its name only when all
-of it is on the disk; a file that changed afterwards is noticed when it is read.
+of it is on the disk; a file that changed afterwards is noticed when it is read. Older
+checkpoints are deleted only when the new name is on the disk too, so that a power cut at
+any moment leaves a whole one.
 
 Of several processes, each writes a part of the arrays, and the first one the manifest when
 all parts are there. Any number of processes can read what any other has written.
 """
 
-import functools
-import hashlib
-import json
 import logging
-import operator
-import os
-import re
-import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,37 +20,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.durable import clear_leftovers, discard, rename
 from millrace.host import group
-from millrace.host.checkpoint_arrays import (
-    checksum,
-    import_orbax,
-    own_leaves,
-    read_arrays,
-    read_some_arrays,
-    write_arrays,
+from millrace.host.checkpoint_arrays import import_orbax, is_key, own_leaves
+from millrace.host.checkpoint_folder import (
+    Restored,
+    checkpoint_name,
+    checkpoints_in,
+    reason,
+    restore,
+    restore_part,
+    write_checkpoint,
 )
-from millrace.host.run_directory import finite_json, versions, write_atomically
+from millrace.host.checkpoint_manifest import (
+    CheckpointError,
+    Damaged,
+    has_manifest,
+    read_manifest,
+)
+from millrace.host.run_directory import finite_json
 from millrace.program.replicas import fetch
+
+__all__ = [
+    "NOT_OF_A_RUN",
+    "CheckpointError",
+    "Checkpoints",
+    "Restored",
+    "checkpoints_in",
+    "read_manifest",
+    "restore",
+    "restore_part",
+    "write_checkpoint",
+]
 
 _log = logging.getLogger("millrace")
 
-_FORMAT = 1
-_PARTIAL = ".partial"
+
+NOT_OF_A_RUN = (KeyError, TypeError, ValueError, AttributeError)
+"""What reading a manifest raises that lacks something, or has something else there."""
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read."""
+class _More(NamedTuple):
+    """What a checkpoint is saved with, besides the state."""
 
-
-class Damaged(CheckpointError):
-    """A checkpoint is not as it was written."""
-
-
-class Restored(NamedTuple):
-    """A checkpoint, read back."""
-
-    state: Any
-    manifest: dict[str, Any]
+    facts: dict[str, Any]
+    later: Callable[[], dict[str, Any]] | None
+    first: Callable[[], None] | None
 
 
 class Checkpoints:
@@ -89,6 +99,7 @@ class Checkpoints:
         update: int,
         *,
         later: Callable[[], dict[str, Any]] | None = None,
+        first: Callable[[], None] | None = None,
         **facts: Any,
     ) -> None:
         """Start writing a checkpoint; waits for the one before, and raises its error.
@@ -98,11 +109,13 @@ class Checkpoints:
             update: The number of updates made.
             later: Returns more of them when all else is ready to be written; the
                 checkpoint is not there before.
+            first: Called before the checkpoint gets its name, to put on the disk what
+                must not be older than it.
             **facts: JSON-able things to keep with it, such as the data position;
                 ``scores`` are what the best checkpoint is chosen by.
         """
         self.wait()
-        there = (self._path / _name(update) / "manifest.json").is_file()
+        there = has_manifest(self._path / checkpoint_name(update))
         if group.from_first("checkpoint-is-there", there):
             return  # the same updates give the same state
         # The writer fetches the copy while training goes on. Fetching it here took
@@ -114,14 +127,19 @@ class Checkpoints:
         ]
         structure = jax.tree.structure(state)
         facts = finite_json(facts)  # a copy: the caller's change while it is written
-        write = functools.partial(self._write, copy, structure, update, facts, later)
-        self._writing = self._writer.submit(write)
+        more = _More(facts, later, first)
+        self._writing = self._writer.submit(self._write, copy, structure, update, more)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is on the disk."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+
+    def settle(self) -> None:
+        """Wait as ``wait`` does, but leave an error to whoever calls that next."""
+        if self._writing is not None:
+            wait([self._writing])
 
     def close(self) -> None:
         """Finish what is under way."""
@@ -132,7 +150,7 @@ class Checkpoints:
 
     def saved(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return [p for p in checkpoints_in(self._path) if (p / "manifest.json").is_file()]
+        return [path for path in checkpoints_in(self._path) if has_manifest(path)]
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best metrics, if that is asked for."""
@@ -144,21 +162,29 @@ class Checkpoints:
                 scores = read_manifest(path).get("scores") or {}
             except CheckpointError:
                 continue  # dealt with when it is to be restored
-            if any(isinstance(value, str) for value in scores.values()):
+            if not all(isinstance(value, int | float) for value in scores.values()):
                 continue  # what is not finite is written as text
             if scores and (best is None or self._better(scores, best[1])):
                 best = path, scores
         return best[0] if best else None
 
-    def restore_newest(self, like: Any) -> Restored | None:
-        """Read the newest checkpoint that is whole; None if there has been none yet."""
+    def restore_newest(
+        self, like: Any, *, check: Callable[[dict[str, Any]], Any] | None = None
+    ) -> Restored | None:
+        """Read the newest checkpoint that is whole; None if there has been none yet.
+
+        Args:
+            like: As ``restore`` takes it.
+            check: Reads a manifest; one with which it raises an error of
+                ``NOT_OF_A_RUN`` counts as damaged.
+        """
         if group.num_processes() == 1:
-            return self._restore_newest(like)
+            return self._restore_newest(like, check)
         # The first process chooses, and clears away; the others read what it has read.
         restored, found = None, {}
         if group.is_first():
             try:
-                restored = self._restore_newest(like)
+                restored = self._restore_newest(like, check)
                 found = {"update": restored and restored.manifest["update"]}
             except CheckpointError as error:
                 found = {"error": str(error)}
@@ -166,21 +192,22 @@ class Checkpoints:
         if "error" in found:
             raise CheckpointError(found["error"])
         if restored is None and found["update"] is not None:
-            return restore(self._path / _name(found["update"]), like)
+            return restore(self._path / checkpoint_name(found["update"]), like)
         return restored
 
-    def _restore_newest(self, like: Any) -> Restored | None:
-        for leftover in self._path.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(leftover)
+    def _restore_newest(
+        self, like: Any, check: Callable[[dict[str, Any]], Any] | None
+    ) -> Restored | None:
+        clear_leftovers(self._path)
         # Not only saved(): a folder without its manifest is damaged too.
         for path in reversed(checkpoints_in(self._path)):
             try:
-                return restore(path, like)
+                restored = restore(path, like)
+                _check_manifest(path, restored.manifest, check)
+                return restored
             except Damaged as error:  # one that does not fit is nobody's damage
                 _log.warning("%s It is set aside for an older one.", error)
-                aside = path.with_name(f"{path.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                _set_aside(path)
         if any(self._path.glob("*.damaged")):
             raise CheckpointError(
                 f"No checkpoint in {self._path} can be used: all of them are damaged. "
@@ -188,20 +215,14 @@ class Checkpoints:
             )
         return None
 
-    def _write(
-        self,
-        copy: list[Any],
-        structure: Any,
-        update: int,
-        facts: dict[str, Any],
-        later: Callable[[], dict[str, Any]] | None,
-    ) -> None:
+    def _write(self, copy: list[Any], structure: Any, update: int, more: _More) -> None:
         for place, leaf in enumerate(copy):
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
+            if not isinstance(leaf, jax.ShapeDtypeStruct) and not is_key(leaf):
                 copy[place] = fetch(leaf)  # one by one: the device's copies go as well
         state = jax.tree.unflatten(structure, copy)
-        facts |= finite_json(later()) if later is not None else {}
-        write_checkpoint(self._path / _name(update), state, update, facts)
+        facts = more.facts | (finite_json(more.later()) if more.later is not None else {})
+        path = self._path / checkpoint_name(update)
+        write_checkpoint(path, state, update, facts, first=more.first)
         if group.is_first():
             self._prune()
 
@@ -209,92 +230,43 @@ class Checkpoints:
         best = self.best()
         for path in self.saved()[: -self._keep]:
             if path != best:
-                shutil.rmtree(path)
+                try:
+                    discard(path)
+                except OSError as error:
+                    _log.warning(
+                        "The old checkpoint %s could not be deleted: %s.",
+                        *(path, reason(error)),
+                    )
 
 
-def write_checkpoint(path: Path, state: Any, update: int, facts: dict[str, Any]) -> None:
-    """Write a checkpoint of NumPy arrays; it is there only when all of it is.
-
-    Args:
-        path: The folder it becomes; one that is there already is replaced.
-        state: A named tuple. Of several processes, each needs only the arrays that are
-            its own to write; all of them call this, and succeed or fail together.
-        update: The number of updates made.
-        facts: What else its manifest says, as JSON has it.
-    """
-    partial = path.with_name(path.name + _PARTIAL)
-    together("make the folder", path, update, lambda: _begin(partial))
-    write_part = functools.partial(write_arrays, partial, state)
-    files = together("write", path, update, write_part, everybody=True)
-
-    def finish() -> None:
-        manifest = {
-            "format": _FORMAT,
-            "update": update,
-            **facts,
-            "arrays": _arrays(state),
-            "versions": versions(),
-            "files": functools.reduce(operator.or_, files),
-        }
-        manifest = finite_json(manifest)
-        manifest["checksum"] = _manifest_checksum(manifest)
-        write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-
-    together("finish", path, update, finish)
+def _check_manifest(
+    path: Path, manifest: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None
+) -> None:
+    if path.name != checkpoint_name(manifest["update"]):
+        raise Damaged(
+            f"{path} is damaged: what is in it was saved after update {manifest['update']}."
+        )
+    try:
+        if check is not None:
+            check(manifest)
+    except NOT_OF_A_RUN as error:
+        raise Damaged(
+            f"{path} is damaged: its manifest does not say how far the run had come "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
-def together(
-    what: str,
-    path: Path,
-    update: int,
-    action: Callable[[], Any],
-    *,
-    everybody: bool = False,
-) -> list[Any]:
-    """Do something in the first process or in all; where it fails in one, all fail."""
-    found: dict[str, Any] = {}
-    cause: Exception | None = None
-    if everybody or group.is_first():
-        try:
-            found = {"value": action()}
-        except Exception as error:
-            cause = error
-            found = {"error": _reason(error)}
-    each = group.gather(f"checkpoint: {what}", found)
-    errors = [said["error"] for said in each if "error" in said]
-    if errors:
-        if group.is_first():
-            shutil.rmtree(path.with_name(path.name + _PARTIAL), ignore_errors=True)
-        raise CheckpointError(
-            f"The checkpoint after update {update} could not be written to "
-            f"{path.parent}: {errors[0]}. Earlier ones are intact; with space and "
-            "permission restored, --resume continues from them."
-        ) from cause
-    return [said.get("value") for said in each]
-
-
-def _reason(error: Exception) -> str:
-    """Say in a few words why something could not be written."""
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's way
-        return os.strerror(int(code[1]))
-    return getattr(error, "strerror", None) or str(error).split("\n")[0]
-
-
-def _begin(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        discard(aside)
+        rename(path, aside)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be set aside: {reason(error)}.") from error
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged, oldest first."""
-    return sorted(folder.glob("update-*[0-9]"))
 
 
 def _snapshot(leaf: Any) -> Any:
@@ -315,93 +287,3 @@ def _snapshot(leaf: Any) -> Any:
 def _device_memory(leaf: jax.Array) -> str:
     (device, *_) = leaf.sharding.device_set
     return device.default_memory().kind
-
-
-def _name(update: int) -> str:
-    return f"update-{update:09d}"
-
-
-def restore(path: Path, like: Any) -> Restored:
-    """Read one checkpoint, checking that all of it is there.
-
-    Args:
-        path: A folder ``update-<n>``.
-        like: A state of the same structure; its shapes and types are what is expected.
-    """
-    manifest = read_manifest(path)
-    _check_inventory(path, manifest)
-    _check_fits(path, manifest["arrays"], _arrays(like))
-    return Restored(read_arrays(path, manifest["arrays"], like), manifest)
-
-
-def restore_part(path: Path, like: Any) -> Restored:
-    """Read some fields of the state in a checkpoint, checking all of it.
-
-    Args:
-        path: A folder ``update-<n>``.
-        like: A named tuple with the fields to read, as ``restore`` takes it. The others
-            may be anything: weights can be read whatever optimiser was used.
-    """
-    manifest = read_manifest(path)
-    _check_inventory(path, manifest)
-    fields = tuple(f".{name}" for name in like._fields)
-    found = {n: array for n, array in manifest["arrays"].items() if n.startswith(fields)}
-    _check_fits(path, found, _arrays(like))
-    return Restored(read_some_arrays(path, manifest["arrays"], like), manifest)
-
-
-def _arrays(state: Any) -> dict[str, str]:
-    """Describe every array of a state by its path."""
-    return {
-        jax.tree_util.keystr(path): f"{np.dtype(x.dtype).name}{list(x.shape)}"
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
-def _check_fits(path: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
-    # Orbax would quietly convert types, and says little about structures.
-    differing = [
-        f"{name} is {found.get(name, 'not in it')}, this model has "
-        f"{wanted.get(name, 'no such array')}"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
-    ]
-    if differing:
-        rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise CheckpointError(
-            f"The checkpoint {path} does not fit this model: "
-            f"{'; '.join(differing[:3])}{rest}."
-        )
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path} is damaged, without a manifest: {error}.") from error
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {manifest.get('format')}; this version reads "
-            f"{_FORMAT}."
-        )
-    if manifest.pop("checksum", None) != _manifest_checksum(manifest):
-        raise Damaged(f"{path} is damaged: manifest.json is not as it was written.")
-    return manifest
-
-
-def _manifest_checksum(manifest: dict[str, Any]) -> str:
-    text = json.dumps(manifest, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _check_inventory(folder: Path, manifest: dict[str, Any]) -> None:
-    for name, (size, written) in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise Damaged(f"The checkpoint {folder} is damaged: {name} is gone.")
-        if path.stat().st_size != size or checksum(path) != written:
-            raise Damaged(
-                f"The checkpoint {folder} is damaged: {name} is not as it was written "
-                f"({path.stat().st_size} bytes, {size} were written)."
-            )

@@ -5,38 +5,48 @@ A process alone leaves them to orbax. Of several, each writes a file of its own.
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
-import os
+import re
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from millrace.durable import sync_file, sync_folder, sync_tree
 from millrace.host import group
+from millrace.host.checkpoint_manifest import checksum
 
 _import_lock = threading.Lock()
 
+_PART = re.compile(r"state/\d+\.npz")
+"""The name of what one of several processes has written."""
+
 
 def write_arrays(partial: Path, state: Any) -> dict[str, list[Any]]:
-    """Write this process's arrays; return the files with their sizes and checksums."""
+    """Write this process's arrays; return the files with their sizes and checksums.
+
+    All of them are on the disk when this returns.
+    """
+    folder = partial / "state"
     if group.num_processes() == 1:
-        orbax_save(partial / "state", state)
-        return _inventory(partial, partial / "state")
-    path = partial / "state" / f"{group.process_id():05d}.npz"
-    path.parent.mkdir(exist_ok=True)
+        orbax_save(folder, jax.tree.map(as_stored, state))
+        sync_tree(folder)  # orbax leaves some of its files, and all names, to the system
+        return _inventory(partial, sorted(folder.rglob("*")))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{group.process_id():05d}.npz"
     leaves = jax.tree.leaves(state)
     # As bytes: NumPy's files know no bfloat16. What they are, the manifest says.
     own = {str(place): _as_bytes(leaves[place]) for place in own_leaves(state)}
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         np.savez(file, allow_pickle=False, **own)  # pyright: ignore[reportArgumentType]
-        file.flush()
-        os.fsync(file.fileno())
-    return _inventory(partial, path)
+    sync_file(path)
+    sync_folder(folder)
+    return _inventory(partial, [path])
 
 
 def own_leaves(state: Any) -> list[int]:
@@ -50,7 +60,7 @@ def own_leaves(state: Any) -> list[int]:
     here = [n for n, x in enumerate(leaves) if not isinstance(x, jax.ShapeDtypeStruct)]
     if len(here) < len(leaves):
         return here
-    sizes = [math.prod(np.shape(x)) * np.dtype(x.dtype).itemsize for x in leaves]
+    sizes = [math.prod(np.shape(x)) * x.dtype.itemsize for x in leaves]
     loads = [0] * group.num_processes()
     own = []
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
@@ -61,65 +71,128 @@ def own_leaves(state: Any) -> list[int]:
     return sorted(own)
 
 
-def _as_bytes(array: Any) -> np.ndarray:
-    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+def is_key(leaf: Any) -> bool:
+    """Tell whether an array, or its shape and type, is of typed random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def read_arrays(path: Path, arrays: dict[str, str], like: Any) -> Any:
-    """Read all arrays of a checkpoint.
+def as_stored(leaf: Any) -> np.ndarray:
+    """Return an array as one that orbax can write; see ``from_stored``."""
+    raw = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    if raw.size == 0:
+        return np.zeros(1, np.uint8)  # it writes no empty ones
+    return raw.view(_stored_type(raw.dtype))
+
+
+def from_stored(stored: Any, like: Any) -> Any:
+    """Return an array as it was before ``as_stored``, of the shape and type of `like`.
+
+    A NumPy array, or a JAX array where it is of typed random keys: NumPy has none.
+    """
+    raw = _raw(like)
+    if math.prod(raw.shape) == 0:
+        stored = np.empty(raw.shape, raw.dtype)
+    stored = np.asarray(stored).view(raw.dtype).reshape(raw.shape)
+    if not is_key(like):
+        return stored
+    return jax.random.wrap_key_data(stored, impl=_key_impl(like))
+
+
+def _raw(like: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and type of an array, or of what random keys are made of."""
+    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return jax.eval_shape(jax.random.key_data, shape) if is_key(like) else shape
+
+
+def _key_impl(like: Any) -> Any:
+    found = []
+    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape)
+    return found[0]
+
+
+def _stored_like(like: Any) -> np.ndarray:
+    """Return an array of the shape and type that ``as_stored`` gives one like this."""
+    raw = _raw(like)
+    if math.prod(raw.shape) == 0:
+        return np.zeros(1, np.uint8)
+    return np.empty(raw.shape, _stored_type(np.dtype(raw.dtype)))
+
+
+@functools.cache
+def _stored_type(dtype: np.dtype) -> np.dtype:
+    """Return a type of the same size that tensorstore knows; it lacks some small ones."""
+    import_orbax()
+    import tensorstore
+
+    try:
+        tensorstore.dtype(dtype)
+    except (TypeError, ValueError):
+        return np.dtype(f"u{dtype.itemsize}")
+    return dtype
+
+
+def _as_bytes(leaf: Any) -> np.ndarray:
+    raw = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    return np.frombuffer(np.ascontiguousarray(raw).tobytes(), np.uint8)
+
+
+def read_arrays(path: Path, manifest: dict[str, Any], like: Any) -> Any:
+    """Read all arrays of a checkpoint, from the files that its manifest lists.
 
     Args:
         path: Its folder.
-        arrays: What its manifest says of them, in the order in which they were written.
+        manifest: Whose arrays are in the order in which they were written.
         like: A state of the same structure, shapes and types.
     """
-    if parts := sorted((path / "state").glob("*.npz")):
-        return _read_parts(parts, arrays, like)
-    target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like)
-    return _orbax_restore(path / "state", target)
+    if parts := _parts(path, manifest):
+        return _read_parts(parts, manifest["arrays"], like)
+    stored = _orbax_restore(path / "state", jax.tree.map(_stored_like, like))
+    return jax.tree.map(from_stored, stored, like)
 
 
-def read_some_arrays(path: Path, arrays: dict[str, str], like: Any) -> Any:
+def read_some_arrays(path: Path, manifest: dict[str, Any], like: Any) -> Any:
     """Read some fields of a state; `like` is a named tuple of them."""
-    if parts := sorted((path / "state").glob("*.npz")):
-        return _read_parts(parts, arrays, like)
-    target = {
-        name: jax.tree.map(lambda x: np.empty(x.shape, x.dtype), tree)
-        for name, tree in like._asdict().items()
-        if jax.tree.leaves(tree)
-    }
-    return like._replace(**_orbax_restore_part(path / "state", target))
+    if parts := _parts(path, manifest):
+        return _read_parts(parts, manifest["arrays"], like)
+    fields = {name: tree for name, tree in like._asdict().items() if jax.tree.leaves(tree)}
+    stored = _orbax_restore(
+        path / "state", jax.tree.map(_stored_like, fields), partially=True
+    )
+    return like._replace(**jax.tree.map(from_stored, stored, fields))
+
+
+def _parts(path: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Return the files of several processes, if they wrote the checkpoint."""
+    files = manifest["files"]
+    if not any(name.startswith("state/") for name in files):
+        raise ValueError("its manifest lists no file of arrays")
+    return [path / name for name in files if _PART.fullmatch(name)]
 
 
 def _read_parts(parts: list[Path], arrays: dict[str, str], like: Any) -> Any:
     """Read the arrays of `like` from what several processes have written."""
     places = {name: str(place) for place, name in enumerate(arrays)}
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(np.load(p, allow_pickle=False)) for p in parts]
+        # Opened here: of a file that is none of its own, NumPy would leave that to chance.
+        opened = [stack.enter_context(path.open("rb")) for path in parts]
+        files = [stack.enter_context(np.load(x, allow_pickle=False)) for x in opened]
         holding = {place: file for file in files for place in file.files}
 
-        def read(path: Any, leaf: Any) -> np.ndarray:
+        def read(path: Any, leaf: Any) -> Any:
             place = places[jax.tree_util.keystr(path)]
-            raw = holding[place][place].tobytes()
-            return np.frombuffer(raw, leaf.dtype).reshape(leaf.shape).copy()
+            raw = np.frombuffer(holding[place][place].tobytes(), _raw(leaf).dtype)
+            return from_stored(raw.copy(), leaf)
 
         return jax.tree_util.tree_map_with_path(read, like)
 
 
-def _inventory(folder: Path, written: Path) -> dict[str, list[Any]]:
-    files = [written] if written.is_file() else sorted(written.rglob("*"))
+def _inventory(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
     return {
-        str(path.relative_to(folder)): [path.stat().st_size, checksum(path)]
+        path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)]
         for path in files
         if path.is_file()
     }
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(
-            file, lambda: hashlib.blake2b(digest_size=16)
-        ).hexdigest()
 
 
 def import_orbax() -> Any:
@@ -149,27 +222,26 @@ def orbax_save(path: Path, state: Any) -> None:
         checkpointer.save(path.absolute(), args=orbax.args.StandardSave(state))
 
 
-def _orbax_restore(path: Path, target: Any) -> Any:
+def _orbax_restore(path: Path, target: Any, *, partially: bool = False) -> Any:
+    """Read arrays of the shapes and types of `target`; there may be others, partially."""
     orbax = import_orbax()
-    with _orbax_reader(orbax.StandardCheckpointHandler) as checkpointer:
-        restored = checkpointer.restore(
-            path.absolute(), args=orbax.args.StandardRestore(target)
-        )
-    return jax.tree.map(np.asarray, restored)
-
-
-def _orbax_restore_part(path: Path, target: Any) -> Any:
-    orbax = import_orbax()
-    how = jax.tree.map(
-        lambda x: orbax.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype), target
-    )
+    as_they_are = orbax.RestoreArgs(restore_type=np.ndarray)
     with _orbax_reader(orbax.PyTreeCheckpointHandler) as checkpointer:
-        return checkpointer.restore(
+        found = checkpointer.restore(
             path.absolute(),
             args=orbax.args.PyTreeRestore(
-                item=target, restore_args=how, partial_restore=True
+                item=target,
+                restore_args=jax.tree.map(lambda _: as_they_are, target),
+                partial_restore=partially,
             ),
         )
+    for read, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
+        if (read.shape, read.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"an array is {read.dtype}{list(read.shape)} where the manifest says "
+                f"{wanted.dtype}{list(wanted.shape)}"
+            )
+    return found
 
 
 def _orbax_reader(handler: Any) -> Any:

@@ -109,7 +109,7 @@ class Run:
             **(_training_facts(plan, schedule) if schedule else {}),
             **_grown_facts(self.directory.grown),
         }
-        self.console.facts(shown | {"run directory": str(self.directory.path)})
+        self.console.facts(shown | {"run directory": str(self.directory.home)})
         for warning in schedule.warnings if schedule else ():
             self.console.warning(warning)
 
@@ -245,7 +245,7 @@ def run_command(
         group.barrier("end")  # what the first process writes is there for all
     if status == _WRONG_COMMAND:
         return status
-    _say_how_it_ended(run, directory.path)
+    _say_how_it_ended(run, directory.home)
     return status
 
 

@@ -4,6 +4,7 @@
 ``summary.json`` at the end, whatever the end was; ``checkpoints/``; ``report.html``.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,7 +23,18 @@ import yaml
 
 from millrace.batching import Batching, resolve_batching
 from millrace.config import ConfigurationError, as_plain, load_yaml, plain_defaults
+from millrace.durable import (
+    PARTIAL,
+    clear_leftovers,
+    lock_folder,
+    locked,
+    make_folder,
+    sync_file,
+    sync_folder,
+    write_atomically,
+)
 from millrace.host import group
+from millrace.report.record import read_events
 
 _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -30,20 +42,30 @@ _PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 _ACCOUNT = {"config.yml", "summary.json", "report", "report.html"}
 """What a run leaves that has neither trained nor measured anything."""
 
+_OWN = "millrace-process-"
+"""How the folder begins in which a process writes for itself."""
+
+_WRITTEN = ("config.yml", "metrics.jsonl", "summary.json", "report.html")
+"""What is replaced as a whole."""
+
 
 class RunDirectory:
     """A directory that belongs to one run of one configuration."""
 
     def __init__(self, path: Path, *, made: bool | None = None) -> None:
-        self.path = path
         self.home = path
-        """The run's directory also where `path` is only this process's own."""
         self.made = not path.exists() if made is None else made
         self._release: weakref.finalize | None = None
         self.grown: dict[str, Any] = {}
         """What a resumed run is asked for more of than it was started with."""
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
+        self._num_events: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where this process writes; for the first one, that is the run's directory."""
+        return self.home
 
     @property
     def metrics_path(self) -> Path:
@@ -53,21 +75,14 @@ class RunDirectory:
     def claim(self) -> None:
         """Keep other processes from writing here until this one is done, or gone."""
         try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = lock_folder(self.path)
         except BlockingIOError as error:
-            os.close(descriptor)
             raise ConfigurationError(
                 f"Another process is writing the run in {self.path}. Wait until it has "
                 "ended, or choose another --run-dir."
             ) from error
-        except OSError:  # a file system without locks
-            return os.close(descriptor)
-        self._release = weakref.finalize(self, os.close, descriptor)
+        if descriptor is not None:
+            self._release = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
         """Let others write here."""
@@ -92,23 +107,32 @@ class RunDirectory:
         """Add one log event."""
         with self._metrics.open("a") as file:
             file.write(json.dumps(finite_json(event)) + "\n")
+        if self._num_events is not None:
+            self._num_events += 1
+
+    def num_events(self) -> int:
+        """Count the log events."""
+        if self._num_events is None:  # appending counts from here on
+            self._num_events = len(self.read_metrics())
+        return self._num_events
+
+    def sync_metrics(self) -> None:
+        """Wait until the log events are on the disk."""
+        if self._metrics.exists():
+            sync_file(self._metrics)
+            sync_folder(self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the log events; a line cut short by a crash is left out."""
-        events = []
-        if self._metrics.exists():
-            for line in self._metrics.read_text().splitlines():
-                try:
-                    events.append(json.loads(line))
-                except json.JSONDecodeError:
-                    continue
-        return events
+        """Return the log events; a line that is damaged or cut short is left out."""
+        return read_events(self.home)
 
-    def forget_metrics_after(self, update: int) -> None:
-        """Drop events that a resumed run will write again."""
+    def forget_metrics_after(self, update: int) -> int:
+        """Drop events that a resumed run will write again; return how many are left."""
         kept = [event for event in self.read_metrics() if event["update"] <= update]
         text = "".join(json.dumps(event) + "\n" for event in kept)
         write_atomically(self._metrics, text)
+        self._num_events = len(kept)
+        return len(kept)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the final account of the run."""
@@ -126,6 +150,7 @@ class RunDirectory:
         except (OSError, ValueError):
             return {}
         path.unlink(missing_ok=True)
+        sync_folder(self.home)
         return found if isinstance(found, dict) else {}
 
 
@@ -137,7 +162,22 @@ class FollowedDirectory(RunDirectory):
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
-        self.path = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self._own: tuple[Path, contextlib.ExitStack] | None = None
+
+    @property
+    def path(self) -> Path:
+        """This process's own folder, made when it is asked for: few processes do.
+
+        One that a killed process has left is deleted by the next that makes one.
+        """
+        if self._own is None:
+            clear_leftovers(Path(tempfile.gettempdir()), f"{_OWN}*{PARTIAL}")
+            path = Path(tempfile.mkdtemp(PARTIAL, _OWN))
+            stack = contextlib.ExitStack()
+            stack.enter_context(locked(path))
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            self._own = path, stack
+        return self._own[0]
 
     def discard(self) -> None:
         """Leave that to the first process."""
@@ -145,8 +185,12 @@ class FollowedDirectory(RunDirectory):
     def append_metrics(self, event: dict[str, Any]) -> None:
         """Leave that to the first process."""
 
-    def forget_metrics_after(self, update: int) -> None:
+    def sync_metrics(self) -> None:
         """Leave that to the first process."""
+
+    def forget_metrics_after(self, update: int) -> int:
+        """Leave that to the first process; count as it does."""
+        return sum(event["update"] <= update for event in self.read_metrics())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Leave that to the first process."""
@@ -157,7 +201,8 @@ class FollowedDirectory(RunDirectory):
 
     def close(self) -> None:
         """Delete what this process wrote for itself."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._own is not None:
+            self._own[1].close()
 
 
 def open_for_all(
@@ -209,6 +254,7 @@ def open_run_directory(
             )
         directory.grown = _check_same(load_yaml(record), config, command, path)
         directory.claim()
+        _clear_leftovers(path)
         return directory
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--run-dir {path} is a file, not a directory.")
@@ -218,7 +264,7 @@ def open_run_directory(
             "--run-dir, or add --resume to continue the run in it."
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         directory.claim()
         _clear(path)
         plain = {"command": command} | as_plain(config)
@@ -230,7 +276,11 @@ def open_run_directory(
 
 def _never_began(path: Path) -> bool:
     """Whether there is nothing but the account of a run that failed before it trained."""
-    if not {entry.name for entry in path.iterdir()} <= _ACCOUNT:
+    names = {entry.name for entry in path.iterdir()}
+    names -= {entry.name for entry in _leftovers(path)}
+    if not names:
+        return True
+    if not names <= _ACCOUNT:
         return False
     try:
         is_ours = "command" in load_yaml(path / "config.yml")
@@ -243,6 +293,7 @@ def _never_began(path: Path) -> bool:
 
 def _clear(path: Path) -> None:
     """Delete such an account."""
+    _clear_leftovers(path)
     for name in _ACCOUNT:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
@@ -250,13 +301,32 @@ def _clear(path: Path) -> None:
             (path / name).unlink(missing_ok=True)
 
 
+def _leftovers(path: Path) -> list[Path]:
+    """Return the files that were being written when a run was killed."""
+    return [
+        *(entry for name in _WRITTEN for entry in path.glob(f".{name}.*{PARTIAL}")),
+        *(path / "report").glob(f".*{PARTIAL}"),
+    ]
+
+
+def _clear_leftovers(path: Path) -> None:
+    for leftover in _leftovers(path):
+        with contextlib.suppress(OSError):  # they are in nobody's way
+            leftover.unlink()
+
+
 def _fresh_folder(command: str) -> Path:
     """Make a folder that no other run has, also of those that start at this moment."""
     name = f"{command}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     path = Path("runs") / name
+    try:
+        make_folder(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     for number in itertools.count(2):
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
+            sync_folder(path.parent)
             return path
         except FileExistsError:
             path = path.with_name(f"{name}-{number}")
@@ -324,16 +394,6 @@ def _how_batches_are_shared_out(old: dict[str, Any], config: Any) -> set[str]:
         return set()
     same = before.global_batch_size == batching.global_batch_size
     return names if same else set()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def finite_json(value: Any) -> Any:

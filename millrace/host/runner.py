@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import operator
 import signal
 import time
 from collections.abc import Callable
@@ -59,11 +60,8 @@ class _Sums:
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> "_Sums":
-        sums, newest = (
-            {name: float(value) for name, value in saved[part].items()}
-            for part in ("sums", "newest")
-        )
-        return cls(sums, newest, saved["updates"])
+        sums, newest = _floats(saved["sums"]), _floats(saved["newest"])
+        return cls(sums, newest, _count(saved["updates"]))
 
     def plus(self, info: dict[str, float]) -> "_Sums":
         sums = {name: self.sums.get(name, 0.0) + value for name, value in info.items()}
@@ -71,6 +69,45 @@ class _Sums:
 
     def means(self) -> dict[str, float]:
         return {name: total / self.updates for name, total in self.sums.items()}
+
+
+class _SavedProgress(NamedTuple):
+    """How far a run had come, as the manifest of a checkpoint has it."""
+
+    update: int
+    data_position: int
+    samples_per_element: int | None
+    time: float
+    metrics: dict[str, float]
+    scores: dict[str, float]
+    since_log: _Sums
+    num_events: int
+
+    @classmethod
+    def read(cls, manifest: dict[str, Any]) -> "_SavedProgress":
+        """Read a manifest; one that is not of a run raises an error of some kind."""
+        size = manifest.get("samples_per_element")
+        return cls(
+            manifest["update"],
+            _count(manifest["data_position"]),
+            None if size is None else _count(size),
+            float(manifest["time"]),
+            _floats(manifest["metrics"]),
+            _floats(manifest["scores"]),
+            _Sums.restored(manifest["since_log"]),
+            _count(manifest.get("num_events", 0)),
+        )
+
+
+def _count(saved: Any) -> int:
+    if operator.index(saved) < 0:
+        raise ValueError(f"{saved} is negative")
+    return saved
+
+
+def _floats(saved: dict[str, Any]) -> dict[str, float]:
+    # What is not finite is text in JSON; float() reads it.
+    return {name: float(value) for name, value in saved.items()}
 
 
 class Runner:
@@ -151,6 +188,11 @@ class Runner:
             self._console.status("training")
             with self._stopping_on_signals():
                 state, done = self._train(state, done, capacities)
+                self._finish_saving()
+        except Exception:
+            if self._checkpoints is not None:
+                self._checkpoints.settle()  # nobody writes once this has returned
+            raise
         finally:
             self._console.stop()
             self._infeed.close()
@@ -184,32 +226,43 @@ class Runner:
     def _resume(self, state: TrainState) -> TrainState:
         restored = None
         if self._checkpoints is not None:
-            restored = self._checkpoints.restore_newest(self._program.whole(state))
+            restored = self._checkpoints.restore_newest(
+                self._program.whole(state), check=_SavedProgress.read
+            )
         if restored is None:
             self._console.line("No checkpoint yet: starting from the beginning.")
             self._directory.forget_metrics_after(0)
             self._directory.keep_grown()
             return state
-        manifest = restored.manifest
+        saved = _SavedProgress.read(restored.manifest)
         self._directory.keep_grown()
         # The end of a shorter run may lie within an execution of this one.
-        each = math.gcd(self._schedule.updates_per_execution, manifest["update"])
+        each = math.gcd(self._schedule.updates_per_execution, saved.update)
         self._schedule = self._schedule._replace(updates_per_execution=each)
         self._stop_point = StopPoint(each)
-        self._infeed.seek(self._position(manifest))
-        self._directory.forget_metrics_after(manifest["update"])
-        self._earlier_seconds = manifest["time"]
-        # What is not finite is text in JSON; float() reads it.
-        self._metrics = {name: float(v) for name, v in manifest["metrics"].items()}
-        self._since_log = _Sums.restored(manifest["since_log"])
-        self._write_lost_validation(manifest)
-        self._console.line(f"Resuming after update {manifest['update']}.")
+        self._infeed.seek(self._position(saved))
+        self._forget_metrics_after(saved)
+        self._earlier_seconds = saved.time
+        self._metrics = dict(saved.metrics)
+        self._since_log = saved.since_log
+        self._write_lost_validation(saved)
+        self._console.line(f"Resuming after update {saved.update}.")
         return self._program.place(restored.state)
 
-    def _write_lost_validation(self, manifest: dict[str, Any]) -> None:
+    def _forget_metrics_after(self, saved: "_SavedProgress") -> None:
+        """Drop the events that will be written again; say if earlier ones are missing."""
+        kept = self._directory.forget_metrics_after(saved.update)
+        if kept < saved.num_events:
+            self._console.warning(
+                f"metrics.jsonl has only {kept} of the {saved.num_events} log events up to "
+                f"update {saved.update}: the others were lost or damaged. The weights are "
+                "not affected."
+            )
+
+    def _write_lost_validation(self, saved: "_SavedProgress") -> None:
         """Report what a validation beside training found just before the run was killed."""
-        update = manifest["update"]
-        found = {n: float(v) for n, v in manifest["scores"].items() if _is_validated(n)}
+        update = saved.update
+        found = {n: value for n, value in saved.scores.items() if _is_validated(n)}
         is_there = any(
             event["update"] == update and any(map(_is_validated, event))
             for event in self._directory.read_metrics()
@@ -217,11 +270,10 @@ class Runner:
         if found and not is_there and isinstance(self._validate, Beside):
             self._write_event(update, found)
 
-    def _position(self, manifest: dict[str, Any]) -> int:
+    def _position(self, saved: "_SavedProgress") -> int:
         """Return where the data goes on; other replicas make elements of another size."""
         size = self._program.plan.batching.samples_per_step
-        samples = manifest["data_position"] * manifest.get("samples_per_element", size)
-        return samples // size
+        return saved.data_position * (saved.samples_per_element or size) // size
 
     def _train(
         self, state: TrainState, done: int, capacities: tuple[int, ...]
@@ -320,8 +372,17 @@ class Runner:
             scores=self._metrics if self._validated_at == done else {},
             since_log=dataclasses.asdict(self._since_log),
             later=self._scores_to_come(done),
+            # Were they lost, a resumed run would not write the events before it again.
+            num_events=self._directory.num_events(),
+            first=self._directory.sync_metrics,
         )
         self._console.status("training")
+
+    def _finish_saving(self) -> None:
+        """Wait for the last checkpoint, so that whoever called the run may resume it."""
+        if self._checkpoints is not None:
+            self._console.status("saving a checkpoint")
+            self._checkpoints.wait()
 
     def _drain_all(self) -> None:
         while self._pending:

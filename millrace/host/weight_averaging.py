@@ -10,7 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from millrace.host.checkpoint import read_manifest, restore_part, write_checkpoint
+from millrace.host.checkpoint import (
+    CheckpointError,
+    read_manifest,
+    restore_part,
+    write_checkpoint,
+)
 
 
 def exponential_average(paths: Sequence[Path], like: Any, decay: float) -> Any:
@@ -39,18 +44,28 @@ def mean_of(paths: Sequence[Path], like: Any) -> Any:
 
 def of_last_epochs(paths: Sequence[Path], num_epochs: float) -> list[Path]:
     """Return the checkpoints that were made in the last so many epochs of training."""
-    epochs = {path: read_manifest(path)["epoch"] for path in paths}
+    epochs = {path: _fact(path, "epoch") for path in paths}
     start = max(epochs.values()) - num_epochs
     return [path for path in paths if epochs[path] > start]
 
 
 def save_average(path: Path, average: Any, made_of: Sequence[Path]) -> dict[str, Any]:
     """Save an average as a checkpoint and return what its manifest says of it."""
-    last = read_manifest(made_of[-1])
-    facts = {name: last[name] for name in ("epoch", "time")}
+    update = _fact(made_of[-1], "update")
+    facts: dict[str, Any] = {name: _fact(made_of[-1], name) for name in ("epoch", "time")}
     facts["made_of"] = [checkpoint.name for checkpoint in made_of]
-    write_checkpoint(path, average, last["update"], facts)
-    return {"update": last["update"], **facts}
+    write_checkpoint(path, average, update, facts)
+    return {"update": update, **facts}
+
+
+def _fact(path: Path, name: str) -> Any:
+    """Return a number that a run keeps with each of its checkpoints."""
+    found = read_manifest(path).get(name)
+    if not isinstance(found, int | float):
+        raise CheckpointError(
+            f"{path} does not say its {name}: it was not saved by a training run."
+        )
+    return found
 
 
 def _wide(path: Path, like: Any) -> Any:

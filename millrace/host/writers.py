@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millrace.config import ConfigurationError
+from millrace.durable import write_atomically
 from millrace.host.options import RunOptions
 from millrace.host.run_directory import RunDirectory
 
@@ -86,7 +87,7 @@ class _WeightsAndBiases:
             ) from error
         kept = path / "wandb-id"  # so that a resumed run goes on with the same one
         identity = kept.read_text() if kept.exists() else secrets.token_hex(8)
-        kept.write_text(identity)
+        write_atomically(kept, identity)
         self._run = wandb.init(
             project="millrace",
             name=name,

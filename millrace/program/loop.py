@@ -80,11 +80,11 @@ class LoopProgram:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(output))
 
     def _get(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
-        asked = options_in_force(jax.default_backend())
+        asked: dict[str, Any] = dict(options_in_force(jax.default_backend()))
         full_key = key, tuple(asked.items())
         if full_key not in self._compiled:
             jitted = jax.jit(function, **_options(key[0], *args))
-            compiled = jitted.lower(*args).compile(compiler_options=dict(asked))
+            compiled = jitted.lower(*args).compile(compiler_options=asked)
             self._compiled[full_key] = compiled
         return self._compiled[full_key]
 

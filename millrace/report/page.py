@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.config import replacing
+from millrace.durable import write_atomically
 from millrace.report.curves import curve_figures, metric_charts, throughput_figure
 from millrace.report.grids import picture_sections
 from millrace.report.numbers import byte_size, duration, text_of
@@ -41,9 +41,7 @@ _EXPLAINED = {
 def write_report(run: Path) -> Path:
     """Write the report of the run in a directory, whatever its end was."""
     path = run / "report.html"
-    page = run_page(read_run(run))
-    with replacing(path) as file:
-        file.write(page)
+    write_atomically(path, run_page(read_run(run)))
     return path
 
 

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
-from millrace.config import replacing
+from millrace.durable import make_folder, write_atomically
 from millrace.report.drawings import (
     MOST_CLASSES,
     histogram_chart,
@@ -163,9 +163,9 @@ _KINDS = {part.kind: part for part in (Confusion, Gallery, Histogram, Points, Dr
 def save_part(run: Path, name: str, part: Part) -> None:
     """Keep a part in a run directory; one of the same name is replaced."""
     folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
-    with replacing(folder / f"{name}.json") as file:
-        file.write(json.dumps({"kind": part.kind} | dataclasses.asdict(part)))
+    make_folder(folder)
+    text = json.dumps({"kind": part.kind} | dataclasses.asdict(part))
+    write_atomically(folder / f"{name}.json", text)
 
 
 def read_parts(run: Path) -> dict[str, Part]:

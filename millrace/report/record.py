@@ -109,8 +109,8 @@ def read_run(path: Path) -> RunRecord:
         )
     config = load_yaml(path / "config.yml")
     summary = _summary(_json(path / "summary.json"))
-    phases = _phases(_json(path / FOLDER / PHASES))
-    return RunRecord(path, summary, config, _events(path), phases)
+    events = [e for e in read_events(path) if all(_is_number(e.get(n)) for n in PLACES)]
+    return RunRecord(path, summary, config, events, read_phases(path))
 
 
 def _json(path: Path) -> Any:
@@ -132,27 +132,30 @@ def _summary(found: Any) -> dict[str, Any]:
     return kept
 
 
-def _phases(found: Any) -> list[tuple[str, float, float]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return a run's log events; a line that is damaged or cut short is left out."""
+    try:
+        lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
+    except OSError:
+        return []
+    return [event for line in lines if (event := _parse_event(line)) is not None]
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("update"), int)
+    return event if is_event else None
+
+
+def read_phases(path: Path) -> list[tuple[str, float, float]]:
+    """Return what a run did from when to when, as far as that can be read."""
+    found = _json(path / FOLDER / PHASES)
     entries = found if isinstance(found, list) else []
     return [
         (str(entry[0]), entry[1], entry[2])
         for entry in entries
         if isinstance(entry, list) and len(entry) == 3 and all(map(_is_number, entry[1:]))
     ]
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    """The log events; a line cut short by a crash, or damaged, is left out."""
-    try:
-        lines = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and all(_is_number(event.get(n)) for n in PLACES):
-            events.append(event)
-    return events

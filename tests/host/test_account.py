@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from millrace.host.account import (
     account_of,
@@ -119,3 +120,20 @@ def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monke
     assert commit() == git("rev-parse", "HEAD").strip()
     file.write_text("second")
     assert commit() == git("rev-parse", "HEAD").strip() + ", with changes"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1, [2]]", '[["a", "b", 1]]', "[" * 10**5])
+def test_odd_phases_of_an_earlier_part_do_not_end_a_resumed_run(tmp_path, text):
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "phases.json").write_text(text)
+    write_phases(tmp_path, [Phase("training", 1.0, 2.0)], resumed=True)
+    found = json.loads((tmp_path / "report" / "phases.json").read_text())
+    assert found == [["training", 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("seconds", [None, [], {"training": "long"}, {"training": None}])
+def test_an_odd_account_of_an_earlier_part_does_not_end_a_resumed_run(seconds):
+    summary = {"wall_seconds": 1.0, "compile_seconds": 2.0, "seconds": {"training": 3.0}}
+    add_earlier(summary, {"wall_seconds": "text", "seconds": seconds})
+    assert summary["wall_seconds"] == 1.0
+    assert summary["seconds"] == {"training": 3.0}

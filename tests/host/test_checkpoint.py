@@ -1,12 +1,16 @@
 """A checkpoint is complete or not there at all, and never taken for good when damaged."""
 
+import contextlib
+import errno
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +18,19 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from several_processes import as_processes
 
-from millrace.host import checkpoint_arrays
+from millrace.host import checkpoint_arrays, checkpoint_folder, checkpoint_manifest
 from millrace.host.checkpoint import (
     CheckpointError,
     Checkpoints,
+    checkpoints_in,
     read_manifest,
     restore,
+    restore_part,
+    write_checkpoint,
 )
+from millrace.host.checkpoint_arrays import own_leaves
 from millrace.program.loss_scale import initial_loss_scale
 from millrace.program.step import TrainState
 
@@ -458,3 +467,340 @@ except RuntimeError as error:
     assert done.stdout.startswith("The checkpoint after update 1 could not be written")
     assert "checkpoints: File too large. Earlier" in done.stdout
     assert done.stderr == ""
+
+
+# Every kind of array
+
+
+KINDS = {
+    **{f"{name} key": jax.random.key(3, impl=name) for name in ("threefry2x32", "rbg")},
+    "keys": jax.random.split(jax.random.key(4), (2, 3)),
+    "no keys": jax.random.split(jax.random.key(4), 0),
+    "nothing": np.zeros((3, 0), np.float32),
+    "no truth": np.zeros((0,), bool),
+    "truth": np.array([True, False]),
+    "scalar": np.float64(0.1),
+    **{
+        name: np.arange(6).reshape(2, 3).astype(jnp.dtype(name))
+        for name in (
+            *("int8", "uint16", "int4", "uint4", "bfloat16", "complex64"),
+            *("float8_e4m3fn", "float8_e5m2", "float8_e4m3"),
+        )
+    },
+}
+
+
+def exactly(leaf) -> tuple:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    raw = jax.random.key_data(leaf) if is_key else leaf
+    return str(leaf.dtype), leaf.shape, np.asarray(raw).tobytes()
+
+
+class Fields(NamedTuple):
+    params: dict
+    other: dict
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_every_kind_of_array_comes_back_exactly(num_processes, folder):
+    state = Fields(KINDS, {"x": np.ones(3)})
+    path = folder / "update-000000001"
+    as_processes(num_processes, lambda _: write_checkpoint(path, state, 1, {}))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), KINDS)
+    for found in (
+        restore(path, state).state.params,
+        restore_part(path, Params(KINDS)).state.params,
+        restore_part(path, Params(shapes)).state.params,
+    ):
+        assert {name: exactly(leaf) for name, leaf in found.items()} == {
+            name: exactly(leaf) for name, leaf in KINDS.items()
+        }
+
+
+class Params(NamedTuple):
+    params: dict
+
+
+def test_random_keys_of_another_kind_do_not_fit(checkpoints):
+    checkpoints.save({"key": jax.random.key(0)}, 1)
+    checkpoints.wait()
+    with pytest.raises(CheckpointError, match=r"key<fry>\[\], this model has key<rbg>"):
+        checkpoints.restore_newest({"key": jax.random.key(0, impl="rbg")})
+
+
+def test_a_random_key_may_be_donated_as_soon_as_save_returns(checkpoints):
+    key = jax.random.key(5)
+    expected = exactly(key)
+    checkpoints.save({"key": key}, 1)
+    key.delete()
+    checkpoints.wait()
+    like = {"key": jax.random.key(0)}
+    assert exactly(checkpoints.restore_newest(like).state["key"]) == expected
+
+
+# Which process writes what
+
+
+def test_processes_share_the_arrays_evenly_and_write_each_once():
+    sizes = [6, 5, 4, 3, 2, 0]
+    state = {str(n): np.zeros(size, np.float32) for n, size in enumerate(sizes)}
+    shares = as_processes(3, lambda _: own_leaves(state))
+    assert sorted(place for share in shares for place in share) == [0, 1, 2, 3, 4, 5]
+    assert sorted(sum(sizes[place] for place in share) for share in shares) == [6, 7, 7]
+
+
+# Hand-made odd ones
+
+
+def sign(folder: Path, change) -> None:
+    """Change a manifest, with a checksum that is right again."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("checksum")
+    changed = change(manifest)
+    if isinstance(changed, dict):
+        changed["checksum"] = checkpoint_manifest._checksum_of(changed)
+    (folder / "manifest.json").write_text(json.dumps(changed))
+
+
+def without(name):
+    return lambda folder: sign(
+        folder, lambda manifest: {n: v for n, v in manifest.items() if n != name}
+    )
+
+
+def having(**entries):
+    return lambda folder: sign(folder, lambda manifest: manifest | entries)
+
+
+def being(value):
+    return lambda folder: sign(folder, lambda manifest: value)
+
+
+def relisted(folder: Path) -> None:
+    """List the files as they are now."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = checkpoint_arrays._inventory(folder, files)
+    found.pop("manifest.json")
+    sign(folder, lambda manifest: manifest | {"files": found})
+
+
+def with_arrays_of(state):
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "state")
+        checkpoint_arrays.orbax_save(folder / "state", state)
+        relisted(folder)
+
+    return change
+
+
+def with_parts(**arrays):
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "state")
+        (folder / "state").mkdir()
+        np.savez(folder / "state" / "00000.npz", **arrays)
+        relisted(folder)
+
+    return change
+
+
+def garbage_parts(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+    (folder / "state").mkdir()
+    (folder / "state" / "00000.npz").write_bytes(b"PK\x03\x04 no zip file")
+    relisted(folder)
+
+
+def manifest_of_bytes(content: bytes):
+    return lambda folder: (folder / "manifest.json").write_bytes(content)
+
+
+def a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def a_link_to_nowhere(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
+def a_manifest_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+def a_copy_of_another(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("update-000000001"), folder)
+
+
+ODD = {
+    **{repr(value): being(value) for value in ([], None, {}, 5, "text", [{}])},
+    **{f"without {x}": without(x) for x in ("format", "update", "arrays", "files")},
+    **{
+        f"{name} {value!r}": having(**{name: value})
+        for name, value in (
+            *(("format", x) for x in ("1", None, 0, 1.5, [])),
+            *(("update", x) for x in ("3", None, -3, 3.5, [], 10**30)),
+            *(("arrays", x) for x in ([], None, "x", {"['weights']": 5})),
+            *(("files", x) for x in ([], None, {}, {"state/d": 3}, {"state/d": [1]})),
+            ("files", {"../update-000000001/manifest.json": [1, ""]}),
+            ("files", {"/etc/passwd": [1, ""]}),
+            ("files", {"state/d": ["1", 1]}),
+            ("scores", []),
+        )
+    },
+    "update 7": having(update=7),
+    "other shape": with_arrays_of(small_state() | {"weights": np.ones((4, 4), np.float32)}),
+    "smaller": with_arrays_of(small_state() | {"weights": np.ones((2, 3), np.float32)}),
+    "other type": with_arrays_of(small_state() | {"weights": np.ones((4, 3), np.int32)}),
+    "fewer": with_arrays_of({"update": np.int32(1)}),
+    "empty part": with_parts(),
+    "part without an array": with_parts(**{"1": np.zeros(48, np.uint8)}),
+    "short part": with_parts(**{"0": np.zeros(4, np.uint8), "1": np.zeros(47, np.uint8)}),
+    "part of objects": with_parts(**{"0": np.array([{}]), "1": np.array([{}])}),
+    "garbage part": garbage_parts,
+    "not text": manifest_of_bytes(b"\xff\xfe"),
+    "deep": manifest_of_bytes(b"[" * 100_000),
+    "long number": manifest_of_bytes(b"1" * 10_000),
+    **{
+        change.__name__: change
+        for change in (a_file, a_link_to_nowhere, a_manifest_folder, a_copy_of_another)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def three_saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three") / "checkpoints"
+    checkpoints = Checkpoints(folder)
+    for update in (1, 2, 3):
+        checkpoints.save(small_state(update), update)
+    checkpoints.close()
+    return folder
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD.keys())
+def test_an_odd_checkpoint_is_set_aside_in_a_line(change, three_saved, folder, warned):
+    shutil.copytree(three_saved, folder)
+    change(folder / "update-000000003")
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
+        assert value(checkpoints.restore_newest(small_state())) == 2
+    ((level, message),) = warned
+    assert level == "WARNING"
+    assert "update-000000003" in message
+    assert "It is set aside for an older one." in message
+    assert "\n" not in message
+    assert len(message) < 600
+
+
+def test_only_what_the_manifest_lists_is_read(three):
+    newest = three.saved()[-1]
+    stray = {"0": np.full(4, 9, np.uint8), "1": np.full(48, 9, np.uint8)}
+    np.savez(newest / "state" / "00000.npz", **stray)
+    assert value(three.restore_newest(small_state())) == 3
+    like = Params(small_state()["weights"])
+    with pytest.raises(CheckpointError, match="does not fit"):
+        restore_part(newest, like)
+
+
+def test_a_stray_part_of_another_process_is_not_read(folder):
+    path = folder / "update-000000001"
+    as_processes(2, lambda _: write_checkpoint(path, small_state(), 1, {}))
+    stray = {"0": np.full(4, 9, np.uint8), "1": np.full(48, 9, np.uint8)}
+    np.savez(path / "state" / "00002.npz", **stray)
+    assert value(restore(path, small_state())) == 1
+
+
+def test_what_cannot_be_read_at_the_moment_is_not_called_damaged(three, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(checkpoint_manifest, "checksum", denied)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied"):
+        three.restore_newest(small_state())
+    monkeypatch.undo()
+    assert value(three.restore_newest(small_state())) == 3
+
+
+def test_a_checkpoint_is_not_called_damaged_for_want_of_memory(three, monkeypatch):
+    def too_much(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoint_folder, "read_arrays", too_much)
+    with pytest.raises(MemoryError):
+        three.restore_newest(small_state())
+    assert updates(three) == [1, 2, 3]
+
+
+# Leftovers
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_leftover_that_is_no_folder_is_in_nobodys_way(three, folder, tmp_path, kind):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    if kind == "file":
+        (folder / "x.partial").write_text("")
+    else:
+        (folder / "x.partial").symlink_to(tmp_path / "mine")
+    assert value(three.restore_newest(small_state())) == 3
+    assert not (folder / "x.partial").is_symlink()
+    assert not (folder / "x.partial").exists()
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(
+    folder, monkeypatch
+):
+    """At whatever file it is killed, the rest is gone after the next start."""
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(small_state(1), 1)
+    checkpoints.wait()
+    real = os.unlink
+
+    def killed(path, **where):
+        if where and path != "manifest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", killed)
+        checkpoints.save(small_state(2), 2)
+        checkpoints.close()
+    names = sorted(path.name.partition(".")[0] for path in folder.iterdir())
+    assert names == ["update-000000001", "update-000000002"]
+    assert updates(checkpoints) == [2]
+    assert [path.name for path in checkpoints_in(folder)] == ["update-000000002"]
+    with contextlib.closing(Checkpoints(folder)) as again:
+        assert value(again.restore_newest(small_state())) == 2
+    assert [path.name for path in folder.iterdir()] == ["update-000000002"]
+
+
+def test_who_resumes_leaves_alone_what_another_is_writing(folder, monkeypatch):
+    reached, resumed = threading.Event(), threading.Event()
+    write = checkpoint_arrays.orbax_save
+
+    def write_late(path, state):
+        reached.set()
+        assert resumed.wait(10)
+        write(path, state)
+
+    first, second = Checkpoints(folder), Checkpoints(folder)
+    with contextlib.closing(first), contextlib.closing(second):
+        first.save(small_state(1), 1)
+        first.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_arrays, "orbax_save", write_late)
+            first.save(small_state(2), 2)
+            assert reached.wait(10)
+        assert value(second.restore_newest(small_state())) == 1
+        second.save(small_state(2), 2)  # the same one, meanwhile
+        second.wait()
+        resumed.set()
+        first.wait()
+        assert value(second.restore_newest(small_state())) == 2
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "update-000000001",
+        "update-000000002",
+    ]

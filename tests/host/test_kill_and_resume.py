@@ -1,46 +1,14 @@
 """kill -9 at any moment, then --resume: the same weights, and every sample once."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "killable_run.py"
-
-
-def start(directory: Path, *words: str) -> subprocess.Popen:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(directory), *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-
-
-def final_weights(directory: Path) -> list[np.ndarray]:
-    with np.load(directory / "final.npz") as file:
-        return [file[name] for name in file.files]
-
-
-def history(directory: Path) -> list[dict]:
-    """The log events without what depends on the clock."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    clock = ("time", "samples_per_second")
-    return [{k: v for k, v in event.items() if k not in clock} for event in events]
+from killable import assert_same_run, finish, history, start
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +17,6 @@ def undisturbed(tmp_path_factory):
     began = time.perf_counter()
     finish(start(directory))
     return directory, time.perf_counter() - began
-
-
-def assert_same_run(directory: Path, undisturbed: Path) -> None:
-    for ours, expected in zip(
-        final_weights(directory), final_weights(undisturbed), strict=True
-    ):
-        np.testing.assert_array_equal(ours, expected)
-    assert history(directory) == history(undisturbed)
-    summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["status"], summary["updates"]) == ("completed", 112)
 
 
 def test_each_epoch_uses_every_sample_it_should_exactly_once(undisturbed):

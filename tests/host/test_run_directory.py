@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +16,13 @@ import yaml
 
 import millrace
 from millrace.config import ConfigurationError
+from millrace.durable import write_atomically
 from millrace.host.run_directory import (
+    FollowedDirectory,
     RunDirectory,
     finite_json,
     open_run_directory,
     versions,
-    write_atomically,
 )
 
 
@@ -35,7 +40,7 @@ def start(path: Path | None, config=None, *, command="cnn-train", resume=False):
     return open_run_directory(path, config or Options(), command=command, resume=resume)
 
 
-def refusal(path: Path, config=None, **options) -> str:
+def refusal(path: Path | None, config=None, **options) -> str:
     with pytest.raises(ConfigurationError) as caught:
         start(path, config, **options)
     message = str(caught.value)
@@ -125,6 +130,12 @@ def test_a_place_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path):
     message = refusal(tmp_path / "file" / "run")
     assert str(tmp_path / "file" / "run") in message
     assert "Not a directory" in message
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    assert "Cannot write to the run directory runs/cnn-train-" in refusal(None)
 
 
 def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
@@ -333,3 +344,82 @@ def test_who_resumes_takes_the_account_of_the_part_before(tmp_path):
     assert directory.take_summary() == {"status": "interrupted", "updates": 198}
     assert not (tmp_path / "summary.json").exists()
     assert directory.take_summary() == {}
+
+
+# The other processes of a run
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_process_that_writes_nothing_for_itself_makes_no_folder(tmp_path, temporary):
+    home = start(tmp_path / "run").path
+    followed = FollowedDirectory(home)
+    assert followed.read_metrics() == []
+    followed.append_metrics({"update": 1})
+    followed.write_summary({})
+    followed.close()
+    assert followed.home == home
+    assert list(temporary.iterdir()) == []
+    assert [path.name for path in home.iterdir()] == ["config.yml"]
+
+
+def test_what_a_process_writes_for_itself_is_deleted_in_the_end(tmp_path, temporary):
+    followed = FollowedDirectory(start(tmp_path / "run").path)
+    (followed.path / "items.npy").write_text("")
+    assert followed.path == followed.path
+    assert followed.path.parent == temporary
+    followed.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(
+    tmp_path, temporary
+):
+    home = start(tmp_path / "run").path
+    code = (
+        "import os, pathlib, sys\n"
+        "from millrace.host.run_directory import FollowedDirectory\n"
+        "(FollowedDirectory(pathlib.Path(sys.argv[1])).path / 'file').write_text('')\n"
+        "os._exit(9)"
+    )
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    subprocess.run([sys.executable, "-c", code, str(home)], env=environment)
+    (left,) = temporary.glob("millrace-*")
+    working, other = FollowedDirectory(home), FollowedDirectory(home)
+    (temporary / "millrace-mine").mkdir()
+    names = {path.name for path in (working.path, other.path)}
+    assert len(names) == 2
+    assert left.name not in names
+    assert {path.name for path in temporary.iterdir()} == names | {"millrace-mine"}
+    working.close()
+    other.close()
+
+
+# What a killed run leaves
+
+
+def test_files_that_were_being_written_when_a_run_was_killed_go_when_it_resumes(tmp_path):
+    start(tmp_path).close()
+    (tmp_path / "report").mkdir()
+    leftovers = [
+        *(f".{name}.0a1b2c3d.partial" for name in ("config.yml", "metrics.jsonl")),
+        "report/.phases.json.0a1b2c3d.partial",
+    ]
+    for name in (*leftovers, ".mine.partial"):
+        (tmp_path / name).write_text("")
+    start(tmp_path, resume=True).close()
+    assert not any((tmp_path / name).exists() for name in leftovers)
+    assert (tmp_path / ".mine.partial").exists()
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_first_files_left_its_place_free(tmp_path):
+    for name in ("config.yml", "summary.json"):
+        (tmp_path / f".{name}.0a1b2c3d.partial").write_text("")
+        start(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yml"]

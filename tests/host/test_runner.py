@@ -1,8 +1,14 @@
 """The runner meets bad data: each failure is named, with the update it happened at."""
 
+import errno
 import json
+import os
 import shutil
+import signal
+import time
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,7 +16,10 @@ import pytest
 from small_runner import batches, loss_fn, make_runner
 
 import millrace as mr
+from millrace.host import checkpoint_arrays, checkpoint_manifest
+from millrace.host.checkpoint import NOT_OF_A_RUN, CheckpointError, read_manifest
 from millrace.host.finite import FiniteWatch, NotFinite
+from millrace.host.runner import _SavedProgress
 
 
 def test_events_hold_means_since_the_last_and_the_newest_of_what_is_watched(tmp_path):
@@ -257,3 +266,216 @@ def test_train_may_be_called_again_and_again_on_replicas():
         for _ in range(120):
             state = mr.train(program, state, infeed=infeed, updates=1)
     assert int(state.update) == 120
+
+
+# Stopping
+
+
+def test_the_first_signal_saves_and_stops_after_the_execution(tmp_path, capsys):
+    def validate(state):
+        signal.raise_signal(signal.SIGINT)
+        return {}
+
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), validate=validate, validations=4
+    )
+    result = runner.run(state)
+    checkpoints.close()
+    assert result.interrupted
+    assert [path.name for path in checkpoints.saved()] == ["update-000000003"]
+    assert "SIGINT: finishing the current execution" in capsys.readouterr().err
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    reached = []
+
+    def validate(state):
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the second")
+        return {}
+
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), validate=validate, validations=4
+    )
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(state)
+    checkpoints.close()
+    assert reached == ["after the first"]
+    assert checkpoints.saved() == []
+
+
+# The end of saving
+
+
+def delayed(monkeypatch, seconds):
+    write = checkpoint_arrays.orbax_save
+
+    def write_late(path, state):
+        time.sleep(seconds)
+        write(path, state)
+
+    monkeypatch.setattr(checkpoint_arrays, "orbax_save", write_late)
+
+
+def test_a_run_returns_when_its_last_checkpoint_is_there(tmp_path, monkeypatch):
+    delayed(monkeypatch, 0.3)
+    runner, state, _, checkpoints = make_runner(tmp_path / "r", list(batches(range(12))))
+    runner.run(state)
+    assert [path.name for path in checkpoints.saved()] == ["update-000000012"]
+    again, state, _, others = make_runner(tmp_path / "r", list(batches(range(12))))
+    assert again.run(state, resume=True).updates == 12
+    checkpoints.close()
+    others.close()
+
+
+def test_a_run_that_fails_leaves_nothing_being_written(tmp_path, monkeypatch):
+    delayed(monkeypatch, 0.3)
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(7)), checkpoint=2
+    )
+    with pytest.raises(mr.DatasetEnded):
+        runner.run(state)
+    assert [path.name for path in checkpoints.saved()] == ["update-000000006"]
+    checkpoints.close()
+
+
+def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run(
+    tmp_path, monkeypatch
+):
+    def full(path, state):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_arrays, "orbax_save", full)
+    runner, state, _, checkpoints = make_runner(tmp_path / "r", batches(range(12)))
+    with pytest.raises(CheckpointError, match=r"after update 12 .*No space left"):
+        runner.run(state)
+    checkpoints.close()
+
+
+# Resuming from what is not as it was
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ended") / "r"
+    runner, state, _, checkpoints = make_runner(
+        path, list(batches(range(12))), checkpoint=4
+    )
+    runner.run(state)
+    checkpoints.close()
+    return path
+
+
+@pytest.fixture
+def stopped(ended, tmp_path):
+    """A run that ended after 9 of 12 updates, with checkpoints after 6 and 9."""
+    shutil.copytree(ended, tmp_path / "r")
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "update-000000012")
+    return tmp_path / "r"
+
+
+def resume(path) -> list[dict]:
+    runner, state, directory, checkpoints = make_runner(
+        path, list(batches(range(12))), checkpoint=4
+    )
+    assert runner.run(state, resume=True).updates == 12
+    checkpoints.close()
+    return directory.read_metrics()
+
+
+def said(capsys) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_resume_from_what_is_as_it_was_warns_of_nothing(stopped, capsys):
+    events = resume(stopped)
+    assert [event["update"] for event in events] == [3, 6, 9, 12]
+    assert said(capsys) == ""
+
+
+def not_text(path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"seen", b"s\xffen", 1))
+
+
+def no_event(path) -> None:
+    _, rest = path.read_text().split("\n", 1)
+    path.write_text("[]\n{}\n" + rest)
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [(lambda path: path.write_text(""), 0), (not_text, 2), (no_event, 2)],
+    ids=["emptied", "not text", "no event"],
+)
+def test_lost_log_events_are_reported_and_the_run_resumes(stopped, damage, left, capsys):
+    damage(stopped / "metrics.jsonl")
+    events = resume(stopped)
+    assert [event["update"] for event in events] == [*[3, 6, 9][3 - left :], 12]
+    warned = f"metrics.jsonl has only {left} of the 3 log events up to update 9"
+    assert f"warning: {warned}" in said(capsys)
+
+
+def test_a_manifest_that_does_not_say_how_far_a_run_had_come_is_set_aside(stopped, capsys):
+    path = stopped / "checkpoints" / "update-000000009" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"metrics": None}
+    manifest.pop("checksum")
+    manifest["checksum"] = checkpoint_manifest._checksum_of(manifest)
+    path.write_text(json.dumps(manifest))
+    events = resume(stopped)
+    assert [event["update"] for event in events] == [3, 6, 9, 12]
+    message = said(capsys)
+    assert "update-000000009 is damaged" in message
+    assert "It is set aside for an older one." in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"data_position": x} for x in (None, "9", -9, 1.5, ...)),
+        *({"time": x} for x in (None, "soon", [], ...)),
+        *({"metrics": x} for x in (None, [], {"a": None}, {"a": "text"}, ...)),
+        *({"scores": x} for x in (5, {"a": []}, ...)),
+        *({"since_log": x} for x in (None, {}, {"sums": {}, "newest": [], "updates": 1})),
+        {"samples_per_element": "2"},
+        {"num_events": None},
+    ],
+    ids=str,
+)
+def test_odd_progress_in_a_manifest_is_an_error_that_counts_as_damage(ended, change):
+    manifest = read_manifest(ended / "checkpoints" / "update-000000009")
+    assert _SavedProgress.read(manifest).data_position == 9
+    changed = {n: v for n, v in (manifest | change).items() if v is not ...}
+    with pytest.raises(NOT_OF_A_RUN):
+        _SavedProgress.read(changed)
+
+
+def test_a_run_with_random_keys_and_empty_arrays_in_its_state_resumes_exactly(tmp_path):
+    class Noise(NamedTuple):
+        key: jax.Array
+        nothing: jax.Array
+
+    def init(params):
+        return Noise(jax.random.key(7), jnp.zeros((0, 3)))
+
+    def update(updates, state, params=None):
+        key, use = jax.random.split(state.key)
+        noisy = jax.tree.map(lambda u: u + jax.random.normal(use, u.shape), updates)
+        return noisy, state._replace(key=key)
+
+    optimizer = optax.chain(optax.GradientTransformation(init, update), optax.sgd(0.01))
+
+    def run(path, *, resumes=False):
+        runner, _, _, checkpoints = make_runner(
+            path, list(batches(range(12))), checkpoint=2
+        )
+        program = mr.training_program(loss_fn, optimizer, mr.Plan(micro_batch_size=2))
+        runner._program = program
+        result = runner.run(program.init({"w": jnp.ones(1)}), resume=resumes)
+        checkpoints.close()
+        return result.state.params["w"]
+
+    expected = run(tmp_path / "r")
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "update-000000012")
+    np.testing.assert_array_equal(run(tmp_path / "r", resumes=True), expected)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from millrace.host.checkpoint import (
+    CheckpointError,
     Checkpoints,
     checkpoints_in,
     read_manifest,
     restore_part,
+    write_checkpoint,
 )
 from millrace.host.weight_averaging import (
     exponential_average,
@@ -100,3 +102,12 @@ def test_an_average_is_a_checkpoint_beside_the_others(saved):
     restored, manifest = restore_part(folder / "weight_avg_N_9", weights(1))
     assert_equal(restored, leaves(average))
     assert manifest["made_of"] == read_manifest(folder / "weight_avg_N_9")["made_of"]
+
+
+def test_a_checkpoint_without_an_epoch_is_named(tmp_path):
+    path = tmp_path / "update-000000001"
+    write_checkpoint(path, weights(1), 1, {})
+    with pytest.raises(CheckpointError, match="update-000000001 does not say its epoch"):
+        of_last_epochs([path], 1)
+    with pytest.raises(CheckpointError, match="not saved by a training run"):
+        save_average(tmp_path / "average", weights(1), [path])

@@ -10,6 +10,7 @@ from made_runs import EVENTS, add_parts, make_run
 
 from millrace.config import ConfigurationError
 from millrace.report.page import write_report
+from millrace.report.record import read_events
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -307,3 +308,14 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         ConfigurationError, match=r"not the directory of a run.*config\.yml"
     ):
         write_report(tmp_path)
+
+
+def test_log_events_that_are_damaged_are_left_out(tmp_path):
+    lines = [
+        b'{"update": 1, "loss": 0.5}',
+        b'{"update": 2, "l\xff": 1}',
+        b"[]",
+        b'{"a": 1}',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"update": 3}', b'{"u']))
+    assert read_events(tmp_path) == [{"update": 1, "loss": 0.5}, {"update": 3}]

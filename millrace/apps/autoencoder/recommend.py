@@ -22,10 +22,11 @@ from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
 from millrace.apps.autoencoder.validate import ratings_for, said_of_unknown
-from millrace.config import ConfigurationError, replacing, writing
+from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
+from millrace.durable import replacing
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.host.console import Console
@@ -210,10 +211,10 @@ def _watched(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[TextIO]:
-    """Write a file whole or not at all."""
+    """Write next to the file and move it there at the end: half of it is never seen."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replacing(path, newline="") as file:
             yield file
 
 

@@ -15,10 +15,11 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data_options import Rows
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.recipe import model_of
-from millrace.config import ConfigurationError, build, load_yaml, replacing
+from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
+from millrace.durable import replacing
 from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
 from millrace.host.run_directory import write_atomically
 
