@@ -1,7 +1,6 @@
 """What a run shows in the terminal: what it will do, how far it is, how it ended."""
 
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -205,8 +204,3 @@ class _Handler(logging.Handler):
             self._console.warning(message)
         else:
             self._console.line(message)
-
-
-def error_line(message: str) -> None:
-    """Print a failure as plain text on standard error."""
-    print(f"millrace: {message}", file=sys.stderr)

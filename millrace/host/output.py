@@ -94,3 +94,9 @@ def _open_missing_descriptors() -> None:
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             os.set_inheritable(opened, True)
+
+
+def error_line(message: str) -> None:
+    """Print a failure as plain text on standard error, if there is one."""
+    if sys.stderr is not None:
+        print(f"millrace: {message}", file=DroppingStream(sys.stderr), flush=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.host import group
+from millrace.host.output import error_line
 from millrace.host.progress import Progress, steps_counted
 from millrace.launch.environment import LAUNCHER_PIPE, patience_seconds
 
@@ -84,7 +85,7 @@ class Peers:
             key = f"{_FAILED}/{group.process_id()}"
             self._store.key_value_set(key, message, allow_overwrite=True)
         except Exception as error:  # they will notice that we are gone
-            print(f"millrace: cannot tell the others: {error}", file=sys.stderr)
+            error_line(f"cannot tell the others: {error}")
 
     def wait_for_verdict(self) -> None:
         """Let the threads find out who is lost; if one is, this does not return."""
@@ -179,12 +180,12 @@ class Peers:
             if self._over.is_set():
                 return
             if not silently:
-                print(f"millrace: {line} Stopping.", file=sys.stderr, flush=True)
+                error_line(f"{line} Stopping.")
             try:
                 if self.on_lost is not None:
                     self.on_lost(line)
             except Exception as error:
-                print(f"millrace: {error}", file=sys.stderr)
+                error_line(str(error))
             self.part(num_lost=1)
             os._exit(LOST)
 

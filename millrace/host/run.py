@@ -16,11 +16,11 @@ from millrace.host import group
 from millrace.host.account import account_of, add_earlier, write_phases
 from millrace.host.agreement import check_same_data, check_same_start
 from millrace.host.checkpoint import Checkpoints
-from millrace.host.console import Console, error_line, figure
+from millrace.host.console import Console, figure
 from millrace.host.events import Schedule
 from millrace.host.interrupts import INTERRUPTED, interruptible
 from millrace.host.options import RunOptions
-from millrace.host.output import dropping_lost_output
+from millrace.host.output import dropping_lost_output, error_line
 from millrace.host.peers import communication_failed, watch_launcher, watch_peers
 from millrace.host.process import (
     check_address_space,

@@ -104,7 +104,7 @@ class Launcher:
         for _ in range(_MOST_PORTS):
             failure = self._once(folder)
             note = env.noted_taken_port(folder)
-            if note is None or self._config.port is not None:
+            if note is None or self._signals or self._config.port is not None:
                 break
             note.unlink()
             _say("another program has taken the port; trying another one")

@@ -1,6 +1,8 @@
 """Processes that watch each other: how one of them stops watching."""
 
+import io
 import json
+import sys
 import threading
 import time
 
@@ -74,3 +76,27 @@ def test_a_process_that_lives_but_is_stuck_is_named_once(theirs, stuck, monkeypa
     watching.close()
     expected = "Instance 1 (pid 42 on far) has made no progress for 0 s, and the others"
     assert [line[: len(expected)] for line in said] == [expected] * stuck
+
+
+class Gone(Exception):
+    """In place of the end of this process."""
+
+
+def test_a_process_leaves_also_if_it_cannot_say_why(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    def leave(status):
+        raise Gone(status)
+
+    monkeypatch.setattr(peers.group, "store", lambda: Signs(0))
+    monkeypatch.setattr(peers.os, "_exit", leave)
+    watching = Peers()
+    told = []
+    watching.on_lost = told.append
+    monkeypatch.setattr(sys, "stderr", Broken())
+    with pytest.raises(Gone, match="1"):
+        watching._leave("Instance 1 is lost.")
+    watching.close()
+    assert told == ["Instance 1 is lost."]
