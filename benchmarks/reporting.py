@@ -154,7 +154,7 @@ def publish(
         args: Of ``parser``.
         measured_on: Facts that replace this machine's, where another one did the work.
     """
-    table = "\n".join(_table(result.table))
+    table = "\n".join(table_lines(result.table))
     print(f"{table}\n\n{result.verdict}\n\n{result.explanation}")
     facts = _facts(args.commit)
     if measured_on:
@@ -174,7 +174,8 @@ def publish(
         args.out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a Markdown table of these rows."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     lines = [
         {name: name for name in widths},
