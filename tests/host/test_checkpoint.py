@@ -694,6 +694,23 @@ def test_an_odd_checkpoint_is_set_aside_in_a_line(change, three_saved, folder, w
     assert len(message) < 600
 
 
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_is_ever_run(three, tmp_path):
+    harmful = np.array([Harmful(tmp_path / "harm")], dtype=object)
+    with_parts(**{"0": harmful, "1": harmful})(three.saved()[-1])
+    assert value(three.restore_newest(small_state())) == 2
+    assert not (tmp_path / "harm").exists()
+
+
 def test_only_what_the_manifest_lists_is_read(three):
     newest = three.saved()[-1]
     stray = {"0": np.full(4, 9, np.uint8), "1": np.full(48, 9, np.uint8)}
