@@ -472,22 +472,23 @@ except RuntimeError as error:
 # Every kind of array
 
 
-KINDS = {
-    **{f"{name} key": jax.random.key(3, impl=name) for name in ("threefry2x32", "rbg")},
-    "keys": jax.random.split(jax.random.key(4), (2, 3)),
-    "no keys": jax.random.split(jax.random.key(4), 0),
-    "nothing": np.zeros((3, 0), np.float32),
-    "no truth": np.zeros((0,), bool),
-    "truth": np.array([True, False]),
-    "scalar": np.float64(0.1),
-    **{
-        name: np.arange(6).reshape(2, 3).astype(jnp.dtype(name))
-        for name in (
-            *("int8", "uint16", "int4", "uint4", "bfloat16", "complex64"),
-            *("float8_e4m3fn", "float8_e5m2", "float8_e4m3"),
-        )
-    },
-}
+def every_kind() -> dict:
+    return {
+        **{f"{name} key": jax.random.key(3, impl=name) for name in ("threefry2x32", "rbg")},
+        "keys": jax.random.split(jax.random.key(4), (2, 3)),
+        "no keys": jax.random.split(jax.random.key(4), 0),
+        "nothing": np.zeros((3, 0), np.float32),
+        "no truth": np.zeros((0,), bool),
+        "truth": np.array([True, False]),
+        "scalar": np.float64(0.1),
+        **{
+            name: np.arange(6).reshape(2, 3).astype(jnp.dtype(name))
+            for name in (
+                *("int8", "uint16", "int4", "uint4", "bfloat16", "complex64"),
+                *("float8_e4m3fn", "float8_e5m2", "float8_e4m3"),
+            )
+        },
+    }
 
 
 def exactly(leaf) -> tuple:
@@ -503,17 +504,18 @@ class Fields(NamedTuple):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_every_kind_of_array_comes_back_exactly(num_processes, folder):
-    state = Fields(KINDS, {"x": np.ones(3)})
+    kinds = every_kind()
+    state = Fields(kinds, {"x": np.ones(3)})
     path = folder / "update-000000001"
     as_processes(num_processes, lambda _: write_checkpoint(path, state, 1, {}))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), KINDS)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kinds)
     for found in (
         restore(path, state).state.params,
-        restore_part(path, Params(KINDS)).state.params,
+        restore_part(path, Params(kinds)).state.params,
         restore_part(path, Params(shapes)).state.params,
     ):
         assert {name: exactly(leaf) for name, leaf in found.items()} == {
-            name: exactly(leaf) for name, leaf in KINDS.items()
+            name: exactly(leaf) for name, leaf in kinds.items()
         }
 
 
@@ -692,6 +694,23 @@ def test_an_odd_checkpoint_is_set_aside_in_a_line(change, three_saved, folder, w
     assert "It is set aside for an older one." in message
     assert "\n" not in message
     assert len(message) < 600
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_is_ever_run(three, tmp_path):
+    harmful = np.array([Harmful(tmp_path / "harm")], dtype=object)
+    with_parts(**{"0": harmful, "1": harmful})(three.saved()[-1])
+    assert value(three.restore_newest(small_state())) == 2
+    assert not (tmp_path / "harm").exists()
 
 
 def test_only_what_the_manifest_lists_is_read(three):

@@ -219,7 +219,7 @@ def test_a_link_in_the_place_of_a_temporary_file_is_never_followed(tmp_path, mon
     assert victim.read_text() == "years of work"
 
 
-def test_names_of_temporary_files_cannot_be_foreseen(tmp_path):
+def test_names_of_temporary_files_cannot_be_predicted(tmp_path):
     names = set()
     for _ in range(3):
         with replacing(tmp_path / "file"):

@@ -93,7 +93,7 @@ def cuts(image, tmp_path):
 def test_after_a_power_cut_a_run_resumes_from_what_it_had_finished(cuts, tmp_path):
     finish(start(tmp_path / "undisturbed"))
     assert len(cuts) == MOMENTS
-    assert len({finished for _, finished in cuts}) > MOMENTS // 2
+    assert len({finished for _, finished in cuts}) > MOMENTS // 4
     for copy, finished in cuts:
         with mounted(copy, tmp_path / "after") as disk:
             run = disk / "run"
