@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launched import alone, environment, summary
 
+import millrace
 from millrace.host.console import Console
-from millrace.host.output import dropping_lost_output
+from millrace.host.output import dropping_lost_output, error_line
 
 TALKATIVE = """
 import sys
@@ -109,6 +111,25 @@ def test_a_closed_descriptor_is_not_taken_by_the_next_file(closed, tmp_path):
     done = subprocess.run(["sh", "-c", line], check=False, env=os.environ | {"CODE": code})
     assert done.returncode == 0
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(("flag", "seen"), [("-u", b"now\n"), ("-I", b"")])
+def test_unbuffered_output_stays_unbuffered(flag, seen):
+    """As PYTHONUNBUFFERED asks for; what is buffered is lost where nothing flushes it."""
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(Path(millrace.__file__).parents[1])!r})\n"
+        "from millrace.host.output import drop_lost_output\n"
+        "drop_lost_output(); print('now'); os._exit(0)"
+    )
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    words = [sys.executable, flag, "-c", code]
+    assert subprocess.check_output(words, env=variables) == seen
+
+
+def test_without_standard_error_a_failure_is_said_to_nobody(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    error_line("lost")
+    assert capsys.readouterr().out == ""
 
 
 def test_help_into_a_pipe_that_nobody_reads_is_status_0():
