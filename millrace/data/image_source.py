@@ -6,7 +6,7 @@ import struct
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -204,7 +204,7 @@ class ImageSource(ABC):
 
 
 def open_image(
-    file: BinaryIO | Path | str, formats: Sequence[str] | None = _FORMATS
+    file: BinaryIO | Path | str, formats: tuple[str, ...] | None = _FORMATS
 ) -> Image.Image:
     """Open a picture without decoding it; refuse one that would fill the memory.
 

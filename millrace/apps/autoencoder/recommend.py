@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +209,7 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _written_whole(path: Path) -> Iterator[TextIO]:
+def _written_whole(path: Path) -> Iterator[IO[str]]:
     """Write a file whole or not at all."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def _written_whole(path: Path) -> Iterator[TextIO]:
             yield file
 
 
-def _write(found: Iterable[Recommendation], file: TextIO, delimiter: str) -> int:
+def _write(found: Iterable[Recommendation], file: IO[str], delimiter: str) -> int:
     writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
     writer.writerow(Recommendation._fields)
     count = 0
