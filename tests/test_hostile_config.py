@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import cli
-from millrace.config import ConfigurationError, load_yaml, parse
+from millrace.config import ConfigurationError, configure, load_yaml, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,6 @@ def test_no_text_brings_down_the_reader(pieces, tmp_path):
     path = tmp_path / "fuzz.yml"
     path.write_bytes(("it:\n  " + "".join(pieces)).encode("utf-8", "surrogatepass"))
     try:
-        parse(Options, ["--config", "it"], program="x", named_configs=path)
+        configure(Options, {"config": "it"}, path)
     except ConfigurationError as error:
         assert "\n" not in str(error)
