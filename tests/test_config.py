@@ -1,6 +1,7 @@
 """Named YAML configurations and flags become checked, frozen dataclasses."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,6 +19,7 @@ from millrace.config import (
     build,
     field_docs,
     load_yaml,
+    number,
     parse,
 )
 
@@ -389,6 +391,31 @@ def test_an_unknown_yaml_key_suggests_the_nearest(tmp_path):
 
 def test_a_value_the_dataclass_refuses_is_a_configuration_error():
     assert refusal("--num-replicas", "0") == "num_replicas must be at least 1, got 0."
+
+
+@pytest.mark.parametrize(
+    ("limits", "value", "said"),
+    [
+        ({}, -1, "x must be a number of at least 0, got -1."),
+        ({"at_least": 1}, 0.5, "x must be a number of at least 1, got 0.5."),
+        ({"below": 1}, 1, "x must be a number of at least 0 and below 1, got 1."),
+        ({"at_least": -math.inf}, "a", "x must be a number, got 'a'."),
+        ({"at_least": -math.inf, "below": 2}, math.nan, "x must be a number and below 2"),
+        ({}, True, "x must be a number of at least 0, got True."),
+        ({}, math.inf, "x must be a number of at least 0, got inf."),
+        ({}, "9" * 5000, "...9"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_range(limits, value, said):
+    with pytest.raises(ConfigurationError) as caught:
+        number("x", value, **limits)
+    assert said in str(caught.value)
+
+
+def test_a_number_in_its_range_is_a_float():
+    assert number("x", 0) == 0 and isinstance(number("x", 0), float)
+    assert number("x", -3, at_least=-math.inf) == -3
+    assert number("x", 0.5, at_least=0.5, below=0.6) == 0.5
 
 
 def test_an_option_that_must_be_given_is_missed_by_name():

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import cli
-from millrace.config import ConfigurationError, load_yaml, parse
+from millrace.config import ConfigurationError, configure, load_yaml, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ FILES = {
     ),
     "depth through aliases": (CHAIN + "it: {num_epochs: *a19}\n", 2),
     "deep lists": ("it: {num_epochs: " + "[" * 100_000 + "]" * 100_000 + "}", 1),
-    "deep mappings": ("it: " + "{a: " * 50_000 + "}" * 50_000, 1),
-    "deep blocks": ("it:\n" + "".join(" " * i + "a:\n" for i in range(1, 900)), 40),
+    "deep mappings": ("it: " + "{a: " * 40_000 + "}" * 40_000, 1),
+    "deep blocks": ("it:\n" + "".join(" " * i + "a:\n" for i in range(1, 600)), 40),
     "deep dashes": ("it: \n  num_epochs:\n    " + "- " * 50_000 + "1", 3),
     "deep question marks": ("? " * 50_000, 1),
     "contains itself": ("it: &it\n  num_epochs: *it\n", 2),
     "a list in itself": ("it:\n  num_epochs: &a [*a]\n", 2),
     "merges itself": ("it: &it\n  <<: *it\n", 2),
     "unknown alias": ("it:\n  num_epochs: *nobody\n", 2),
-    "many values": ("it: [" + "1, " * 100_000 + "]", 1),
+    "many values": ("it: [" + "1, " * 60_000 + "]", 1),
     "same key twice": ("it:\n  num_epochs: 3\n  num_epochs: 4\n", 3),
     "same entry twice": ("it: {}\nother: {}\nit: {}\n", 3),
     "tagged int": ("it:\n  num_epochs: !!int foo\n", 2),
@@ -85,8 +85,8 @@ FILES = {
     "tab": ("it:\n\tnum_epochs: 3\n", 2),
     "two documents": ("it: {}\n---\nit: {}\n", 2),
     "directive": ("%YAML 9.9\n---\nit: {}\n", 1),
-    "an endless anchor": ("it: *" + "a" * 500_000 + " \n", 1),
-    "a key of half a megabyte": ("it: {" + "k" * 500_000 + ": 1}\n", 1),
+    "an endless anchor": ("it: *" + "a" * 200_000 + " \n", 1),
+    "a key without end": ("it: {" + "k" * 200_000 + ": 1}\n", 1),
     "not UTF-8": (b"it:\n  num_epochs: \xff\n", 2),
 }
 
@@ -113,10 +113,10 @@ OPTIONS = {
 
 
 def message_of(path: Path) -> str:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigurationError) as caught:
         parse(Options, ["--config", "it"], program="x", named_configs=path)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 1000
@@ -153,8 +153,8 @@ def test_a_hostile_file_is_status_2_on_the_command_line(tmp_path, capsys):
 def test_a_file_too_long_for_a_configuration_is_refused_unread(tmp_path):
     path = tmp_path / "long.yml"
     path.write_text("# filler\n" * 400_000)
-    assert "longer than 1,000,000 characters" in message_of(path)
-    assert "longer than 1,000,000 characters" in message_of(Path("/dev/zero"))
+    assert "longer than 250,000 characters" in message_of(path)
+    assert "longer than 250,000 characters" in message_of(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ def test_no_text_brings_down_the_reader(pieces, tmp_path):
     path = tmp_path / "fuzz.yml"
     path.write_bytes(("it:\n  " + "".join(pieces)).encode("utf-8", "surrogatepass"))
     try:
-        parse(Options, ["--config", "it"], program="x", named_configs=path)
+        configure(Options, {"config": "it"}, path)
     except ConfigurationError as error:
         assert "\n" not in str(error)

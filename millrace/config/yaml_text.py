@@ -9,10 +9,10 @@ from yaml.constructor import ConstructorError
 
 from millrace.config.checks import ConfigurationError
 
-MAX_LENGTH = 1_000_000
-"""More than a hundred times the longest configuration that comes with the package."""
+MAX_LENGTH = 250_000
+"""Twenty times the longest file that comes with the package; it is read in a second."""
 _MAX_DEPTH = 40
-_MAX_VALUES = 20_000
+_MAX_VALUES = 10_000
 """With every alias counted as what it stands for, and long text as several values."""
 _TEXT_PER_VALUE = 64
 _PREFIX = "tag:yaml.org,2002:"

@@ -129,6 +129,18 @@ def test_a_record_with_a_wrong_checksum_is_replaced_and_named(tmp_path):
     assert set(caught.value.names) == {name, other}
 
 
+def mistyped(name: str) -> bytes:
+    """A record whose picture is a whole number, or whose label is text."""
+    made = example_type()()
+    made.ParseFromString(records(1)[0])
+    del made.features.feature[name]
+    if name == "image/encoded":
+        made.features.feature[name].int64_list.value.append(1)
+    else:
+        made.features.feature[name].bytes_list.value.append(b"1")
+    return made.SerializeToString()
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -140,6 +152,8 @@ def test_a_record_with_a_wrong_checksum_is_replaced_and_named(tmp_path):
         example(b"no picture", 1),
         records(1)[0][:-9],
         example_type()().SerializeToString(),
+        mistyped("image/encoded"),
+        mistyped("image/class/label"),
     ],
     ids=range(8),  # the bytes differ from process to process
 )

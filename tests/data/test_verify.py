@@ -7,6 +7,7 @@ from image_files import write_folders
 
 from millrace.data.augment import imagenet_image
 from millrace.data.catalogue import CATALOGUE
+from millrace.data.digits import load_digits
 from millrace.data.image_folder import load_image_folder
 from millrace.data.source import ArraySource
 from millrace.data.verify import verify
@@ -96,3 +97,13 @@ def test_the_catalogue_holds_together():
             assert file.sha256 is None or len(file.sha256) == 64
         with pytest.raises(dataclasses.FrozenInstanceError):
             known.name = "another"
+
+
+def test_the_digits_are_as_the_catalogue_says():
+    known = CATALOGUE["digits"]
+    training, validation = load_digits()
+    assert verify((training, validation), known) == []
+    pixels = training.arrays["image"] / 16
+    np.testing.assert_allclose(
+        [pixels.mean(), pixels.std()], [*known.mean, *known.std], 1e-6
+    )

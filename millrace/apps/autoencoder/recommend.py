@@ -211,7 +211,7 @@ def _watched(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[IO[str]]:
-    """Write next to the file and move it there at the end: half of it is never seen."""
+    """Write a file whole or not at all."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, newline="") as file:

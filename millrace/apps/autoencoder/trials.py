@@ -66,12 +66,15 @@ class Carried(NamedTuple):
     means: Means
 
 
-def together(loss_fn: LossFn, updates_per_step: int) -> LossFn:
+def together(
+    loss_fn: LossFn, updates_per_step: int, *, fp_exceptions: bool = False
+) -> LossFn:
     """Return the loss of models whose weights are stacked along dim 0.
 
     Its value is the mean of the models' losses, and its gradient that of their sum: a
     model's weights have no part in the loss of another, so this is each one's own. It
-    reports the lowest error of all, and how many models have not diverged.
+    reports the lowest error of all, and how many models have not diverged. With
+    `fp_exceptions`, a loss that is not finite makes the value so.
     """
 
     def loss(params: Any, carried: Carried, batch: Any, key: jax.Array) -> Any:
@@ -82,8 +85,10 @@ def together(loss_fn: LossFn, updates_per_step: int) -> LossFn:
             "lowest_rmse": jnp.nanmin(infos["rmse"]),
             "finite_models": jnp.isfinite(losses).sum().astype(jnp.float32),
         }
-        carried = Carried(models, jax.lax.stop_gradient(means))
-        return mean_of_models(losses), (carried, info)
+        mean = mean_of_models(losses)
+        if fp_exceptions:
+            mean = jnp.where(jnp.isfinite(losses).all(), mean, jnp.nan)
+        return mean, (Carried(models, jax.lax.stop_gradient(means)), info)
 
     return loss
 
@@ -135,7 +140,7 @@ def trials_program(
     ):
         loss_fn = kernels.joint_loss(model)
     return training_program(
-        together(loss_fn, steps.updates_per_step),
+        together(loss_fn, steps.updates_per_step, fp_exceptions=config.fp_exceptions),
         optimiser,
         plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},

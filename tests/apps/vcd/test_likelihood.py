@@ -1,5 +1,7 @@
 """Importance sampling against likelihoods that are known exactly."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import linear_gaussian as exact
@@ -128,3 +130,13 @@ def test_the_acceptance_is_the_mean_over_the_pictures_that_count(monkeypatch):
     with pytest.raises(Seen) as caught:
         proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
     assert caught.value.args[0] == 0.75
+
+
+def test_one_of_everything_is_enough_and_none_is_not():
+    names = ["num_importance_samples", "importance_group_size", "test_micro_batch_size"]
+    names += [f"num_test_{kind}_steps" for kind in ("burn_in", "hmc", "leapfrog")]
+    one = TestOptions(**dict.fromkeys(names, 1))
+    one.check_test()
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            dataclasses.replace(one, **{name: 0}).check_test()
