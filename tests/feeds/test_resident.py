@@ -33,6 +33,7 @@ def test_an_element_can_be_looked_at_before_any_is_made():
     }
 
 
+@pytest.mark.devices(4)
 def test_elements_lie_where_they_are_wanted():
     mesh = jax.make_mesh((4,), ("replica",), devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec(None, "replica"))

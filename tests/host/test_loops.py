@@ -177,6 +177,7 @@ def test_the_body_is_traced_once_for_two_lengths_of_execution():
     assert traces == 1
 
 
+@pytest.mark.devices(4)
 def test_a_loop_runs_on_the_device_in_force_or_that_of_its_carry():
     device = jax.devices()[3]
     numbers = [np.float32(n) for n in range(6)]
