@@ -210,7 +210,7 @@ def taken(infeed, *sizes):
 @pytest.mark.parametrize("closing", [False, True])
 def test_chunks_of_any_sizes_are_cut_from_one_pass(closing):
     loader = Shuffling(400)
-    with mr.Infeed(loader) as infeed:
+    with mr.Infeed(loader, prefetch_depth=1 + closing) as infeed:
         assert infeed.peek().shape == (3,)
         found = []
         for sizes in ((7, 7, 2), (5,), (1, 1, 9), (30, 2)):
