@@ -303,6 +303,16 @@ def test_one_can_seek_forward_from_any_position(kind):
         assert taken(infeed, 3) == [40, 41, 42]
 
 
+def test_seeking_forward_stays_within_the_pass():
+    loader = Shuffling(200)
+    with mr.Infeed(loader) as infeed:
+        found = taken(infeed, 3)
+        infeed.seek(50)
+        found += taken(infeed, 2)
+    assert loader.passes == 1
+    assert found == loader.read[:3] + loader.read[50:52]
+
+
 def test_an_iterable_can_be_gone_back_in():
     with mr.Infeed(numbers(30)) as infeed:
         assert taken(infeed, 12) == list(range(12))
