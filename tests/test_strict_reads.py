@@ -14,7 +14,7 @@ READS = {
     "np.array": lambda x: np.array(x),
     "np.stack": lambda x: np.stack([x, x]),
     "np.add": lambda x: np.add(x, x),
-    "np.from_dlpack": np.from_dlpack,
+    "dlpack": lambda x: x.__dlpack__(),
     "float": float,
     "int": int,
     "bool": bool,

@@ -41,7 +41,8 @@ class Infeed:
 
     Args:
         dataset: Every element has the same structure, shapes and types.
-        prefetch_depth: Chunks staged ahead of the one in use.
+        prefetch_depth: Chunks staged ahead of the one in use. Until it is used, a chunk
+            is also kept on the host: a loop with chunks of another size may need it.
         on_end: What a loop does when the dataset has too few elements: "error", or
             "stop" to end the loop there.
     """

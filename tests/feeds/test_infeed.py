@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import millrace as mr
+from millrace.feeds.stager import Rows
 
 
 def add(carry, x):
@@ -209,7 +210,7 @@ def taken(infeed, *sizes):
 @pytest.mark.parametrize("closing", [False, True])
 def test_chunks_of_any_sizes_are_cut_from_one_pass(closing):
     loader = Shuffling(400)
-    with mr.Infeed(loader) as infeed:
+    with mr.Infeed(loader, prefetch_depth=1 + closing) as infeed:
         assert infeed.peek().shape == (3,)
         found = []
         for sizes in ((7, 7, 2), (5,), (1, 1, 9), (30, 2)):
@@ -302,6 +303,16 @@ def test_one_can_seek_forward_from_any_position(kind):
         assert taken(infeed, 3) == [40, 41, 42]
 
 
+def test_seeking_forward_stays_within_the_pass():
+    loader = Shuffling(200)
+    with mr.Infeed(loader) as infeed:
+        found = taken(infeed, 3)
+        infeed.seek(50)
+        found += taken(infeed, 2)
+    assert loader.passes == 1
+    assert found == loader.read[:3] + loader.read[50:52]
+
+
 def test_an_iterable_can_be_gone_back_in():
     with mr.Infeed(numbers(30)) as infeed:
         assert taken(infeed, 12) == list(range(12))
@@ -362,6 +373,23 @@ def test_after_an_error_the_dataset_is_read_again_from_where_it_stopped(on_end):
         position = infeed.position
         total = mr.repeat(10, add, 0.0, infeed=infeed)
     assert total == sum(range(position, position + 10))
+
+
+def test_a_dataset_that_fails_at_its_first_element_is_asked_again():
+    class Waking:
+        has_failed = False
+
+        def __iter__(self):
+            if not self.has_failed:
+                self.has_failed = True
+                raise OSError("not there yet")
+            yield from numbers(4)
+
+    infeed = mr.Infeed(Waking())
+    with pytest.raises(OSError, match="not there yet"):
+        infeed.peek()
+    assert infeed.peek()[0] == 0
+    assert taken(infeed, 4) == [0, 1, 2, 3]
 
 
 def test_an_iterable_that_hands_out_one_generator_is_read_once_too():
@@ -484,6 +512,7 @@ def left():
 atexit.register(lambda: print("left", left()))  # registered first, called last
 import jax, numpy as np
 import millrace as mr
+from millrace.feeds.stager import Rows
 
 infeed = mr.Infeed({"x": np.zeros(200_000)} for _ in itertools.count())
 infeed.chunk(2, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -497,3 +526,50 @@ def test_python_can_be_left_with_an_infeed_still_open():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "open ['millrace-infeed']\nleft []\n"
+
+
+class Sharing:
+    """A dataset that reads only the samples it is asked for, and can seek."""
+
+    def __init__(self, rows=slice(0, 4)):
+        self.rows, self.start, self.samples_read = rows, 0, []
+
+    def seek(self, position):
+        self.start = position
+
+    def share(self, rows):
+        part = Sharing(rows)
+        part.samples_read = self.samples_read
+        return part
+
+    def __iter__(self):
+        for number in range(self.start, 100):
+            element = (10 * number + np.arange(4, dtype=np.float32))[self.rows]
+            self.samples_read += element.tolist()
+            yield element
+
+
+@pytest.mark.parametrize("kind", ["iterable", "iterator", "sharing"])
+def test_a_process_stages_only_its_samples_of_every_element(kind, monkeypatch):
+    """Other processes' devices cannot be had here, so one device stands for a share."""
+    own = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rows = Rows(slice(1, 3), 4)
+    monkeypatch.setattr(
+        "millrace.feeds.infeed._own_rows",
+        lambda sharding, infeed: (infeed.peek(), rows)[1] if sharding is own else None,
+    )
+    sharing = Sharing()
+    dataset = {"iterable": list, "iterator": iter, "sharing": lambda x: x}[kind](sharing)
+
+    def staged(infeed, count, sharding):
+        data = np.asarray(infeed.chunk(count, sharding).data)
+        infeed.took(count)
+        return data.tolist()
+
+    with mr.Infeed(dataset) as infeed:
+        assert staged(infeed, 2, None) == [[0, 1, 2, 3], [10, 11, 12, 13]]
+        assert staged(infeed, 2, own) == [[21, 22], [31, 32]]
+        assert staged(infeed, 1, own) == [[41, 42]]
+        assert infeed.peek().shape == (4,)
+        if kind != "iterator":  # which cannot read again the samples that were cut off
+            assert staged(infeed, 1, None) == [[50, 51, 52, 53]]

@@ -120,6 +120,22 @@ def test_one_that_was_read_once_is_not_waited_for_without_end():
         mr.repeat(600, count_up, 0, outfeed=outfeed)
 
 
+def test_a_reader_that_is_slow_but_there_is_waited_for():
+    """It takes longer over a block than the loop's patience, but never between elements."""
+    outfeed, seen = mr.Outfeed(capacity_bytes=4 * 8, patience_seconds=0.4), []
+
+    def read():
+        for element in outfeed:
+            seen.append(int(element))
+            time.sleep(0.08)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    mr.repeat(24, count_up, 0, outfeed=outfeed, steps_per_execution=8)
+    reader.join(timeout=30)
+    assert seen == list(range(24))
+
+
 def test_a_reader_is_not_left_waiting_when_the_loop_fails():
     def failing():
         yield np.zeros(1, np.float32)

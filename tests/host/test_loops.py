@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import millrace as mr
+from millrace.program.loop import LoopProgram
 
 
 class Ones:
@@ -55,6 +56,20 @@ def test_steps_per_execution_changes_nothing_but_the_calls(steps):
     )
     assert int(count) == 10
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10) ** 2)
+
+
+def test_the_outputs_of_one_execution_have_room_for_16_mib(monkeypatch):
+    room, up_to = [], LoopProgram.up_to
+
+    def noted(program, carry, data, start, capacity):
+        room.append(capacity)
+        return up_to(program, carry, data, start, capacity)
+
+    monkeypatch.setattr(LoopProgram, "up_to", noted)
+    for size in (1 << 20, 1 << 24):
+        outfeed = mr.Outfeed()
+        mr.repeat(2, lambda c, n=size: (c + 1, jnp.zeros(n, "uint8")), 0, outfeed=outfeed)
+    assert room == [16, 1]
 
 
 def test_zero_times_returns_the_carry():
