@@ -160,6 +160,16 @@ def test_a_folder_that_was_made_for_the_run_goes_when_it_never_began(tmp_path, m
     assert not directory.path.exists()
 
 
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_folder_that_was_there_before_stays_when_a_run_never_began(tmp_path, was_there):
+    path = tmp_path / "run"
+    if was_there:
+        path.mkdir()
+    start(path).discard()
+    assert path.exists() == was_there
+    assert not (path / "config.yml").exists()
+
+
 # Resuming
 
 
