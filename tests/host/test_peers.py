@@ -100,3 +100,29 @@ def test_a_process_leaves_also_if_it_cannot_say_why(monkeypatch):
         watching._leave("Instance 1 is lost.")
     watching.close()
     assert told == ["Instance 1 is lost."]
+
+
+class Leaving(Signs):
+    """A store that knows who has left; the other process already has."""
+
+    left = ("millrace/left/1",)
+
+    def key_value_set(self, key, value, *, allow_overwrite=False):
+        super().key_value_set(key, value, allow_overwrite=allow_overwrite)
+        if key.startswith("millrace/left/"):
+            self.left = (*self.left, key)
+
+    def key_value_dir_get(self, key):
+        return list(self.left) if key == "millrace/left" else super().key_value_dir_get(key)
+
+
+def test_the_first_process_leaves_as_soon_as_all_have_said_good_bye(monkeypatch):
+    store = Leaving(0)
+    monkeypatch.setattr(peers.group, "store", lambda: store)
+    monkeypatch.setattr(peers.group, "num_processes", lambda: 2)
+    watching = Peers()
+    began = time.monotonic()
+    watching.part()
+    assert time.monotonic() - began < peers._GOOD_BYE_SECONDS - 1
+    assert store.left == ("millrace/left/1", "millrace/left/0")
+    watching.close()
