@@ -47,9 +47,9 @@ class Plan:
     global_batch_size: int | None = None
     """Samples per weight update, from which the accumulation count is worked out."""
     gradient_accumulation_dtype: AccumulatorType = "float32"
-    """Type of the gradient accumulator: None for each variable's own type, a type,
-    or a function of the variable's path and value. 128 bfloat16 gradients summed in
-    bfloat16 are off by 1 %, in float32 by 1e-8."""
+    """Type of the gradient accumulator: None for each variable's own type, a type (but
+    float64 stays float64), or a function of the variable's path and value. 128
+    bfloat16 gradients summed in bfloat16 are off by 1 %, in float32 by 1e-8."""
     gradient_accumulation_reduction: Reduction = "mean"
     """How micro-batch gradients become one: sum, mean, or running_mean (the mean with
     an accumulator that never exceeds one gradient's size)."""

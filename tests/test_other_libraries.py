@@ -1,8 +1,10 @@
-"""A model written in Flax trains as it is: the runtime takes any pure function."""
+"""Models of other libraries train as they are: the runtime takes any pure function."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import millrace as mr
@@ -41,3 +43,111 @@ def test_a_flax_nnx_model_with_batch_norm_trains_on_replicas():
     assert losses[-10:].mean() < 0.2 * losses[:5].mean()
     assert not np.array_equal(state.carried["norm"]["mean"], before)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
+
+
+# --- batch norm as other libraries keep it: the formulas of their releases ----------------
+
+UPDATES, BATCH, CHANNELS, DECAY = 3, 16, 4, 0.9
+
+
+def haiku_state(x, old):
+    """Haiku's ``ExponentialMovingAverage`` of mean and variance."""
+
+    def moved(old, value):
+        counter = old["counter"] + 1
+        hidden = old["hidden"] * DECAY + value * (1 - DECAY)
+        average = hidden / (1 - DECAY**counter)
+        return {"counter": counter, "hidden": hidden, "average": average}
+
+    return {"mean": moved(old["mean"], x.mean(0)), "var": moved(old["var"], x.var(0))}
+
+
+def equinox_state(x, old):
+    """Equinox's ``BatchNorm(mode="batch")``: not debiased until it is used."""
+    return {
+        "counter": old["counter"] + 1,
+        "mean": old["mean"] * DECAY + x.mean(0) * (1 - DECAY),
+        "var": old["var"] * DECAY + x.var(0) * (1 - DECAY),
+    }
+
+
+def equinox_ema_state(x, old):
+    """Equinox's ``BatchNorm(mode="ema")``: the first batch's statistics are the start."""
+
+    def moved(old_value, value):
+        mixed = old_value * DECAY + value * (1 - DECAY)
+        return jnp.where(old["first_time"], value, mixed)
+
+    return {
+        "first_time": jnp.array(False),
+        "mean": moved(old["mean"], x.mean(0)),
+        "var": moved(old["var"], x.var(0)),
+    }
+
+
+def zeros():
+    return jnp.zeros(CHANNELS)
+
+
+def haiku_start():
+    def average():
+        return {"counter": jnp.int32(0), "hidden": zeros(), "average": zeros()}
+
+    return {"mean": average(), "var": average()}
+
+
+KINDS = {
+    "haiku": (haiku_state, haiku_start),
+    "equinox": (
+        equinox_state,
+        lambda: {"counter": jnp.int32(0), "mean": zeros(), "var": zeros() + 1},
+    ),
+    "equinox ema": (
+        equinox_ema_state,
+        lambda: {"first_time": jnp.array(True), "mean": zeros(), "var": zeros()},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_count": 4},
+        {"gradient_accumulation_count": 4, "optimizer_state_offloading": True},
+        pytest.param({"num_replicas": 4}, marks=pytest.mark.devices(4)),
+        pytest.param(
+            {"num_replicas": 2, "gradient_accumulation_count": 2},
+            marks=pytest.mark.devices(2),
+        ),
+    ],
+    ids=str,
+)
+def test_batch_norm_of_other_libraries_moves_once_per_update(kind, options):
+    move, start = KINDS[kind]
+    x = np.random.default_rng(0).normal(1, 2, (UPDATES, BATCH, CHANNELS))
+    x = x.astype(np.float32)
+
+    def loss_fn(params, carried, batch, key):
+        return (params["w"] * batch).mean(), (move(batch, carried), {})
+
+    plan = mr.Plan(micro_batch_size=4, **options)
+    program = mr.training_program(loss_fn, optax.sgd(0.1), plan)
+    state = program.init({"w": jnp.ones(CHANNELS)}, start())
+    chunk = x.reshape(-1, plan.batching.samples_per_step, CHANNELS)
+    state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+
+    expected = start()
+    for update in x:  # one move, by the average of the micro-batches' statistics
+        moves = [move(part, expected) for part in np.split(update, 4)]
+        expected = jax.tree.map(
+            lambda *v: v[0] if v[0].ndim == 0 else jnp.mean(jnp.stack(v), 0), *moves
+        )
+    assert jax.tree.structure(state.carried) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6),
+        state.carried,
+        expected,
+    )
+    if kind == "haiku":
+        assert int(state.carried["var"]["counter"]) == UPDATES

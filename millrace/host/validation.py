@@ -29,7 +29,7 @@ def evaluate(
 
     Args:
         program: The compiled evaluation loop.
-        state: A training state.
+        state: A training state, on any devices or of NumPy arrays.
         source: The samples.
         batch_size: Samples per step over all replicas.
         by_itself: Whether this process alone asks, and reads all samples.
@@ -40,7 +40,7 @@ def evaluate(
     if alone and not by_itself:
         batches = batches.deal(group.process_id(), group.num_processes())
     capacity = max(1, min(len(batches), _STAGED_BYTES // size))
-    sums = _sums(program, state, batches, capacity)
+    sums = _sums(program, program.usable(state), batches, capacity)
     if alone:
         assert sums["count"] == batches.num_valid, f"{sums} of {batches.num_valid} samples"
         sums = sums if by_itself else _added(group.gather("evaluation", sums))

@@ -14,6 +14,10 @@ from millrace.nn.grouped_convolution import grouped_conv2d
 from millrace.nn.strided_convolution import folded_conv2d, is_worth_folding
 
 
+class EmptyOutputError(ValueError):
+    """Raised where the images are too small for a kernel."""
+
+
 def conv2d(
     x: jax.Array,
     kernel: jax.Array,
@@ -42,6 +46,12 @@ def conv2d(
             f"{kernel.dtype}."
         )
     pads = padding_pairs(x.shape[1:3], kernel.shape[:2], strides, padding)
+    if any(x.shape[1 + d] + sum(pads[d]) < kernel.shape[d] for d in (0, 1)):
+        raise EmptyOutputError(
+            f"Images of {x.shape[1]} x {x.shape[2]}, padded by {pads}, are smaller than "
+            f"the kernel of {kernel.shape[0]} x {kernel.shape[1]}: nothing would be left. "
+            'Give larger images, or use padding "SAME".'
+        )
     if jax.default_backend() != "cpu":
         if groups == 1 and is_worth_folding(x.shape[-1], strides):
             return folded_conv2d(x, kernel, strides, pads)

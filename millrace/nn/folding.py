@@ -65,7 +65,8 @@ def fold(
             # A layer of a block that writes no branch, such as dropout, does nothing.
             silent = branch is None and isinstance(spec, dict)
             if spec == following and not silent and not layer.branches and not on_cpu:
-                layer = _for_inference(layer, branch, params, conv if joins else None)
+                part = spec if branch is None else spec[branch]
+                layer = _for_inference(layer, branch, params, part, conv if joins else None)
             before = _convolution(layer, branch, params)
             if before and not on_cpu:
                 params[layer.name] = _with_merged_groups(params[layer.name], layer.groups)
@@ -168,20 +169,35 @@ def _with_bias(conv: Layer, branch: str | None) -> Layer:
 
 
 def _for_inference(
-    layer: Layer, branch: str | None, params: Tree, conv: _Convolution | None
+    layer: Layer, branch: str | None, params: Tree, spec: Any, conv: _Convolution | None
 ) -> Layer:
     """Return the form of an activation that goes best with the convolution before it."""
     if layer.name in params:
         return layer
-    x = jnp.array([-1.0, 0.0, 2.0]).reshape(1, 1, 1, 3)
+    x = _probe(spec)
     y, _ = layer.apply({}, {}, x if branch is None else {branch: x}, _INFERENCE)
-    values = np.ravel(y if branch is None else y[branch]).tolist()
-    if values == [0, 0, 2]:  # as a maximum, XLA joins it with a convolution and its bias
+    found = np.asarray(y if branch is None else y[branch])
+    if np.array_equal(found, np.maximum(x, 0)):
+        # As a maximum, XLA joins it with a convolution and its bias.
         relu = stateless(layer.name, lambda x: jnp.maximum(x, 0))
         return relu if branch is None else on(branch, relu)
-    if conv and conv.is_dense and values != [-1, 0, 2]:
+    if conv and conv.is_dense and not np.array_equal(found, x):
         return _apart(layer, branch)
     return layer
+
+
+def _probe(spec: Any) -> jax.Array:
+    """Make an input that tells a ReLU from whatever is one only for some values.
+
+    A ReLU6 is one up to 6, and a ReLU with a blur behind it is one on single pixels: so
+    numbers of all sizes, in the input's own shape and in no order.
+    """
+    sizes = np.concatenate([np.logspace(-6, 4, 41), [6, 7, 20, 255, 256], [0]])
+    values = np.concatenate([sizes, -sizes])
+    of_a_sample = math.prod(spec.shape[1:])
+    shape = (-(-len(values) // of_a_sample), *spec.shape[1:])
+    mixed = np.random.default_rng(0).permuted(np.resize(values, shape), axis=None)
+    return jnp.asarray(mixed, spec.dtype)
 
 
 def _as_product(layer: Layer) -> Layer:

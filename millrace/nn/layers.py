@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from millrace.config import ConfigurationError
 from millrace.nn import pooling
-from millrace.nn.convolution import check_groups, conv2d
+from millrace.nn.convolution import EmptyOutputError, check_groups, conv2d
 from millrace.nn.drawing import Draw, draw_tree
 
 Tree = dict[str, Any]
@@ -74,14 +74,23 @@ def _undrawn(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
         new_params, new_carried = _init_layer(layer, spec)
         params |= new_params
         carried |= new_carried
-        before, spec = spec, layer_output(layer, new_params, new_carried, spec)
-        if any(leaf.size == 0 for leaf in jax.tree.leaves(spec)):
+        output = _output_if_any(layer, new_params, new_carried, spec)
+        if output is None:
             raise ConfigurationError(
                 f"The input is too small for this model: {layer.name} leaves nothing "
-                f"of {_shapes(before)} (the whole model's input is "
+                f"of {_shapes(spec)} (the whole model's input is "
                 f"{_shapes(example)}). Give larger images, or take another model."
             )
+        spec = output
     return params, carried
+
+
+def _output_if_any(layer: Layer, params: Tree, carried: Tree, x: Any) -> Any:
+    try:
+        output = layer_output(layer, params, carried, x)
+    except EmptyOutputError:
+        return None
+    return None if any(y.size == 0 for y in jax.tree.leaves(output)) else output
 
 
 def _shapes(spec: Any) -> str:

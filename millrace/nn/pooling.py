@@ -6,7 +6,6 @@ also notes which of a window's values was the largest, and the backward pass han
 gradient to that one. As in XLA, the first of several equal values gets it.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,16 +16,22 @@ from jax import lax
 
 Pair = tuple[int, int]
 
+_PLACES = 256
+"""How many places of a window an eight-bit number tells apart. Larger windows, of which
+every place would be a copy, have XLA's own gradient."""
+
 
 def max_pool(
     x: jax.Array, window: int, strides: int, pads: Sequence[Pair] = ((0, 0), (0, 0))
 ) -> jax.Array:
     """Return the largest value of each square window of images (batch, h, w, channels)."""
-    return _max_pool(x, window, strides, tuple(tuple(pair) for pair in pads))
+    settled: Any = tuple(tuple(pair) for pair in pads)
+    if window * window > _PLACES:
+        return _xla_max_pool(x, window, strides, settled)
+    return _max_pool(x, window, strides, settled)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _max_pool(
+def _xla_max_pool(
     x: jax.Array, window: int, strides: int, pads: tuple[Pair, Pair]
 ) -> jax.Array:
     return lax.reduce_window(
@@ -37,6 +42,9 @@ def _max_pool(
         (1, strides, strides, 1),
         ((0, 0), *pads, (0, 0)),
     )
+
+
+_max_pool = jax.custom_vjp(_xla_max_pool, nondiff_argnums=(1, 2, 3))
 
 
 def _forward(x: jax.Array, window: int, strides: int, pads: tuple[Pair, Pair]) -> Any:

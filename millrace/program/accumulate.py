@@ -66,13 +66,19 @@ def accumulate(
 
 
 def accumulator_types(params: Any, dtype: AccumulatorType) -> Any:
-    """Return a tree like `params` with each accumulator's type."""
+    """Return a tree like `params` with each accumulator's type.
+
+    One type for all is for variables of up to 32 bits; float64 stays float64 unless a
+    function says otherwise.
+    """
 
     def choose(path: Any, leaf: Any) -> jnp.dtype:
         chosen: Any = dtype
         # A NumPy scalar type such as jnp.float32 is callable too, but is a type.
         if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
             chosen = dtype(path_name(path), leaf)
+        elif leaf.dtype == jnp.float64:
+            chosen = None  # whoever has float64 weights wants all of their gradients
         chosen = leaf.dtype if chosen is None else jnp.dtype(chosen)
         if not jnp.issubdtype(chosen, jnp.floating):
             raise ValueError(

@@ -15,6 +15,7 @@ import numpy as np
 from millrace.nn.layers import Tree
 from millrace.plan import Plan
 from millrace.program.accumulate import accumulator_types
+from millrace.program.carried import addable
 from millrace.program.packed_state import OptimizerRows
 from millrace.program.packing import (
     Buffers,
@@ -28,7 +29,7 @@ from millrace.program.packing import (
 from millrace.program.replicas import fetch
 from millrace.program.separated_update import Leaf, SeparatedUpdate
 from millrace.program.stages import StagedModel
-from millrace.program.step import Step, TrainState, new_weights, widened
+from millrace.program.step import Step, TrainState, new_weights
 
 _BUCKET_BYTES = 64 << 20
 """Of optimiser state that is streamed at a time where it rests in host memory."""
@@ -85,7 +86,7 @@ def arrange(step: Step, model: StagedModel, whole: TrainState) -> Arrangement:
         model,
         _rows(by_bucket, params),
         _rows(by_stage, carried),
-        _rows(by_stage, jax.eval_shape(widened, carried)),
+        _rows(by_stage, jax.eval_shape(addable, carried)),
         _rows(by_stage, gradients),
         (),
         buckets,
@@ -132,27 +133,31 @@ def _separated(
         ends = (path[start:] for start in range(len(path)))
         layer = next((layers[end] for end in ends if end in layers), "")
         leaves.append(Leaf(part_of.get(layer), layer, output, is_state=True))
-    rest = common_inputs(whole, jax.ShapeDtypeStruct((), bool))
+    rest = common_inputs(
+        whole, jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
+    )
     leaves += [Leaf(None)] * len(jax.tree.leaves(rest))
 
     def update(params: Tree, gradients: Tree, optimiser: Any, rest: Any) -> Any:
-        state, finite = rest
+        state, finite, loss = rest
         state = state._replace(params=params, optimiser_state=optimiser)
-        return new_weights(step, state, gradients, finite)
+        return new_weights(step, state, gradients, finite, loss)
 
     arguments = (whole.params, gradients, whole.optimiser_state, rest)
     shapes = jax.eval_shape(lambda *trees: trees, *arguments)
     return SeparatedUpdate(update, shapes, leaves)
 
 
-def common_inputs(state: TrainState, finite: Any) -> Any:
+def common_inputs(state: TrainState, finite: Any, loss: Any) -> Any:
     """Return what an update needs that every device has, apart from optimizer state.
 
     Args:
         state: A state, in any form.
         finite: Whether all gradients are finite.
+        loss: The mean over micro-batches and replicas.
     """
-    return state._replace(params=None, carried=None, optimiser_state=None), finite
+    rest = state._replace(params=None, carried=None, optimiser_state=None)
+    return rest, finite, loss
 
 
 def _rows(devices: Sequence[Sequence[Sequence[str]]], tree: Tree) -> Rows:

@@ -13,6 +13,7 @@ from millrace.plan import Plan
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import (
     REPLICA_AXIS,
+    STAGE_AXIS,
     place,
     replica_mesh,
     replicated,
@@ -59,6 +60,25 @@ class EvaluationProgram:
         """Where a chunk of batches must lie."""
         return split_batch(self._mesh)
 
+    def usable(self, state: TrainState) -> TrainState:
+        """Return a state whose weights lie on these devices; copy them if they do not.
+
+        Args:
+            state: From a training program with any number of replicas, or of NumPy
+                arrays. A used-up state, and the packed one of a pipeline, are refused.
+        """
+        target = replicated(self._mesh)
+        leaves = jax.tree.leaves((state.params, state.carried))
+        _check_whole(leaves)
+        if all(
+            isinstance(leaf, jax.Array)
+            and leaf.sharding.is_equivalent_to(target, leaf.ndim)
+            for leaf in leaves
+        ):
+            return state
+        params, carried = self.place((state.params, state.carried))
+        return state._replace(params=params, carried=carried)
+
     def run(self, state: TrainState, chunk: Any) -> dict[str, np.ndarray]:
         """Return the sums of the metrics over a chunk's real samples, and "count".
 
@@ -66,12 +86,14 @@ class EvaluationProgram:
             state: Whose weights to evaluate; it stays usable.
             chunk: ``{"batch": ..., "valid": ...}``, leaves (batches, samples, ...).
         """
-        params, carried = state.params, state.carried
-        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(chunk))
-        if shapes not in self._compiled:
-            self._compiled[shapes] = self._compile(params, carried, chunk)
+        state = self.usable(state)
+        given = (state.params, state.carried, chunk)
+        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(given))
+        key = (shapes, jax.tree.structure(given))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(*given)
         with jax.transfer_guard("disallow"):
-            sums = self._compiled[shapes](params, carried, chunk)
+            sums = self._compiled[key](*given)
         return jax.device_get(sums)
 
     def _compile(self, params: Any, carried: Any, chunk: Any) -> Callable[..., Any]:
@@ -99,6 +121,21 @@ class EvaluationProgram:
             check_vma=False,
         )
         return compile_for(self._mesh, mapped, params, carried, chunk)
+
+
+def _check_whole(leaves: Sequence[Any]) -> None:
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if any(leaf.is_deleted() for leaf in arrays):
+        raise ValueError(
+            "This state was used up by an earlier call. Evaluate the state that the call "
+            "returned."
+        )
+    meshes = [getattr(leaf.sharding, "mesh", None) for leaf in arrays]
+    if any(mesh is not None and STAGE_AXIS in mesh.axis_names for mesh in meshes):
+        raise ValueError(
+            "This state is a pipeline's, packed for its devices. Evaluate "
+            "program.whole(state), where program is the training program."
+        )
 
 
 def _masked_sums(values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:

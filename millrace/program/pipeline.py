@@ -339,6 +339,7 @@ class Pipeline:
                 y, (changes, info) = self._runner(stage)(*values)
             if not last:
                 sent = self._packed_output(stage, y)
+            changes = steps.from_first(self._modes(stage), changes, row["micro_batch"])
             layout = self._layout("changes", stage)
             carried = _section_updated(layout, sums.carried, changes, jnp.add)
             info = {n: sums.info[n] + info[n] if last else sums.info[n] for n in sums.info}

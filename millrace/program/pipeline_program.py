@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import check_names, layer_names
-from millrace.program import step as steps
+from millrace.program.accumulate import path_name
 from millrace.program.arrangement import (
     Arrangement,
     arrange,
@@ -21,6 +21,7 @@ from millrace.program.arrangement import (
 )
 from millrace.program.compiling import compile_for
 from millrace.program.offload import placement
+from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.packed_state import (
     SAME,
     STATE,
@@ -102,11 +103,12 @@ class PipelineProgram(TrainingProgram):
         """Cut the model into stages and place their weights; copies what is given."""
         first = self._first(params, carried or {}, seed)
         _check_weights(self._loss, first.params)
+        _check_carried(first.carried)
         model = split_model(self._loss, self.plan, first.params, first.carried)
         self._mesh = pipeline_mesh(
             self.plan.num_replicas, model.stages.num_devices, self._given_devices
         )
-        start = jax.jit(lambda p: self._step.optimiser.init(steps.state_like(p)))
+        start = jax.jit(lambda p: init_optimizer_state(self._step.optimiser, p))
         whole = first._replace(optimiser_state=start(first.params))
         self._arrangement = arrange(self._step, model, whole)
         self._like = jax.eval_shape(lambda state: state, whole)
@@ -296,3 +298,13 @@ def _check_weights(loss: LayeredLoss, params: Any) -> None:
         raise ConfigurationError(
             f"A pipeline's weights are a dict keyed by layer name; got {found}."
         )
+
+
+def _check_carried(carried: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ConfigurationError(
+                f"The carried value {path_name(path)} is a random key, which a pipeline "
+                "cannot pack with its numbers. Carry its words, jax.random.key_data(key), "
+                "and make the key from them with jax.random.wrap_key_data."
+            )

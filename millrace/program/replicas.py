@@ -158,6 +158,9 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def _place_one(value: Any, sharding: NamedSharding) -> jax.Array:
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        words = _place_one(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     there = isinstance(value, jax.Array) and value.sharding.device_set
     if sharding.is_fully_addressable or there == sharding.device_set:
         # A copy here of what lies in all processes is taken from this one's own.

@@ -1,7 +1,7 @@
 """One weight update: gradients of a global batch in, new weights out."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,23 @@ from jax import lax
 from millrace.nn.layers import KEPT
 from millrace.plan import Plan
 from millrace.program import loss_scale as scaling
-from millrace.program.accumulate import Accumulated, accumulate, path_name
+from millrace.program.accumulate import Accumulated, accumulate
+from millrace.program.carried import (
+    CarriedReduction,
+    addable,
+    carried_modes,
+    checked_carried,
+    combined,
+    contribution,
+    from_first,
+)
+from millrace.program.casting import narrow, widened
+from millrace.program.optimizer_state import run_optimizer
 from millrace.program.replicas import REPLICA_AXIS, sum_over_replicas
 from millrace.program.rounding import round_tree
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
 """``(params, carried, batch, key) -> (loss, (carried, info))``."""
-
-CarriedReduction = Literal["mean", "sum"] | Callable[[str, Any], Literal["mean", "sum"]]
 
 _FORWARD, _ROUNDING = 0, 1  # what an update's random key is split for
 
@@ -48,7 +57,7 @@ class Step(NamedTuple):
     loss_fn: LossFn
     optimiser: optax.GradientTransformation
     plan: Plan
-    carried_reduction: CarriedReduction = "mean"
+    carried_reduction: CarriedReduction = None
     watch: Mapping[str, Callable[[jax.Array], Any]] = {}
 
 
@@ -60,12 +69,13 @@ def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
     def gradient_fn(batch: Any, index: jax.Array) -> Any:
         key = micro_batch_key(plan, state, index)
         gradients, (carried, info) = _gradients(step, state, batch, key)
-        return gradients, contribution(modes, state.carried, carried), info
+        changes = contribution(modes, state.carried, carried)
+        return gradients, from_first(modes, changes, index), info
 
     gathered: Accumulated = accumulate(
         gradient_fn,
         state.params,
-        widened(state.carried),
+        addable(state.carried),
         batches,
         dtype=plan.gradient_accumulation_dtype,
         reduction=plan.gradient_accumulation_reduction,
@@ -92,7 +102,8 @@ def micro_batch_key(plan: Plan, state: TrainState, index: jax.Array) -> jax.Arra
 def apply(step: Step, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
     """Change the weights once."""
     finite = gradients_finite(step.plan, gathered.gradients)
-    params, optimiser_state = new_weights(step, state, gathered.gradients, finite)
+    loss = gathered.info["loss"]
+    params, optimiser_state = new_weights(step, state, gathered.gradients, finite, loss)
     new, info = next_state(step, state, gathered.carried, gathered.info, finite)
     return new._replace(params=params, optimiser_state=optimiser_state), info
 
@@ -112,7 +123,11 @@ def next_state(
 
 
 def new_weights(
-    step: Step, state: TrainState, gradients: Any, finite: jax.Array | None
+    step: Step,
+    state: TrainState,
+    gradients: Any,
+    finite: jax.Array | None,
+    loss: jax.Array,
 ) -> tuple[Any, Any]:
     """Run the optimiser in float32 and round what it returns to the stored types.
 
@@ -121,6 +136,7 @@ def new_weights(
         state: Of which the weights and the optimiser's state may be a part of the whole.
         gradients: For these weights.
         finite: Whether all gradients are, where the plan wants to know.
+        loss: For optimizers that need it; the mean over micro-batches and replicas.
     """
     plan = step.plan
     wide = widened(gradients)
@@ -128,7 +144,7 @@ def new_weights(
         wide = jax.tree.map(lambda g: g / state.loss_scale.factor, wide)
     stored = (state.params, state.optimiser_state)
     old_params, old_state = widened(stored)
-    updates, new_state = step.optimiser.update(wide, old_state, old_params)
+    updates, new_state = run_optimizer(step.optimiser, wide, old_state, old_params, loss)
     new_params = optax.apply_updates(old_params, updates)
     key = jax.random.fold_in(unwrap(state.key), state.update)
     key = jax.random.fold_in(key, _ROUNDING)
@@ -183,34 +199,6 @@ def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
     )
 
 
-def state_like(params: Any) -> Any:
-    """The weights as the optimiser should see them when it makes its state.
-
-    State takes the weights' type, except float16: its range is too small for squared
-    gradients. Adam's second moment underflows to 0 and the update explodes.
-    """
-    return _cast(params, jnp.float32, lambda x: x.dtype == jnp.float16)
-
-
-def widened(tree: Any) -> Any:
-    """Halves to float32; everything else as it is."""
-    return _cast(tree, jnp.float32, lambda x: jnp.dtype(x.dtype).itemsize == 2)
-
-
-def narrow(tree: Any, dtype: str) -> Any:
-    """Float32 to the compute type; integers, keys and other floats as they are."""
-    return _cast(tree, jnp.dtype(dtype), lambda x: x.dtype == jnp.float32)
-
-
-def _cast(tree: Any, dtype: Any, chosen: Callable[[Any], bool]) -> Any:
-    def cast(x: Any) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.floating) and chosen(x):
-            return x.astype(dtype)
-        return x
-
-    return jax.tree.map(cast, tree)
-
-
 def gradients_finite(plan: Plan, gradients: Any) -> jax.Array | None:
     if plan.fp_exceptions or plan.loss_scaling == "dynamic":
         return scaling.all_finite(gradients)
@@ -232,45 +220,6 @@ def _select(condition: Any, new: Any, old: Any) -> Any:
 def unwrap(key_data: jax.Array) -> jax.Array:
     """Make a random key from the words the state carries; words can be saved."""
     return jax.random.wrap_key_data(key_data)
-
-
-def carried_modes(reduction: CarriedReduction, carried: Any) -> Any:
-    def mode(path: Any, leaf: Any) -> str:
-        chosen = reduction(path_name(path), leaf) if callable(reduction) else reduction
-        if chosen not in ("mean", "sum"):
-            raise ValueError(
-                f"carried_reduction for {path_name(path)} must be mean or sum, "
-                f"got {chosen!r}."
-            )
-        if chosen == "mean" and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"The carried value {path_name(path)} is {leaf.dtype}, which cannot be "
-                "averaged over micro-batches and replicas. Use carried_reduction sum "
-                "for it (each micro-batch's change is added)."
-            )
-        return chosen
-
-    return jax.tree_util.tree_map_with_path(mode, carried)
-
-
-def contribution(modes: Any, old: Any, new: Any) -> Any:
-    """What a micro-batch adds: its value, or its change where changes are added up.
-
-    In float32 at least: of 600 values of 1 in bfloat16 the sum is 256.
-    """
-    return jax.tree.map(
-        lambda mode, o, n: n if mode == "mean" else n - o, modes, *widened((old, new))
-    )
-
-
-def combined(modes: Any, old: Any, contributions: Any, micro_batches: int) -> Any:
-    """Make the new carried values of what all micro-batches have added up."""
-
-    def one(mode: str, o: jax.Array, c: jax.Array) -> jax.Array:
-        new = c / micro_batches if mode == "mean" else o.astype(c.dtype) + c
-        return new.astype(o.dtype)
-
-    return jax.tree.map(one, modes, old, contributions)
 
 
 def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
@@ -312,20 +261,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, Mapping | list | tuple):
         return f"a {type(value).__name__}"
     return f"an array of shape {jnp.shape(value)}"
-
-
-def checked_carried(new: Any, old: Any) -> Any:
-    """Carried values keep their structure, shapes and types from update to update."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(
-            "loss_fn must return carried values of the structure it was given: "
-            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}."
-        )
-    named = jax.tree_util.tree_leaves_with_path(old)
-    for (path, o), n in zip(named, jax.tree.leaves(new), strict=True):
-        if jnp.shape(n) != jnp.shape(o):
-            raise TypeError(
-                f"The carried value {path_name(path)} changed its shape from "
-                f"{jnp.shape(o)} to {jnp.shape(n)}."
-            )
-    return jax.tree.map(lambda n, o: jnp.asarray(n).astype(o.dtype), new, old)

@@ -21,6 +21,7 @@ from millrace.program import step as steps
 from millrace.program.accumulate import path_name
 from millrace.program.compiling import Options, compile_for
 from millrace.program.loss_scale import initial_loss_scale
+from millrace.program.optimizer_state import check_optimizer, init_optimizer_state
 from millrace.program.replicas import (
     REPLICA_AXIS,
     place,
@@ -41,7 +42,7 @@ def training_program(
     optimiser: optax.GradientTransformation,
     plan: Plan,
     *,
-    carried_reduction: CarriedReduction = "mean",
+    carried_reduction: CarriedReduction = None,
     watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Mapping[str, Options] | None = None,
@@ -51,12 +52,17 @@ def training_program(
     Args:
         loss_fn: ``(params, carried, batch, key) -> (loss, (carried, info))``, pure. The
             loss is a mean over the samples of `batch`; `info` a flat dict of scalars.
-        optimiser: Any optax transformation.
+        optimiser: An optax transformation of gradients, weights and, if it takes
+            ``value``, the loss (the mean over micro-batches and replicas, unscaled).
         plan: How the work is replicated, accumulated, rounded and offloaded.
         carried_reduction: How the carried values of the micro-batches of an update
             become one: "mean" of the values (batch-norm statistics), "sum" of the
-            changes (a table of which each sample owns a row), or a function of path
-            and value. Every micro-batch of an update is given the same old values.
+            changes (a table of which each sample owns a row), "once" for the value of
+            replica 0's first micro-batch (a counter of updates, a flag, a random key),
+            or a function of path and value that returns one of these. If not given, or
+            where the function returns None, floats are averaged and everything else
+            changes once per update. Every micro-batch of an update is given the same
+            old values.
         watch: Functions of the update's number whose values are reported with its
             info, such as a learning-rate schedule.
         devices: Where to run; by default the first `plan.num_replicas` devices.
@@ -145,6 +151,7 @@ class TrainingProgram:
         params = jax.tree.map(
             lambda p: p.astype(weights) if p.dtype.itemsize <= 4 else p, params
         )
+        check_optimizer(self._step.optimiser, params, self.plan)
         return TrainState(
             update=jnp.int32(0),
             params=params,
@@ -156,7 +163,7 @@ class TrainingProgram:
 
     def _init_optimiser(self, params: Any) -> Any:
         def init(params: Any) -> Any:
-            return self._step.optimiser.init(steps.state_like(params))
+            return init_optimizer_state(self._step.optimiser, params)
 
         if self._host_memory is None:
             return jax.jit(init, out_shardings=replicated(self._mesh))(params)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from millrace.config import ConfigurationError
 from millrace.nn.branches import closing, on, opening
 from millrace.nn.convolution import conv2d
 from millrace.nn.layers import Call, apply_layers, conv, init_layers, relu
@@ -141,6 +142,19 @@ def test_sixteen_bit_convolutions_keep_their_type_and_round_once(dtype, groups):
 def test_groups_that_do_not_fit_are_an_error(channels, kernel, groups, message):
     with pytest.raises(ValueError, match=message):
         conv2d(jnp.ones((1, 4, 4, channels)), jnp.ones(kernel), groups=groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("size", "strides"), [((2, 5), 1), ((5, 1), 2)])
+def test_images_too_small_for_the_kernel_are_a_plain_error(groups, size, strides):
+    x = jnp.ones((1, *size, 4))
+    kernel = jnp.ones((3, 3, 4 // groups, 4))
+    message = f"Images of {size[0]} x {size[1]}.*smaller than the kernel of 3 x 3"
+    with pytest.raises(ValueError, match=message):
+        conv2d(x, kernel, strides=(strides, strides), padding="VALID", groups=groups)
+    model = [conv("small", 4, 3, groups=groups, padding="VALID", strides=strides)]
+    with pytest.raises(ConfigurationError, match="small leaves nothing of"):
+        init_layers(model, jax.random.key(0), x)
 
 
 def test_a_grouped_layer_has_a_kernel_of_its_groups_channels():

@@ -127,6 +127,31 @@ def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
     np.testing.assert_allclose(logits(folded, {}, {}, x), logits(model, {}, {}, x))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.clip(x, 0, 6),
+        lambda x: jnp.clip(x, 0, 5000),
+        lambda x: jnp.where(x > 1e-3, x, 0),
+        lambda x: jnp.where(x > 0, x, 1e-3 * x),
+        lambda x: jax.nn.relu((x + jnp.roll(x, 1, 1)) / 2),
+    ],
+    ids=["relu6", "a high limit", "a threshold", "leaky", "a blur"],
+)
+@pytest.mark.parametrize("branch", [False, True])
+def test_what_is_a_relu_only_for_some_values_is_left_alone(function, branch, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layer = layers.stateless("activation", function)
+    model = [layer]
+    if branch:
+        twice = layers.stateless("twice", lambda x: 2 * x)
+        model = [opening(twice), on("main", layer), closing("add")]
+    x = np.array([-8.0, 1e-4, 0.5, 3.0, 9.0, 9000.0] * 6, np.float32).reshape(1, 6, 6, 1)
+    folded = fold(model, {}, {}, x)
+    expected = logits(model, {}, {}, x)
+    np.testing.assert_array_equal(logits(*folded, x), expected)
+
+
 def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
     """In a small batch a pointwise one is a product, and an activation that cuDNN does not
     join is kept apart from a dense one.

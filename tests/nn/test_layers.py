@@ -150,15 +150,20 @@ def test_group_norm_agrees_with_numpy():
             group_norm("gn", **wrong)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_agrees_with_numpy(smoothing):
+@pytest.mark.parametrize("smoothing", [None, 0.0, 0.1])
+@pytest.mark.parametrize("over", ["all", "others"])
+def test_cross_entropy_agrees_with_numpy(smoothing, over):
+    options = {} if smoothing is None else {"label_smoothing": smoothing}
+    smoothing = smoothing or 0.0  # unless given, there is none
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((7, 5)).astype(np.float32)
     labels = rng.integers(0, 5, 7)
-    target = np.eye(5)[labels] * (1 - smoothing) + smoothing / 5
+    label = np.eye(5)[labels]
+    rest = np.full((7, 5), 1 / 5) if over == "all" else (1 - label) / 4
+    target = label * (1 - smoothing) + smoothing * rest
     log_probability = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     expected = -(target * log_probability).sum(1)
-    got = cross_entropy(jnp.asarray(logits), jnp.asarray(labels), smoothing)
+    got = cross_entropy(jnp.asarray(logits), jnp.asarray(labels), over=over, **options)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     np.testing.assert_array_equal(
         correct(jnp.asarray(logits), jnp.asarray(labels)), logits.argmax(1) == labels

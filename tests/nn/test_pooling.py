@@ -28,6 +28,7 @@ def xla(x, window, strides, pads):
         ((7, 9), 3, 2, ((0, 1), (1, 0))),
         ((6, 6), 2, 1, ((0, 0), (0, 0))),
         ((9, 9), 2, 3, ((0, 0), (1, 1))),  # some values are in no window
+        ((20, 18), 17, 3, ((1, 0), (0, 1))),  # more places than a byte has values
     ],
 )
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import millrace as mr
 from millrace.data.source import ArraySource
+from millrace.nn.layers import apply_layers, dense, init_layers
 from millrace.program.training import training_program
 
 
 def trained_state(plan):
-    import optax
-
     def loss(params, carried, batch, key):
         return params["w"].sum(), (carried, {})
 
@@ -73,3 +73,73 @@ def test_a_metric_that_is_not_per_sample_is_refused(wrong, message):
     plan = mr.Plan()
     with pytest.raises(ValueError, match=message):
         mr.evaluate(mr.EvaluationProgram(wrong, plan), trained_state(plan), source(4), 2)
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("trained_on", [1, 2, 4])
+@pytest.mark.parametrize("evaluated_on", [1, 4])
+def test_a_state_of_any_number_of_replicas_can_be_evaluated(trained_on, evaluated_on):
+    state = trained_state(mr.Plan(num_replicas=trained_on))
+    program = mr.EvaluationProgram(metric, mr.Plan(num_replicas=evaluated_on))
+    for given in (state, jax.device_get(state)):
+        got = mr.evaluate(program, given, source(9), 4)
+        assert got == pytest.approx({"scaled": 8.0, "odd": 4 / 9})
+    assert not jax.tree.leaves(state.params)[0].is_deleted()
+
+
+def test_weights_that_lie_there_already_are_not_copied():
+    plan = mr.Plan()
+    state = trained_state(plan)
+    assert mr.EvaluationProgram(metric, plan).usable(state) is state
+
+
+def test_sources_of_equal_shapes_and_other_names_each_have_their_program():
+    def either(params, carried, batch):
+        return {"value": batch["x"] if "x" in batch else 10 * batch["y"]}
+
+    plan = mr.Plan()
+    program, state = mr.EvaluationProgram(either, plan), trained_state(plan)
+    x = np.arange(4, dtype=np.float32)
+    for _ in range(2):
+        assert mr.evaluate(program, state, ArraySource({"x": x}), 2) == {"value": 1.5}
+        assert mr.evaluate(program, state, ArraySource({"y": x}), 2) == {"value": 15.0}
+
+
+def test_weights_of_another_shape_have_another_program():
+    def total(params, carried, batch):
+        return {"total": batch["x"] * 0 + params["w"].sum()}
+
+    plan = mr.Plan()
+    program, state = mr.EvaluationProgram(total, plan), trained_state(plan)
+    assert mr.evaluate(program, state, source(4), 2) == {"total": 2.0}
+    larger = state._replace(params={"w": np.ones(5, np.float32)})
+    assert mr.evaluate(program, larger, source(4), 2) == {"total": 5.0}
+
+
+def test_a_used_up_state_is_refused_plainly():
+    plan = mr.Plan()
+    state = trained_state(plan)
+    state.params["w"].delete()
+    with pytest.raises(ValueError, match="used up by an earlier call"):
+        mr.evaluate(mr.EvaluationProgram(metric, plan), state, source(4), 2)
+
+
+@pytest.mark.devices(2)
+def test_a_pipelines_packed_state_is_refused_and_its_whole_is_not():
+    layers = [dense("a", 1), dense("b", 1)]
+    loss = mr.LayeredLoss(layers, lambda b, key: b["x"], lambda y, b: (y.mean(), {}))
+    plan = mr.Plan(gradient_accumulation_count=4, pipeline_splits=["b"])
+    training = training_program(loss, optax.sgd(0.1), plan)
+    state = training.init(*init_layers(layers, jax.random.key(0), np.ones((1, 1))))
+
+    def predict(params, carried, batch):
+        y, _ = apply_layers(layers, params, carried, batch["x"][:, None], training=False)
+        return {"y": y[:, 0]}
+
+    program = mr.EvaluationProgram(predict, mr.Plan())
+    with pytest.raises(ValueError, match=r"Evaluate program.whole\(state\)"):
+        mr.evaluate(program, state, source(4), 2)
+    whole = training.whole(state)
+    slope = whole.params["a"]["kernel"] * whole.params["b"]["kernel"]
+    got = mr.evaluate(program, whole, source(4), 2)
+    assert got["y"] == pytest.approx(1.5 * slope.item(), rel=1e-5)

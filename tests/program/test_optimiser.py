@@ -318,7 +318,7 @@ def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
     program = training_program(loss_fn, optimiser, Plan(micro_batch_size=GLOBAL_BATCH))
     state = program.init(make_params(), make_carried())
     owned = {position: 1 << 30 for position in offload._owned_positions(state)}
-    gathered = offload.Gathered(state.params, state.carried, {})
+    gathered = offload.Gathered(state.params, state.carried, {"loss": jnp.float32(0)})
     jaxpr = jax.make_jaxpr(lambda s, g: offload.steps.apply(program._step, s, g))(
         state, gathered
     )

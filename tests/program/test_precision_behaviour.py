@@ -183,3 +183,25 @@ def test_a_bfloat16_running_mean_is_not_biased():
     error = -np.asarray(state.params["w"]) - values.mean(0)
     assert abs(error.mean()) < 4 * error.std() / 20 + 1e-4
     assert np.abs(error).max() < 0.02
+
+
+@pytest.mark.parametrize("reduction", ["mean", "running_mean"])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.devices(2))])
+def test_float64_gradients_are_accumulated_in_float64(replicas, reduction):
+    def loss(params, carried, batch, key):
+        return (params["w"] * batch).mean(), (carried, {})
+
+    with jax.enable_x64(True):
+        plan = Plan(
+            gradient_accumulation_count=6,
+            num_replicas=replicas,
+            gradient_accumulation_reduction=reduction,
+        )
+        program = training_program(loss, optax.sgd(1.0), plan)
+        state = program.init({"w": jnp.zeros((), jnp.float64)})
+        data = np.random.default_rng(0).standard_normal((12, replicas))
+        state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
+        assert state.params["w"].dtype == jnp.float64
+        assert abs(float(state.params["w"]) + 2 * data.mean()) < 1e-15
+        params = {"w": jnp.zeros(2, jnp.float64)}
+        assert accumulator_types(params, lambda *_: "float32")["w"] == jnp.float32

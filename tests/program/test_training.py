@@ -146,7 +146,7 @@ def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
         program = training_program(loss_fn, optimiser, plan)
         state = program.init(make_params(), make_carried())
         owned = {p: 1 << 30 for p in offload._owned_positions(state)}
-        gathered = offload.Gathered(state.params, state.carried, {})
+        gathered = offload.Gathered(state.params, state.carried, {"loss": jnp.float32(0)})
         step = program._step
         jaxpr = jax.make_jaxpr(lambda s, g, step=step: offload.steps.apply(step, s, g))(
             state, gathered
@@ -283,13 +283,6 @@ def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
     assert state.carried["kept"] == first and state.carried["kept"].dtype == dtype
 
 
-def test_integers_cannot_be_averaged_and_the_message_says_what_to_do():
-    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
-    state = program.init(make_params(), {"mean": jnp.zeros(12, jnp.int32)})
-    with pytest.raises(ValueError, match="carried_reduction sum"):
-        program.run(state, stage(program, make_data()))
-
-
 def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
     def noisy(params, carried, batch, key):
         noise = jax.random.normal(key, ())
@@ -302,6 +295,41 @@ def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
     accumulated = draws(gradient_accumulation_count=8)
     np.testing.assert_allclose(replicated, accumulated, rtol=1e-5)
     assert len(set(np.round(replicated, 6))) == 3  # another key for every update
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_count": 4},
+        pytest.param({"num_replicas": 4}, marks=pytest.mark.devices(4)),
+        pytest.param(
+            {"num_replicas": 4, "gradient_accumulation_count": 3},
+            marks=pytest.mark.devices(4),
+        ),
+        pytest.param(
+            {"num_replicas": 2, "gradient_accumulation_count": 6},
+            marks=pytest.mark.devices(2),
+        ),
+    ],
+    ids=str,
+)
+def test_all_random_keys_of_a_run_differ(options):
+    """Over updates, micro-batches and replicas: two alike would drop the same values."""
+
+    def note(params, carried, batch, key):
+        words = jax.random.key_data(key)
+        seen = carried.at[batch["number"][0]].add(words)
+        return params["w"].sum(), (seen, {})
+
+    plan = Plan(**options)
+    program = training_program(note, optax.sgd(0.1), plan, carried_reduction="sum")
+    updates, step = 3, plan.batching.samples_per_step
+    count = updates * plan.batching.global_batch_size
+    state = program.init({"w": jnp.ones(1)}, jnp.zeros((count, 2), jnp.uint32))
+    chunk = {"number": np.arange(count, dtype=np.int32).reshape(-1, step)}
+    state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+    keys = {tuple(words) for words in np.asarray(state.carried).tolist()}
+    assert len(keys) == count
 
 
 def test_updates_per_call_divides_the_execution_or_reaches_the_limit():
