@@ -175,3 +175,9 @@ def test_clipping_by_the_global_norm_also_serves_stochastic_rounding():
     expected = train(clipped(), **plan)
     # Another order of adding gradients up may move a weight by one step of bfloat16.
     assert largest_difference(got.params, expected.params) < 2**-7
+
+
+def test_state_that_finds_no_host_memory_is_updated_in_full(monkeypatch):
+    """It is still laid out in buckets, and all of them are updated on the device."""
+    monkeypatch.setattr(offload, "host_memory_kind", lambda device: None)
+    check("clip", **PIPELINES["offloaded"])
