@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.config import ConfigurationError
+from millrace.program.accumulate import path_name
+
 Buffers = dict[str, Any]
 """One-dimensional arrays by the name of their type."""
 
@@ -42,9 +45,15 @@ class Layout(NamedTuple):
 def lay_out(tree: Any, start: Mapping[str, int] | None = None) -> Layout:
     """Place a tree's leaves one after the other, from `start` on."""
     sizes = dict(start or {})
-    leaves, structure = jax.tree.flatten(tree)
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
     entries = []
-    for leaf in leaves:
+    for path, leaf in named:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ConfigurationError(
+                f"{path_name(path)} is a random key, which a pipeline cannot pack with its "
+                "numbers. Keep its words, jax.random.key_data(key), and make the key from "
+                "them with jax.random.wrap_key_data."
+            )
         name = str(leaf.dtype)
         entry = Entry(name, sizes.get(name, 0), tuple(leaf.shape))
         sizes[name] = entry.offset + entry.size

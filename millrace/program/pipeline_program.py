@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import check_names, layer_names
-from millrace.program.accumulate import path_name
 from millrace.program.arrangement import (
     Arrangement,
     arrange,
@@ -103,7 +102,6 @@ class PipelineProgram(TrainingProgram):
         """Cut the model into stages and place their weights; copies what is given."""
         first = self._first(params, carried or {}, seed)
         _check_weights(self._loss, first.params)
-        _check_carried(first.carried)
         model = split_model(self._loss, self.plan, first.params, first.carried)
         self._mesh = pipeline_mesh(
             self.plan.num_replicas, model.stages.num_devices, self._given_devices
@@ -298,13 +296,3 @@ def _check_weights(loss: LayeredLoss, params: Any) -> None:
         raise ConfigurationError(
             f"A pipeline's weights are a dict keyed by layer name; got {found}."
         )
-
-
-def _check_carried(carried: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ConfigurationError(
-                f"The carried value {path_name(path)} is a random key, which a pipeline "
-                "cannot pack with its numbers. Carry its words, jax.random.key_data(key), "
-                "and make the key from them with jax.random.wrap_key_data."
-            )
