@@ -74,8 +74,11 @@ def test_dropout_keeps_the_mean_and_does_nothing_in_evaluation():
     np.testing.assert_array_equal(unchanged, x)
     with pytest.raises(ValueError, match="pass a key"):
         layer.apply({}, {}, x, layers.Call(True))
-    with pytest.raises(ValueError, match="dropout rate"):
-        layers.dropout("d", 1.0)
+    for wrong in (1.0, -0.1):
+        with pytest.raises(ValueError, match="dropout rate"):
+            layers.dropout("d", wrong)
+    unchanged, _ = layers.dropout("d", 0.0).apply({}, {}, x, layers.Call(True))
+    np.testing.assert_array_equal(unchanged, x)
 
 
 def test_dropout_of_whole_samples_keeps_or_drops_all_of_a_sample():
@@ -183,3 +186,72 @@ def test_an_input_too_small_for_the_model_names_the_layer_where_it_ends():
     model = models.build("toy_model", 10)
     with pytest.raises(ConfigurationError, match=r"max_pooling\w* leaves nothing of"):
         layers.init_layers(model, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
+
+
+def test_norms_that_are_given_nothing_else_have_the_documented_numbers():
+    x = jnp.full((2, 4, 4, 2), 0.0).at[0].set(0.01)  # a variance near epsilon
+    layer = batch_norm("bn")
+    params, carried = layer.init(x)
+    y, moved = layer.apply(params, carried, x, layers.Call(True))
+    np.testing.assert_allclose(moved["mean"], 0.03 * 0.005, rtol=1e-4)
+    np.testing.assert_allclose(moved["var"], 0.97 + 0.03 * 0.005**2, rtol=1e-6)
+    expected = 0.005 / np.sqrt(0.005**2 + 1.001e-5)
+    np.testing.assert_allclose(y[0], expected, rtol=1e-3)
+    pixels = jnp.zeros((1, 2, 1, 2)).at[0, 0].set(0.01)
+    y, _ = group_norm("gn", num_groups=1).apply(params, {}, pixels, layers.Call(True))
+    np.testing.assert_allclose(y[0, 0], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        batch_norm("n", zero_scale=True),
+        group_norm("n", num_groups=2, zero_scale=True),
+    ],
+    ids=["batch", "group"],
+)
+def test_a_norm_with_a_scale_of_zero_starts_silent(layer):
+    x = np.random.default_rng(0).standard_normal((4, 3, 3, 2)).astype(np.float32)
+    params, carried = layer.init(x)
+    y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    assert not np.any(y)
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1])
+def test_a_momentum_that_is_no_share_is_refused(momentum):
+    with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
+        batch_norm("bn", momentum=momentum)
+
+
+def test_plain_layers_agree_with_numpy():
+    x = np.random.default_rng(0).standard_normal((3, 4, 5, 2)).astype(np.float32)
+    call = layers.Call(training=False)
+
+    def output(layer, x, params=None):
+        return layer.apply(params or {}, {}, jnp.asarray(x), call)[0]
+
+    np.testing.assert_array_equal(output(layers.relu("r"), x), np.maximum(x, 0))
+    np.testing.assert_array_equal(output(layers.flatten("f"), x), x.reshape(3, -1))
+    pooled = output(layers.global_average_pool("p"), x)
+    np.testing.assert_allclose(pooled, x.mean((1, 2)), rtol=1e-5, atol=1e-6)
+    params, _ = drawn(layers.dense("d", 300), (1, 400))
+    kernel, bias = params["d"]["kernel"], np.arange(300.0, dtype=np.float32)
+    assert float(kernel.std()) == pytest.approx(400**-0.5, rel=0.02)
+    assert not np.any(params["d"]["bias"])
+    weights = {"kernel": kernel, "bias": bias}
+    with jax.default_matmul_precision("float32"):
+        y = output(layers.dense("d", 300), np.ones((1, 400)), weights)
+    np.testing.assert_allclose(y[0], np.asarray(kernel).sum(0) + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_the_mean_over_many_pixels_is_taken_in_float32():
+    """A sum of ones in bfloat16 stops at 256."""
+    x = jnp.ones((1, 64, 64, 1), jnp.bfloat16)
+    y, _ = layers.global_average_pool("p").apply({}, {}, x, layers.Call(training=True))
+    assert y.dtype == jnp.bfloat16 and y.item() == 1
+
+
+def test_a_relu_passes_no_gradient_where_it_is_zero():
+    relu = layers.relu("r")
+    slope = jax.grad(lambda x: relu.apply({}, {}, x, layers.Call(True))[0].sum())
+    np.testing.assert_array_equal(slope(jnp.array([-1.0, 0.0, 2.0])), [0, 0, 1])

@@ -106,3 +106,10 @@ def test_replicas_round_alike():
         assert len(copies) == 4
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy, copies[0])
+
+
+@pytest.mark.parametrize("other", [(5, 9), (8, 7)], ids=["last word", "first word"])
+def test_every_word_of_a_key_changes_the_bits(other):
+    keys = [jax.random.wrap_key_data(jnp.array(w, jnp.uint32)) for w in ((5, 7), other)]
+    one, two = (np.asarray(random_bits(key, (1000,))) for key in keys)
+    assert (one == two).sum() <= 1

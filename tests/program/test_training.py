@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from compiled_text import operations_by_loop_depth
+from jax.ad_checkpoint import checkpoint_name
 from plain_loop import (
     GLOBAL_BATCH,
     loss_fn,
@@ -19,6 +20,7 @@ from plain_loop import (
 )
 
 from millrace.config import ConfigurationError
+from millrace.nn.layers import KEPT
 from millrace.plan import Plan
 from millrace.program import offload
 from millrace.program.step import keep_products
@@ -178,6 +180,17 @@ def test_recomputation_keeps_only_the_results_of_products():
     recomputed = jax.checkpoint(deep, policy=keep_products)
     assert kept(deep) > 40 * 512 * 40
     assert kept(recomputed) <= 14 * 512 * 40  # twelve products, the input, the weights
+
+
+@pytest.mark.parametrize(("name", "num_kept"), [(KEPT, 1), ("other", 0)])
+def test_recomputation_keeps_what_our_layers_name_and_nothing_else(name, num_kept):
+    def function(x):
+        return jnp.sin(checkpoint_name(jnp.exp(x), name)).sum()
+
+    recomputed = jax.checkpoint(function, policy=keep_products)
+    _, backward = jax.vjp(recomputed, x := jnp.ones(7))
+    kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape == x.shape]
+    assert len(kept) == 1 + num_kept  # the input always
 
 
 def test_on_cpu_recomputation_says_that_it_saves_nothing(caplog):
