@@ -133,27 +133,31 @@ def _separated(
         ends = (path[start:] for start in range(len(path)))
         layer = next((layers[end] for end in ends if end in layers), "")
         leaves.append(Leaf(part_of.get(layer), layer, output, is_state=True))
-    rest = common_inputs(whole, jax.ShapeDtypeStruct((), bool))
+    rest = common_inputs(
+        whole, jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
+    )
     leaves += [Leaf(None)] * len(jax.tree.leaves(rest))
 
     def update(params: Tree, gradients: Tree, optimiser: Any, rest: Any) -> Any:
-        state, finite = rest
+        state, finite, loss = rest
         state = state._replace(params=params, optimiser_state=optimiser)
-        return new_weights(step, state, gradients, finite)
+        return new_weights(step, state, gradients, finite, loss)
 
     arguments = (whole.params, gradients, whole.optimiser_state, rest)
     shapes = jax.eval_shape(lambda *trees: trees, *arguments)
     return SeparatedUpdate(update, shapes, leaves)
 
 
-def common_inputs(state: TrainState, finite: Any) -> Any:
+def common_inputs(state: TrainState, finite: Any, loss: Any) -> Any:
     """Return what an update needs that every device has, apart from optimizer state.
 
     Args:
         state: A state, in any form.
         finite: Whether all gradients are finite.
+        loss: The mean over micro-batches and replicas.
     """
-    return state._replace(params=None, carried=None, optimiser_state=None), finite
+    rest = state._replace(params=None, carried=None, optimiser_state=None)
+    return rest, finite, loss
 
 
 def _rows(devices: Sequence[Sequence[Sequence[str]]], tree: Tree) -> Rows:

@@ -60,7 +60,7 @@ def run_optimizer(
     gradients: Any,
     state: Any,
     params: Any,
-    loss: jax.Array | None,
+    loss: jax.Array,
 ) -> tuple[Any, Any]:
     """Return the updates and the new state; pass the loss on as optax's ``value``.
 
@@ -69,20 +69,10 @@ def run_optimizer(
         gradients: In float32 or wider, as everything here.
         state: The optimizer's.
         params: The weights.
-        loss: The mean over micro-batches and replicas, or None where it is not known.
+        loss: The mean over micro-batches and replicas.
     """
-    extra = {} if loss is None else {"value": loss}
-    try:
-        run = optax.with_extra_args_support(optimizer).update
-        return run(gradients, state, params, **extra)
-    except TypeError as error:
-        if loss is None and "keyword-only argument: 'value'" in str(error):
-            raise ConfigurationError(
-                "This optimizer needs the loss at each update, which a pipeline does "
-                "not give it. Train without pipeline_splits, or with an optimizer that "
-                "needs only gradients, such as optax.adamw."
-            ) from error
-        raise
+    run = optax.with_extra_args_support(optimizer).update
+    return run(gradients, state, params, value=loss)
 
 
 def check_optimizer(

@@ -117,7 +117,7 @@ class StreamedPipelineUpdate:
 
     def _common(self, rest: TrainState, own: Sums, exchanged: Any) -> Any:
         finite = self._update.finite(own.gradients)
-        return self._update.common(rest, finite, exchanged)
+        return self._update.common(rest, finite, own.info["loss"], exchanged)
 
     def _compile_exchange(self, number: int, bucket: int, needs_state: bool) -> Any:
         def exchange(
@@ -155,7 +155,7 @@ class StreamedPipelineUpdate:
             _, _, own = _own(None, None, sums)
             finite = self._update.finite(own.gradients)
             new, info = self._update.next_state(own_row(rest), own, finite)
-            common = self._update.common(rest, finite, exchanged)
+            common = self._update.common(rest, finite, own.info["loss"], exchanged)
             shared = self._update.new_shared(common)
             return as_row(new._replace(optimiser_state=OptimizerRows((), shared))), info
 

@@ -41,17 +41,17 @@ class PipelineUpdate:
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
         """Change the weights once; return the new state and the update's info."""
         params, buckets = state.params, list(state.optimiser_state.buckets)
-        finite = self.finite(sums.gradients)
+        finite, loss = self.finite(sums.gradients), sums.info["loss"]
         exchanged: list[Buffers] = []
         for number in range(self.num_exchanges):
-            common = self.common(state, finite, exchanged)
+            common = self.common(state, finite, loss, exchanged)
             values = self._update.no_contribution(number)
             for bucket, rows in enumerate(buckets):
                 given = (params, rows, sums.gradients)
                 own = self._contribution(number, bucket, common, *given)
                 values = jax.tree.map(jnp.add, values, own)
             exchanged.append(lax.psum(values, STAGE_AXIS))
-        common = self.common(state, finite, exchanged)
+        common = self.common(state, finite, loss, exchanged)
         for bucket, rows in enumerate(buckets):
             params, buckets[bucket] = self.update_bucket(
                 bucket, common, params, rows, sums.gradients
@@ -68,10 +68,15 @@ class PipelineUpdate:
         return lax.pmin(own.astype(jnp.int32), STAGE_AXIS).astype(bool)
 
     def common(
-        self, state: TrainState, finite: jax.Array | None, exchanged: Sequence[Buffers]
+        self,
+        state: TrainState,
+        finite: jax.Array | None,
+        loss: jax.Array,
+        exchanged: Sequence[Buffers],
     ) -> Common:
         """Compute what all devices know after some exchanges."""
-        rest = common_inputs(state, jnp.bool_(True) if finite is None else finite)
+        finite = jnp.bool_(True) if finite is None else finite
+        rest = common_inputs(state, finite, loss)
         shared = [*state.optimiser_state.shared, *jax.tree.leaves(rest)]
         return self._update.common(shared, exchanged)
 

@@ -127,7 +127,7 @@ def new_weights(
     state: TrainState,
     gradients: Any,
     finite: jax.Array | None,
-    loss: jax.Array | None = None,
+    loss: jax.Array,
 ) -> tuple[Any, Any]:
     """Run the optimiser in float32 and round what it returns to the stored types.
 

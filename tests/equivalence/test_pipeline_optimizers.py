@@ -100,9 +100,12 @@ OPTIMIZERS = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=1e-2),
     "if_finite": lambda: optax.apply_if_finite(clipped(), 3),
     "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, 0), optax.sgd(0.1)),
+    "loss": lambda: optax.chain(
+        optax.polyak_sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
+    ),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
 }
-OFTEN = ("multi_steps_clip", "masked_clip", "by_position", "dadapt", "lamb")
+OFTEN = ("multi_steps_clip", "masked_clip", "by_position", "dadapt", "loss")
 # Most others are split in tests/program/test_separated_update.py.
 USUAL = {"pipeline_splits": ["second", "last"], "device_mapping": [0, 1, 0]}
 PIPELINES = {

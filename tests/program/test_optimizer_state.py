@@ -215,16 +215,3 @@ def test_optimizers_that_need_more_are_refused_before_compiling(optimizer, what)
     with pytest.raises(ConfigurationError, match=what) as refused:
         program.init(make_params(), make_carried())
     assert "Use optax.adamw" in str(refused.value)
-
-
-@pytest.mark.devices(2)
-def test_a_pipeline_says_that_it_does_not_give_the_loss():
-    layers = [dense("a", 8), dense("b", 4)]
-    loss = LayeredLoss(
-        layers, lambda b, key: b, lambda y, b: (jnp.square(y - 1).mean(), {})
-    )
-    plan = Plan(gradient_accumulation_count=4, pipeline_splits=["b"])
-    program = training_program(loss, optax.polyak_sgd(), plan)
-    weights = init_layers(layers, jax.random.key(0), np.ones((1, 5), np.float32))
-    with pytest.raises(ConfigurationError, match="which a pipeline does not give"):
-        program.init(*weights)
