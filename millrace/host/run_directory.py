@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 import weakref
@@ -36,7 +37,7 @@ from millrace.durable import (
 from millrace.host import group
 from millrace.report.record import read_events
 
-_PACKAGES = ("millrace", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 
 _ACCOUNT = {"config.yml", "summary.json", "report", "report.html"}
@@ -407,9 +408,14 @@ def finite_json(value: Any) -> Any:
     return value
 
 
+def _own_version() -> str:
+    """Return the version of this package, which need not be installed."""
+    return sys.modules["millrace"].__version__
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what the results depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "millrace": _own_version()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -7,6 +7,7 @@ import stat
 import sys
 import textwrap
 
+import jax
 import pytest
 
 from millrace.bench import cnn, session
@@ -158,7 +159,8 @@ def test_where_there_is_no_pytorch_nothing_is_measured(tmp_path, monkeypatch, ca
         main(["bench", "vcd_test", "--peer", "torch", "--out", str(tmp_path / "out")])
     assert left.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "no PyTorch for cpu" in said and "no torch here" in said
+    platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    assert f"no PyTorch for {platform}" in said and "no torch here" in said
     assert f"{sys.executable} -m pip install torch torchvision" in said
     assert not (tmp_path / "out").exists()
 

@@ -14,13 +14,14 @@ from plain_loop import (
     make_data,
     make_optimiser,
     plain_loop,
+    rounding,
     train_with,
 )
 
 from millrace.plan import Plan
 from millrace.program import offload
 
-TOLERANCE = 1e-6  # float32 sums in another order; weights are of order 1
+TOLERANCE = rounding()  # weights are of order 1
 
 # Each feature is a set of options; the micro batch follows from what it divides by.
 FEATURES = {

@@ -27,6 +27,7 @@ def found(platform: str, count: int, gain: float, to_device: float | None = None
     return Found(devices, {}, rates(float32=1e12, bfloat16=gain * 1e12), copy)
 
 
+@pytest.mark.cpu("NumPy computes there")
 def test_what_is_measured_is_about_what_numpy_does_on_the_same_cores():
     rate = measure_matmul(size=512)
     matrix = np.ones((512, 512), np.float32)
@@ -47,7 +48,8 @@ def test_rates_can_be_measured_where_silent_copies_are_forbidden():
         copies = measure_copy(num_bytes=2**20)
         measure_matmul(size=64, dtype="bfloat16")
     assert copies.num_bytes == 2**20
-    assert copies.to_device is copies.from_device is None  # a CPU has one memory
+    one_memory = jax.default_backend() == "cpu"
+    assert (copies.to_device is None) == (copies.from_device is None) == one_memory
     assert 1e8 < copies.on_device < 1e13
 
 
@@ -94,4 +96,4 @@ def test_the_command_speaks_json(capsys, monkeypatch):
     assert len(told["devices"]) == jax.device_count()
     assert told["matmul"]["bfloat16"]["flops_per_second"] == 1e9
     assert told["copy"]["on_device"] > 0
-    assert set(told["suggested"]) == {"precision", "plan"}
+    assert {"precision", "plan"} <= set(told["suggested"])

@@ -25,11 +25,11 @@ def history(run):
 @pytest.mark.parametrize(
     ("train", "option"),
     [
-        ("cnn train --config digits_demo --quiet", "num_epochs"),
+        ("cnn train --config digits_demo --deterministic --quiet", "num_epochs"),
         (
             "autoencoder train --data generated --num-users 64 --num-items 30 --size 128 "
             "--batch-size 16 --precision 32.32 --learning-rate-decay 1 --steps-per-log 1 "
-            "--learning-rate-schedule= --no-dense-refeeding --quiet",
+            "--learning-rate-schedule= --no-dense-refeeding --deterministic --quiet",
             "epochs",
         ),
     ],

@@ -242,7 +242,10 @@ def test_a_wrong_command_is_not_started_again():
     assert said.count("tried") == 2 and "starting again" not in said
 
 
-def test_a_command_that_cannot_be_started_is_one_line_and_status_2(tmp_path, capsys):
+def test_a_command_that_cannot_be_started_is_one_line_and_status_2(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # two processes need two GPUs
     (tmp_path / "train.py").write_text("print('not executable')")
     for name, why in [
         ("nosuchcmd", "No such file or directory"),

@@ -60,7 +60,10 @@ def test_the_coordinator_refuses_an_address_in_use(busy, host, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["port-taken"]
 
 
-def test_if_the_port_is_taken_at_the_last_moment_another_one_is_tried(tmp_path, capfd):
+def test_if_the_port_is_taken_at_the_last_moment_another_one_is_tried(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # two processes need two GPUs
     note = "$MILLRACE_LAUNCH_DIR/port-taken"
     code = (
         f'echo "$MILLRACE_COORDINATOR" >> {tmp_path}/tried; '

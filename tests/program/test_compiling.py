@@ -85,7 +85,8 @@ def test_deterministic_programs_exclude_kernels_that_vary_on_a_gpu():
 
 
 def test_an_option_that_this_jaxlib_lacks_is_left_out_with_a_warning(caplog):
-    with compiling({"cpu": {"xla_no_such_thing": True}, "gpu": {"xla_other": True}}):
+    platform = jax.default_backend()
+    with compiling({platform: {"xla_no_such_thing": True}, "tpu": {"xla_other": True}}):
         program = compile_for(replica_mesh(1), doubled, X)
     assert program(jnp.ones((16, 16)))[0, 0] == 16
     (record,) = caplog.records
@@ -95,10 +96,12 @@ def test_an_option_that_this_jaxlib_lacks_is_left_out_with_a_warning(caplog):
 def test_what_a_program_prefers_reaches_the_compiler_and_gives_way_to_what_is_asked(caplog):
     name = "xla_backend_optimization_level"
     caplog.set_level("INFO", "millrace")
-    wrong = {"cpu": {name: "high"}}
-    with compiling({"cpu": {name: 1}}):
+    platform = jax.default_backend()
+    wrong = {platform: {name: "high"}}
+    with compiling({platform: {name: 1}}):
         compile_for(replica_mesh(1), doubled, X, preferred=wrong)
-    compile_for(replica_mesh(1), doubled, X, preferred={"cpu": {"xla_no_such_thing": 1}})
+    unknown = {platform: {"xla_no_such_thing": 1}}
+    compile_for(replica_mesh(1), doubled, X, preferred=unknown)
     assert not caplog.records  # nobody has asked for it
     program = compile_for(replica_mesh(1), doubled, X, preferred=wrong)
     assert program(jnp.ones((16, 16)))[0, 0] == 16  # without
@@ -128,6 +131,7 @@ def kept() -> str | None:
     return jax.config.values["jax_compilation_cache_dir"]
 
 
+@pytest.mark.cpu("what is compiled for it is not kept")
 def test_what_is_compiled_for_an_accelerator_is_kept(gpu, tmp_path):
     with compiling({}, kept_in=tmp_path):
         compile_for(replica_mesh(1), doubled, X)

@@ -14,6 +14,7 @@ from plain_loop import (
     make_data,
     make_params,
     plain_loop,
+    rounding,
     train_with,
 )
 
@@ -355,7 +356,7 @@ def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
             optimizer_state_offloading=offloading,
         )
         state, _, _ = train_with(plan, optimiser=optimiser)
-        assert largest_difference(state.params, expected) < 1e-6
+        assert largest_difference(state.params, expected) < rounding()
 
 
 def refused(message, *arguments, **options) -> None:

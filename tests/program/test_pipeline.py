@@ -131,6 +131,7 @@ def swap_in_state():
     return optax.GradientTransformation(inner.init, update)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("optimizer", [swap_gradients, swap_in_state])
 def test_an_optimizer_that_combines_whole_arrays_is_refused(optimizer):
     layers = [flatten("flat"), *(dense(n, 40) for n in ("wide", "one", "two", "end"))]
@@ -145,6 +146,7 @@ def test_an_optimizer_that_combines_whole_arrays_is_refused(optimizer):
     )
 
 
+@pytest.mark.devices(2)
 def test_clipping_by_the_global_norm_takes_one_small_exchange_per_update():
     layers = [flatten("flat"), dense("one", 8), dense("two", 8), dense("end", 5)]
     splits = {"pipeline_splits": ["two"], "pipeline_schedule": "interleaved"}

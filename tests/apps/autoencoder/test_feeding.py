@@ -39,7 +39,7 @@ def chunks_of(infeed, count, capacities=(4, 3)):
 
 @pytest.mark.parametrize("refed", [False, True])
 def test_ratings_on_the_device_give_the_hosts_batches(ratings, refed):
-    fed = infeed_of(ratings, detached_refeeding=refed)
+    fed = infeed_of(ratings, detached_refeeding=refed, data_on_device=False)
     resident = infeed_of(ratings, detached_refeeding=refed, data_on_device=True)
     assert isinstance(resident, ResidentRatings) != isinstance(fed, ResidentRatings)
     element, other = fed.peek(), resident.peek()

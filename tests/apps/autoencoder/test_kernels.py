@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_loop import rounding
 
 from millrace.apps.autoencoder import kernels, tiles
 from millrace.apps.autoencoder.config import AutoencoderConfig
@@ -99,7 +100,7 @@ def test_loss_and_gradient_are_exact_to_what_float32_can_say():
         (loss, (_, told)), (exact, (_, expected)) = ours, theirs
         np.testing.assert_allclose(loss, exact, rtol=1e-6)
         np.testing.assert_allclose(told["rmse"], expected["rmse"], rtol=1e-6)
-    assert max(distances(found)) < 1e-6
+    assert max(distances(found)) < rounding()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import align, transposed
 
 RECIPE = f"{SMALL} --batches-per-step 2 --base-learning-rate -10 --untied-decoder "
-RECIPE += "--no-dropout --no-dense-refeeding --epochs 6 "
+RECIPE += "--no-dropout --no-dense-refeeding --epochs 6 --deterministic "
 TOP = 4
 
 
@@ -233,7 +233,9 @@ def test_columns_are_the_reconstruction_turned(tied):
     found = foretold(model, columns, users)
     rows = dense(by_user).T
     expected = np.asarray(reconstruct(model, params, rows)).T[users]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    # A value near 0 is a difference of larger ones, rounded as these are.
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_a_sweep_says_items_and_its_best_trains_with_them(folder, capsys):

@@ -133,7 +133,7 @@ def test_seed_002s_periods_hold_for_cifar():
 
 
 def test_two_runs_with_one_seed_are_the_same_and_with_another_not(tmp_path):
-    settings = {"micro_batch_size": 64, "validation": False,
+    settings = {"micro_batch_size": 64, "validation": False, "deterministic": True,
                 "lr_schedule_params": {"initial_learning_rate": 0.001}}  # fmt: skip
     losses = [
         run(tmp_path / str(number), seed=seed, **settings)[1]["metrics"]["train_loss"]

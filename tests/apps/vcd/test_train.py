@@ -368,7 +368,10 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
         ("train --device cpu --only-ipu", "contradict"),
         ("train -r results --run-dir here", "not both"),
         ("train --dataset digits --device tpu", "There is no tpu here"),
-        ("train --dataset digits --only-ipu", "JAX finds none here"),
+        pytest.param(
+            *("train --dataset digits --only-ipu", "JAX finds none here"),
+            marks=pytest.mark.cpu("it says that there is nothing else"),
+        ),
         ("train --dataset digits -v", "1437 training pictures"),
         ("train", "millrace data fetch binarized-mnist"),
         ("evaluate", "--checkpoint-dir must be given"),
