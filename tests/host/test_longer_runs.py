@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 import yaml
 from small_runner import batches, make_runner
@@ -20,6 +21,18 @@ def history(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     clock = ("time", "samples_per_second")
     return [{k: v for k, v in json.loads(x).items() if k not in clock} for x in lines]
+
+
+def assert_same(found, expected):
+    """Compare bits on a CPU, and figures to what rounding allows on a GPU.
+
+    There the recommender adds up otherwise: it pads batches to the largest of the run.
+    """
+    if jax.default_backend() == "cpu":
+        assert found == expected
+    assert len(found) == len(expected)
+    for event, other in zip(found, expected, strict=True):
+        assert event == pytest.approx(other, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +54,7 @@ def test_a_run_is_trained_on(train, option, tmp_path, capsys):
     assert status(f"{train} {more} 3 --run-dir {whole}") == 0
     assert status(f"{train} {more} 1 --run-dir {parts}") == 0
     assert status(f"{train} {more} 3 --run-dir {parts} --resume") == 0
-    assert history(parts) == history(whole)
+    assert_same(history(parts), history(whole))
     assert yaml.safe_load((parts / "config.yml").read_text())[option] == 3
     summary = json.loads((parts / "summary.json").read_text())
     assert f"{option} 3; " in summary["facts"]["goes on"]

@@ -31,7 +31,10 @@ _GRAPH_OPTIONS = {
         "xla_gpu_enable_command_buffer": (
             # what XLA has in graphs by itself, and convolutions
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION"
-        )
+        ),
+        # cuDNN must have run a convolution before it can be recorded in a graph, which it
+        # has where XLA timed it. A program or timings of an earlier process would fail.
+        "xla_gpu_per_fusion_autotune_cache_dir": "",
     }
 }
 # Depthwise ones are joined with what is around them, which makes fewer kernels: 1.19 ms
@@ -136,10 +139,9 @@ class Inference:
 
         spec = self._spec((), self.batch_sharding)
         mapped = self._mapped(one, (_BY_SAMPLE,), _BY_SAMPLE)
-        with not_kept():  # it is as large as the weights, and another for every checkpoint
-            self._compile(
-                "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
-            )
+        self._compile(
+            "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
+        )
 
     def compile_many(self, num_distinct: int, num_batches: int) -> None:
         """Compile what takes `num_batches`, going round over `num_distinct` of them."""
@@ -207,7 +209,8 @@ class Inference:
 
     def _compile(self, name: str, *what: Any, **options: Any) -> None:
         started = time.perf_counter()
-        self.programs[name] = compile_for(self._mesh, *what, **options)
+        with not_kept():  # see _GRAPH_OPTIONS; and "one" is as large as the weights
+            self.programs[name] = compile_for(self._mesh, *what, **options)
         self.compile_seconds += time.perf_counter() - started
 
 

@@ -137,6 +137,7 @@ def test_random_ratings_are_said_loudly_and_train_in_sixteen_bits(tmp_path, caps
 def test_validation_beside_training_finds_the_same(tmp_path, capsys, devices):
     files = write_ratings(tmp_path)
     words = f"{LEARN}{files}--epochs 6 --valid-per-epoch 0.5 --keep-checkpoints 9 "
+    words += "--deterministic "
     for name, how in (("in_turn", ""), ("beside", f"--multiprocessing {devices}")):
         ended = command(capsys, f"{words}{how} --run-dir {tmp_path}/{name}")
         assert ended.status == 0, ended.err

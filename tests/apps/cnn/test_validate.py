@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shlex
 
 import jax
@@ -105,6 +106,10 @@ def test_a_network_is_compiled_for_one_cuda_graph(
 
     def compile_for(mesh, function, *arguments, preferred, **options):
         asked.append(str(preferred["gpu"]))
+        # Neither the program nor what XLA timed may come from an earlier process.
+        assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == math.inf
+        if "CONVOLUTION" in asked[-1]:
+            assert preferred["gpu"]["xla_gpu_per_fusion_autotune_cache_dir"] == ""
 
     monkeypatch.setattr(inference, "compile_for", compile_for)
     shape = jax.ShapeDtypeStruct((batch, 8, 8, 4), np.float32)
