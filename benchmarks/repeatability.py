@@ -85,42 +85,50 @@ def result(run: Path) -> tuple[Any, Any]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], events
 
 
-def kill_and_resume(words: str, run: Path, seconds: float) -> str:
-    """Kill a run at a random moment of its life, resume it; return the last update seen."""
-    delay = random.uniform(0.3, 1.0) * seconds
+def last_update(run: Path) -> int:
+    """Return the last update that a run has reported; 0 before the first."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    updates = re.findall(r'"update": (\d+)', (run / "metrics.jsonl").read_text())
+    return int(updates[-1]) if updates else 0
+
+
+def kill_and_resume(words: str, run: Path, total: int) -> int:
+    """Kill a run at a random update, resume it; return the last update before that."""
+    target = random.randrange(total)
     process = start(words, run, "--deterministic")
-    time.sleep(delay)
+    while process.poll() is None and last_update(run) < target:
+        time.sleep(0.01)
     process.kill()
     process.wait()
-    begun, reached = (run / "config.yml").exists(), "0"
-    if (run / "metrics.jsonl").exists():
-        updates = re.findall(r'"update": (\d+)', (run / "metrics.jsonl").read_text())
-        reached = updates[-1] if updates else reached
+    reached = last_update(run)
     if not (run / "summary.json").exists():
-        finish(start(words, run, "--deterministic", *(["--resume"] if begun else [])))
+        begun = ["--resume"] if (run / "config.yml").exists() else []
+        finish(start(words, run, "--deterministic", *begun))
     return reached
 
 
 def repeatability(name: str, words: str, args: Any, folder: Path) -> dict[str, str]:
     """Compare a run with itself, repeated as well as killed and resumed."""
     pool = concurrent.futures.ThreadPoolExecutor(args.parallel)
-    began = time.perf_counter()
     runs = [folder / f"{name}-{number}" for number in range(2)]
     processes = [start(words, run, "--deterministic") for run in runs]
     for process in processes:
         finish(process)
-    seconds = time.perf_counter() - began
     first, second = map(result, runs)
+    total = last_update(runs[0])
     killed = [folder / f"{name}-killed-{number}" for number in range(args.kills)]
-    moments = [pool.submit(kill_and_resume, words, run, seconds) for run in killed]
+    moments = [pool.submit(kill_and_resume, words, run, total) for run in killed]
     after = [moment.result() for moment in moments]
     same = sum(result(run) == first for run in killed)
-    return {
+    row = {
         "application": name,
         "the same seed twice": "identical" if first == second else "DIFFERENT",
         f"of {args.kills} killed and resumed, identical": str(same),
-        "killed after update": ", ".join(sorted(after, key=int)),
+        "killed after update": f"{', '.join(map(str, sorted(after)))} of {total}",
     }
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def main() -> None:
@@ -142,7 +150,7 @@ def main() -> None:
         speeds[name] = usual, samples_per_second(words, folder, "--deterministic")
         print(name, speeds[name], file=sys.stderr, flush=True)
     with concurrent.futures.ThreadPoolExecutor(len(_REPEATED)) as pool:
-        epochs = {"epochs": 60, "vcd_epochs": 400} if reporting.on_gpu() else {}
+        epochs = {"epochs": 20, "vcd_epochs": 150} if reporting.on_gpu() else {}
         epochs = epochs or {"epochs": 6, "vcd_epochs": 20}
         kinds = _REPEATED.items() if args.only != "cost" else ()
         found = [
