@@ -280,6 +280,16 @@ def test_each_file_must_have_as_many_images_as_published(tmp_path):
         load_cifar10(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "training", "in_each"),
+    [("cifar10", ("1", "2", "3", "4", "5"), 10_000), ("cifar100", ("1",), 50_000)],
+)
+def test_as_many_images_are_asked_for_as_were_published(name, training, in_each):
+    layout = cifar._Layout("folder", "archive", training, "test", cifar._read_binary)
+    assert cifar._num_images(name, layout, "1") == in_each
+    assert cifar._num_images(name, layout, "test") == 10_000
+
+
 def test_the_real_test_pictures_have_the_published_statistics(tmp_path):
     folder = real_data("cifar10")
     spec = importlib.util.spec_from_file_location("shared", folder / "load_cifar10.py")

@@ -543,3 +543,15 @@ def test_the_servers_of_the_catalogue_are_well_formed():
         if known.url is not None:
             request = urllib.request.Request(known.url)
             assert request.type in ("http", "https") and known.url.endswith("/")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "md5"),
+    [
+        ("cifar10", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"),
+        ("cifar100", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8"),
+    ],
+)
+def test_the_archives_of_cifar_are_the_published_ones(name, size, md5):
+    (file,) = catalogue.CATALOGUE[name].files
+    assert (file.num_bytes, file.md5) == (size, md5)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -467,6 +468,14 @@ except RuntimeError as error:
     assert done.stdout.startswith("The checkpoint after update 1 could not be written")
     assert "checkpoints: File too large. Earlier" in done.stdout
     assert done.stderr == ""
+
+
+def test_only_what_a_failed_write_leaves_behind_is_not_printed():
+    printed = []
+    for text in ("Event loop is closed", "of a library's own"):
+        error = SimpleNamespace(exc_value=RuntimeError(text))
+        checkpoint_arrays._unless_late(printed.append, error)
+    assert [str(error.exc_value) for error in printed] == ["of a library's own"]
 
 
 # Every kind of array

@@ -143,6 +143,15 @@ def test_benchmarks_return_the_documented_json(kind):
         assert epoch["bandwidth"] == pytest.approx(320_000 / 1e9 / epoch["time_elapsed"])
 
 
+def test_an_infeed_benchmark_waits_for_what_it_counts(monkeypatch):
+    # A copy to a GPU returns at once: without waiting, the time would be that of asking.
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda data: waited.append(data) or data)
+    with mr.Infeed(Ones()) as infeed:
+        mr.infeed_benchmark(infeed, 1, 50, print_stats=False)
+    assert sum(len(data["x1"]) for data in waited) >= 50
+
+
 def test_a_benchmark_of_a_dataset_that_runs_out_says_so():
     short = [np.zeros(3, np.float32)] * 7
     with pytest.raises(ValueError, match="ended after 7 elements"):

@@ -135,6 +135,18 @@ def test_a_dataset_that_fails_in_the_middle_surfaces_as_itself(tmp_path):
     assert [event["update"] for event in directory.read_metrics()] == [3, 6]
 
 
+def test_time_spent_waiting_for_the_first_batch_is_not_called_compiling(tmp_path):
+    def slow():
+        time.sleep(0.3)
+        yield from batches(range(12))
+
+    runner, state, _, checkpoints = make_runner(tmp_path / "r", slow())
+    runner.run(state)
+    checkpoints.close()
+    phases = {phase.name: phase.end - phase.start for phase in runner._console.phases}
+    assert phases["waiting for the first data"] >= 0.25
+
+
 def test_a_dataset_that_ends_early_says_after_how_many_elements(tmp_path):
     runner, state, _, checkpoints = make_runner(tmp_path / "r", batches(range(7)))
     with pytest.raises(mr.DatasetEnded, match="ended after 7 elements"):

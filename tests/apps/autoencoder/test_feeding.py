@@ -67,6 +67,15 @@ def test_both_go_on_where_they_are_told_to(ratings):
         np.testing.assert_array_equal(rest["value"], whole[2]["value"])
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_chunks_have_the_first_size_again_after_a_seek(ratings, on_device):
+    infeed = infeed_of(ratings, data_on_device=on_device)
+    for position in (0, 5):
+        infeed.seek(position)
+        sizes = [len(chunk["row"]) for chunk in chunks_of(infeed, 3)]
+        assert sizes == [4, 3, 4]
+
+
 def test_an_epoch_brings_every_rating_of_its_users_once(ratings):
     infeed = infeed_of(ratings)
     per_epoch = int((ratings.num_ratings_by_user > 0).sum()) // 6

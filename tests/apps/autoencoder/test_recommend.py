@@ -160,6 +160,10 @@ def test_users_of_unknown_items_only_are_named_or_counted(
     assert ended.status == 0 and f"to {USERS} users" in ended.out
     said = "1 users have rated nothing else. Nothing is recommended to these users."
     assert said in ended.err
+    # Who asks for some users only is not told about the others.
+    ended = command(capsys, words + "--user 1000")
+    assert ended.status == 0 and "1 users have rated nothing else." in ended.err
+    assert "Nothing is recommended" not in ended.err
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_a_sweep_says_how_to_train_with_the_best(swept, tmp_path, capsys):
     ended = command(capsys, words.replace("--quiet", ""))
     assert ended.status == 0, ended.err
     said = " ".join(ended.err.split())
+    assert "models 1 of size 128" in said and "learning rates 2^-11" in said
     assert "2^-11: millrace autoencoder train --config best --config-path" in said
 
 

@@ -59,6 +59,15 @@ def test_a_run_learns_and_one_in_parts_ends_with_the_same_bits(tmp_path, capsys)
     assert len(events_of(parts)) == len(events)
 
 
+def test_a_run_of_a_single_checkpoint_needs_no_validation(tmp_path, capsys):
+    words = f"{LEARN}{write_ratings(tmp_path)}--epochs 1 --no-dense-refeeding "
+    words += f"--no-validation --valid-per-epoch 0 --run-dir {tmp_path}/run"
+    ended = command(capsys, words)
+    assert ended.status == 0, ended.err
+    assert len(list((tmp_path / "run" / "checkpoints").glob("update-*"))) == 1
+    assert "best" not in summary_of(tmp_path / "run")
+
+
 @pytest.mark.devices(3)
 def test_a_run_stops_early_and_names_its_best(tmp_path, capsys):
     # Far too large a learning rate, so that it soon gets no better.

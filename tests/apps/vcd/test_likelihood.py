@@ -132,6 +132,13 @@ def test_the_acceptance_is_the_mean_over_the_pictures_that_count(monkeypatch):
     assert caught.value.args[0] == 0.75
 
 
+def test_the_defaults_of_the_test_are_the_references():
+    ours = TestOptions()
+    assert (ours.num_importance_samples, ours.importance_group_size) == (20_000, 50)
+    assert (ours.num_test_burn_in_steps, ours.num_test_hmc_steps) == (300, 300)
+    assert (ours.num_test_leapfrog_steps, ours.test_acceptance_target) == (5, 0.9)
+
+
 def test_one_of_everything_is_enough_and_none_is_not():
     names = ["num_importance_samples", "importance_group_size", "test_micro_batch_size"]
     names += [f"num_test_{kind}_steps" for kind in ("burn_in", "hmc", "leapfrog")]

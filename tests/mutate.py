@@ -1,0 +1,270 @@
+"""Break the package in random places, one at a time, and see whether its tests notice.
+
+``python tests/mutate.py --seed 1 --count 20 host feeds`` copies the repository to a
+temporary folder, picks lines of ``millrace/host`` and ``millrace/feeds`` at random, and
+changes each in one small way: another operator, a constant one larger, a statement left
+out. For each change it runs the test files nearest to the module, best first, until one
+fails or they have taken ``--budget`` seconds, then a broader file, and prints where, what,
+and which test caught it; a file that fails without the change is not used. A change that
+survived is yours to judge: ``--only`` its place, such as ``host/timing.py:47``, and
+``--tests`` to name other files try it again. It does the same either way, or only the speed
+or the wording differ, or a test is missing.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "millrace"
+SWAPS = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
+    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
+    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult},
+    **{ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult},
+}
+WORDS = re.compile(r"\b(log|logger|console|print|warn|warning|info|debug|help|describe)\b")
+# What uses most of a folder at once.
+BROADER = {
+    "apps/autoencoder": "apps/autoencoder/test_train.py",
+    "apps/cnn": "apps/cnn/test_workflow.py",
+    "apps/vcd": "apps/vcd/test_train.py",
+    "apps": "apps/test_calling.py",
+    "data/ratings": "apps/autoencoder/test_convert.py",
+    "data": "apps/cnn/test_train.py",
+    "feeds": "host/test_runner.py",
+    "host": "test_cli.py",
+    "nn": "apps/cnn/test_models.py",
+}
+
+
+class Mutation(NamedTuple):
+    """One change of a module's source."""
+
+    module: Path
+    node: Any
+    text: str
+    name: str
+    """Of the function or class at the top of the module that is changed."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.module.relative_to(PACKAGE)}:{self.node.lineno}"
+
+    def __str__(self) -> str:
+        was = ast.get_source_segment(self.module.read_text(), self.node) or ""
+        return f"{self.place} | {' '.join(was.split())[:60]} -> {self.text[:60]}"
+
+    def source(self) -> str:
+        whole = self.module.read_bytes()
+        starts = [0, *(found.end() for found in re.finditer(b"\n", whole))]
+        begin = starts[self.node.lineno - 1] + self.node.col_offset
+        end = starts[self.node.end_lineno - 1] + self.node.end_col_offset
+        return (whole[:begin] + self.text.encode() + whole[end:]).decode()
+
+
+def mutations(module: Path, node: ast.AST, name: str = "") -> Iterator[Mutation]:
+    """Yield what could go wrong below a node."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _only_words(child):
+                inner = name or getattr(child, "name", "")
+                yield from (Mutation(module, child, t, inner) for t in _instead(child))
+                yield from mutations(module, child, inner)
+
+
+def _only_words(node: ast.AST) -> bool:
+    """Tell what only people or type checkers read, and imports."""
+    match node:
+        case ast.If(test=test):
+            return "TYPE_CHECKING" in ast.unparse(test)
+        case ast.Call(func=func) | ast.Expr(value=ast.Call(func=func)):
+            return bool(WORDS.search(ast.unparse(func)))
+    return isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Raise)
+
+
+def _instead(node: ast.AST) -> Iterator[str]:
+    """Yield the source of each small mistake that could stand in a node's place."""
+    match node:
+        case ast.Compare(ops=[op, *rest]) if type(op) in SWAPS:
+            yield _changed(node, ops=[SWAPS[type(op)](), *rest])
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPS:
+            yield _changed(node, op=SWAPS[type(op)]())
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield from (f"({value + 1})", f"({value - 1})")
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+            yield "return None"
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Break() | ast.Continue():
+            yield "pass"
+        case ast.Slice(lower=lower, upper=upper) if lower or upper:
+            yield _changed(node, lower=upper, upper=lower)[1:-1]
+        case ast.IfExp(body=body, orelse=orelse):
+            yield _changed(node, body=orelse, orelse=body)
+
+
+def _changed(node: ast.AST, **fields: object) -> str:
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return f"({ast.unparse(other)})"
+
+
+def choose(folders: list[str], draw: random.Random) -> Mutation:
+    """Pick a line of these folders that can be broken, and one way to break it."""
+    modules = [path for f in folders for path in sorted((PACKAGE / f).rglob("*.py"))]
+    lengths = [len(path.read_text().splitlines()) for path in modules]
+    while True:
+        (module,) = draw.choices(modules, lengths)
+        if found := list(mutations(module, ast.parse(module.read_text()))):
+            place = draw.choice(list(dict.fromkeys(m.place for m in found)))
+            return draw.choice([m for m in found if m.place == place])
+
+
+def nearest_tests(mutation: Mutation) -> list[str]:
+    """Return the five test files nearest to a change, best first, and a broader one."""
+    module, name = mutation.module, mutation.name
+    inside, stem = module.relative_to(PACKAGE), module.stem
+    folder = next(f for p in inside.parents if (f := ROOT / "tests" / p).is_dir())
+    dotted = ".".join(("millrace", *inside.with_suffix("").parts))
+    user = re.compile(rf"\b{stem} import|import {stem}\b")
+    users = {p.stem for p in module.parent.glob("*.py") if user.search(p.read_text())}
+
+    def score(path: Path) -> int:
+        text, of = path.read_text(), path.stem.removeprefix("test_")
+        return (
+            8 * (of == stem)
+            + 4 * (stem.startswith(of) or of.startswith((stem, module.parent.name)))
+            + 4 * bool(name and re.search(rf"\b{name}\b", text))
+            + 3 * bool(re.search(rf"\b{dotted}\b", text))
+            + 2 * (of in users)
+            + bool(re.search(rf"\b{stem}\b", text))
+        )
+
+    files = sorted(sorted(folder.glob("test_*.py")), key=score, reverse=True)
+    near = [str(path.relative_to(ROOT)) for path in files[:5]]
+    broader = next(v for k, v in BROADER.items() if str(inside).startswith(k))
+    return [*(n for n in near if n != f"tests/{broader}"), f"tests/{broader}"]
+
+
+class Tree:
+    """A copy of the repository to break."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "tree"
+        hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site")
+        shutil.copytree(ROOT, self.root, ignore=hidden)
+        # Most programs are the same for every change: they are compiled once.
+        compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+        self.environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "TMPDIR": str(folder),
+            "JAX_COMPILATION_CACHE_DIR": compiled,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        self.seconds_unbroken = cache(self._seconds_unbroken)
+
+    def write(self, module: Path, source: str) -> None:
+        """Replace a module, and forget its compiled form: it may have the same age."""
+        path = self.root / module.relative_to(ROOT)
+        path.write_text(source)
+        for old in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            old.unlink()
+
+    def first_failure(self, file: str, limit: float) -> str | None:
+        """Return the first test of a file that fails, "timeout", or None."""
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
+        options: dict[str, Any] = {"cwd": self.root, "env": self.environment, "text": True}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, start_new_session=True, **options)
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        finally:
+            if process.poll() is None:
+                # With the processes that the tests have started.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode in (0, 5):  # 5: all tests of the file are slow, or for a GPU
+            return None
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)
+        return failed.group(1) if failed else file
+
+    def _seconds_unbroken(self, file: str) -> float | None:
+        """Return how long a file takes without a change, None if it does not pass."""
+        begin = time.monotonic()
+        if failed := self.first_failure(file, limit=70):
+            print(f"{file} is not used. Without a change: {failed}", file=sys.stderr)
+        return None if failed else time.monotonic() - begin
+
+    def verdict(self, mutation: Mutation, files: list[str], budget: float) -> str:
+        """Return what notices a change; the last file is tried whatever it takes."""
+        spent, tried = 0.0, []
+        for file in files:
+            if spent > 0.8 * budget and file != files[-1]:
+                continue
+            needed = self.seconds_unbroken(file)
+            if needed is None or (spent and spent + needed > budget and file != files[-1]):
+                continue
+            spent += needed
+            tried.append(file)
+            self.write(mutation.module, mutation.source())
+            failed = self.first_failure(file, limit=20 + 3 * needed)
+            self.write(mutation.module, mutation.module.read_text())
+            if failed:
+                return (
+                    f"timeout in {file}" if failed == "timeout" else f"caught by {failed}"
+                )
+        return f"survived {', '.join(tried)}"
+
+
+def main() -> None:
+    """Print a line for each change, and how many were caught."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=30, help="seconds of tests each")
+    parser.add_argument("--only", nargs="+", help="places: FILE:LINE under millrace/")
+    parser.add_argument("--tests", nargs="+", help="test files to use, not the nearest")
+    parser.add_argument("folders", nargs="+", help="folders of millrace/")
+    options = parser.parse_args()
+    draw, counts = random.Random(options.seed), Counter()
+    chosen = [choose(options.folders, draw) for _ in range(options.count)]
+    chosen = [m for m in chosen if options.only is None or m.place in options.only]
+    print(f"seed {options.seed}: {len(chosen)} changes in {', '.join(options.folders)}")
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        tree = Tree(Path(folder))
+        for mutation in chosen:
+            print(mutation, end=" | ", flush=True)
+            files = options.tests or nearest_tests(mutation)
+            verdict = tree.verdict(mutation, files, options.budget)
+            print(verdict, flush=True)
+            counts[verdict.split()[0]] += 1
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+
+
+if __name__ == "__main__":
+    main()
