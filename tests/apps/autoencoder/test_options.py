@@ -8,6 +8,7 @@ import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.sweep_options import SweepConfig
+from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import (
     ConfigurationError,
     as_plain,
@@ -202,9 +203,22 @@ def test_a_sweep_goes_through_learning_rates_for_a_named_configuration(name):
         ("--base-learning-rates 16,1e9", "at most 100; got '16,1e9'"),
         ("--base-learning-rates 16..", "must be like 16..20, got '16..'"),
         ("--base-learning-rates 16,17 --num-devices 3", "more than the 2 learning rates"),
+        ("--valid-per-epoch=-1", "valid_per_epoch must be 0 or more, got -1"),
     ],
 )
 def test_a_mistake_in_a_sweep_is_named(words, said):
     with pytest.raises(ConfigurationError) as caught:
         read(words, SweepConfig)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--quiet --verbose", "quiet and verbose are opposites"),
+        ("--top 0", "top must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_in_a_validation_is_named(words, said):
+    with pytest.raises(ConfigurationError, match=said):
+        read(f"--checkpoint run {words}", ValidateConfig)
