@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import threading
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,9 @@ PerImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
 """Makes the array of one picture, at random with a generator and always the same without.
 
 The image is opened but not decoded. Every array must have the same shape."""
+
+# ``open_image`` refuses images of too many pixels itself, in a line that names the file.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 _FORMATS = ("JPEG", "PNG", "WEBP")  # some of Pillow's other readers start programs
 _MOST_PIXELS = 64_000_000  # 0.2 GB in RGB; the largest picture of ImageNet has 50 million

@@ -54,7 +54,7 @@ def repeat(
     loop = LoopBody(body, None, infeed is not None, outfeed is not None)
     with filling(outfeed):
         check_infeed(infeed)
-        n = _whole("n", n)
+        n = whole_number("n", n)
         if steps_per_execution is not None and steps_per_execution < 1:
             raise ValueError(
                 f"steps_per_execution must be at least 1, got {steps_per_execution}."
@@ -81,11 +81,11 @@ def while_loop(
     with filling(outfeed):
         check_infeed(infeed)
         if maximum_iterations is not None:
-            maximum_iterations = _whole("maximum_iterations", maximum_iterations)
+            maximum_iterations = whole_number("maximum_iterations", maximum_iterations)
         return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
 
 
-def _whole(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
     """Return a number of steps, whatever type of whole number it is."""
     try:
         count = operator.index(value)

@@ -8,7 +8,7 @@ import jax
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.host.finite import FiniteWatch
-from millrace.host.loops import check_infeed, filling
+from millrace.host.loops import check_infeed, filling, whole_number
 from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
@@ -41,8 +41,12 @@ def train(
     """
     with filling(outfeed):
         check_infeed(infeed)
-        if updates < 0:
-            raise ValueError(f"updates must not be negative, got {updates}.")
+        updates = whole_number("updates", updates)
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"state must come from program.init or an earlier call, got a "
+                f"{type(state).__name__}."
+            )
         training = _Training(program, state, infeed, outfeed)
         try:
             execution = program.plan.updates_per_execution or -(-updates // _EXECUTIONS)

@@ -34,6 +34,11 @@ def evaluate(
         batch_size: Samples per step over all replicas.
         by_itself: Whether this process alone asks, and reads all samples.
     """
+    if batch_size % (replicas := len(program.devices)):
+        raise ValueError(
+            f"batch_size ({batch_size}) must be a multiple of the program's {replicas} "
+            "replicas, which share every batch."
+        )
     batches = EvaluationBatches(source, batch_size)
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
     alone = program.chunk_sharding.is_fully_addressable

@@ -67,9 +67,9 @@ def find_place(
         return _checked(*given)
     if COORDINATOR in env:
         return Place(env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES]))
-    if int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    if int(env.get("OMPI_COMM_WORLD_SIZE") or "1") > 1:
         return _under_open_mpi(env)
-    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS") or "1") > 1:
         return Place(None, None, None, "Slurm")
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return Place(None, None, None, "Kubernetes")

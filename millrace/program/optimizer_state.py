@@ -1,7 +1,9 @@
 """The optimizer as the training program runs it: its state's types, and its arguments."""
 
+import inspect
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,7 +64,7 @@ def run_optimizer(
     params: Any,
     loss: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return the updates and the new state; pass the loss on as optax's ``value``.
+    """Return the updates and the new state; pass the loss as optax's ``value`` if wanted.
 
     Args:
         optimizer: An optax transformation, whether it takes extra arguments or not.
@@ -72,7 +74,14 @@ def run_optimizer(
         loss: The mean over micro-batches and replicas.
     """
     run = optax.with_extra_args_support(optimizer).update
-    return run(gradients, state, params, value=loss)
+    extra = {"value": loss} if _takes_value(run) else {}
+    return run(gradients, state, params, **extra)
+
+
+def _takes_value(function: Callable[..., Any]) -> bool:
+    """Tell whether a function has a parameter ``value``, or takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def check_optimizer(

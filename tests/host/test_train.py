@@ -99,3 +99,20 @@ def test_a_dataset_without_elements_leaves_the_state_usable():
     with pytest.raises(mr.DatasetEnded, match="no elements") as caught:
         mr.train(program, state, infeed=mr.Infeed([]), updates=2)
     assert int(caught.value.state.update) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"updates": 2.5}, TypeError, r"updates must be a whole number, got 2\.5"),
+        ({"updates": -1}, ValueError, "updates must not be negative, got -1"),
+        ({"state": {"w": 1.0}}, TypeError, "state must come from program.init .* a dict"),
+    ],
+    ids=["a fraction", "negative", "no state"],
+)
+def test_a_mistake_in_a_call_is_named(changes, error, message):
+    program, state = program_of()
+    arguments = {"state": state, "updates": 1} | changes
+    with mr.Infeed([{"x": np.ones(2, np.float32)}]) as infeed:
+        with pytest.raises(error, match=message):
+            mr.train(program, infeed=infeed, **arguments)

@@ -144,3 +144,11 @@ def test_a_pipelines_packed_state_is_refused_and_its_whole_is_not():
     slope = whole.params["a"]["kernel"] * whole.params["b"]["kernel"]
     got = mr.evaluate(program, whole, source(4), 2)
     assert got["y"] == pytest.approx(1.5 * slope.item(), rel=1e-5)
+
+
+@pytest.mark.devices(2)
+def test_a_batch_that_replicas_cannot_share_is_refused():
+    plan = mr.Plan(num_replicas=2)
+    program = mr.EvaluationProgram(metric, plan)
+    with pytest.raises(ValueError, match=r"batch_size \(7\) must be a multiple of .* 2"):
+        mr.evaluate(program, trained_state(plan), source(14), 7)

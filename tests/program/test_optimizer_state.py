@@ -203,6 +203,20 @@ def test_optimizers_that_need_the_loss_get_the_mean_of_the_whole_batch(name, opt
         assert float(state.optimiser_state[1].scale) < 1  # the loss did count
 
 
+def test_an_optimizer_that_takes_no_loss_is_not_given_one():
+    """Though it takes other extra arguments, as optax.contrib.sam does."""
+    plain = optax.sgd(0.1)
+
+    def update(gradients, state, params=None, *, grad_fn=None):
+        assert grad_fn is None
+        return plain.update(gradients, state, params)
+
+    narrow = optax.GradientTransformationExtraArgs(plain.init, update)
+    states = [train_with(Plan(micro_batch_size=GLOBAL_BATCH), optimiser=o)[0]
+              for o in (plain, narrow)]  # fmt: skip
+    assert largest_difference(states[0].params, states[1].params) == 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "what"),
     [
