@@ -156,7 +156,7 @@ def restore_part(path: Path, like: Any) -> Restored:
     Args:
         path: A folder ``update-<n>``.
         like: A named tuple with the fields to read, as ``restore`` takes it. The others
-            may be anything: weights can be read whatever optimiser was used.
+            may be anything: weights can be read whatever optimizer was used.
     """
     manifest = read_manifest(path)
     check_inventory(path, manifest)

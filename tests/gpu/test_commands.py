@@ -15,8 +15,8 @@ def test_a_network_is_validated_again_in_another_process(tmp_path):
     for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
         environment.pop(name, None)
     words = "cnn validate --dataset digits --synthetic-data --batch-size 2 --num-batches 3"
-    for number in range(2):
-        run = ["--run-dir", str(tmp_path / f"run{number}")]
+    for number, more in enumerate(([], [], ["--deterministic"])):
+        run = ["--run-dir", str(tmp_path / f"run{number}"), *more]
         ended = subprocess.run(
             [sys.executable, "-m", "millrace", *words.split(), *run],
             env=environment,

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
 from millrace.nn.layers import Layer, Tree, apply_layers
-from millrace.program.compiling import compile_for, not_kept
+from millrace.program.compiling import compile_for, not_kept, options_in_force
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
 from millrace.program.step import narrow
 
@@ -33,7 +33,8 @@ _GRAPH_OPTIONS = {
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION"
         ),
         # cuDNN must have run a convolution before it can be recorded in a graph, which it
-        # has where XLA timed it. A program or timings of an earlier process would fail.
+        # has where XLA timed it. A program or timings of an earlier process would fail, and
+        # so would a deterministic program, for which XLA times nothing: see _compile.
         "xla_gpu_per_fusion_autotune_cache_dir": "",
     }
 }
@@ -209,6 +210,8 @@ class Inference:
 
     def _compile(self, name: str, *what: Any, **options: Any) -> None:
         started = time.perf_counter()
+        if options_in_force("gpu").get("xla_gpu_deterministic_ops"):
+            options["preferred"] = {}
         with not_kept():  # see _GRAPH_OPTIONS; and "one" is as large as the weights
             self.programs[name] = compile_for(self._mesh, *what, **options)
         self.compile_seconds += time.perf_counter() - started

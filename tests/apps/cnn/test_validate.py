@@ -18,6 +18,7 @@ from millrace.config import ConfigurationError, parse
 from millrace.host import group
 from millrace.nn import layers
 from millrace.nn.folding import SMALL_BATCH
+from millrace.program.compiling import deterministic
 
 # As torchvision has them, of pixels from 0 to 1.
 IMAGENET_STATISTICS = np.array([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)])
@@ -121,6 +122,22 @@ def test_a_network_is_compiled_for_one_cuda_graph(
     made.compile_many(1, 2)
     assert "CONVOLUTION" in asked[0]
     assert ("conv_fusion" if joined else "CONVOLUTION") in asked[1]
+
+
+def test_deterministic_networks_are_no_graphs(monkeypatch):
+    """XLA times nothing for them, and cuDNN cannot record what it has never run."""
+    asked = []
+    monkeypatch.setattr(
+        inference, "compile_for", lambda *_, preferred, **__: asked.append(preferred)
+    )
+    params = {"conv": {"kernel": np.zeros((3, 3, 4, 4), np.float32)}}
+    network = inference.Network([layers.conv("conv", 4)], params, {})
+    shape = jax.ShapeDtypeStruct((1, 8, 8, 4), np.float32)
+    with deterministic():
+        made = inference.Inference(network, None, shape)
+        made.compile_one()
+        made.compile_many(1, 2)
+    assert asked == [{}, {}]
 
 
 def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
