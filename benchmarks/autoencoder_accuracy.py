@@ -2,13 +2,13 @@
 
 The files are those of ``millrace autoencoder convert``: PREFIXtrain.txt, PREFIXvalid.txt
 and PREFIXtest.txt. Each model learns from the first, is chosen by the second (which
-checkpoint of the autoencoder's, which regularisation of the others') and is judged by the
+checkpoint of the autoencoder's, which regularization of the others') and is judged by the
 third: one RMSE over all ratings together.
 
     python autoencoder_accuracy.py netflix_data/3m_ --configs netflix_3m paper_3m
     python autoencoder_accuracy.py movielens_data/1m_ --configs movielens_1m --factors 50
 
-Target: below the biases and below the matrix factorisation, or with --published at most
+Target: below the biases and below the matrix factorization, or with --published at most
 that RMSE.
 """
 
@@ -23,17 +23,17 @@ import rating_baselines as baselines
 from reporting import Result, parser, publish
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config.evaluate import ValidateConfig
+from millrace.apps.autoencoder.evaluate import validate
 from millrace.apps.autoencoder.train import train
-from millrace.apps.autoencoder.validate import validate
-from millrace.apps.autoencoder.validate_options import ValidateConfig
 from millrace.config import build, load_named
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.matrix import align
-from millrace.host.process import tune_memory_allocation
-from millrace.host.run import run_command
-from millrace.report.chart import line_chart
+from millrace.drawing.chart import line_chart
 from millrace.report.record import read_run
 from millrace.report.series import Series, metric_series
+from millrace.run.process import tune_memory_allocation
+from millrace.run.run import run_command
 
 _SHOWN = 16
 """Points of a curve that are written out; the drawing has all."""
@@ -76,7 +76,7 @@ def simpler_models(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     held_out, judged = map(baselines.events_of, (validation, test))
     found = {"user and item biases": baselines.best_biases(training, held_out)}
     if args.factors:
-        name = f"matrix factorisation, {args.factors} factors"
+        name = f"matrix factorization, {args.factors} factors"
         found[name] = baselines.best_factors(training, held_out, args.factors)
     return {
         name: {
@@ -140,7 +140,7 @@ def main() -> None:
     options.add_argument("prefix", help="what the names of the three files begin with")
     options.add_argument("--configs", nargs="+", required=True, help="of runs.yml")
     options.add_argument("--set", nargs="*", default=[], help="options, as name=value")
-    options.add_argument("--factors", type=int, default=0, help="0: no factorisation")
+    options.add_argument("--factors", type=int, default=0, help="0: no factorization")
     options.add_argument("--published", type=float, help="a test RMSE to compare with")
     options.add_argument("--name", help="of the report (default: the best configuration)")
     options.add_argument("--folder", type=Path, help="where the runs are kept")

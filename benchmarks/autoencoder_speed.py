@@ -10,7 +10,7 @@ One run measures, in turn and round after round, for a small and a large model:
   alone; on a GPU in 16.16 as well, which is what the command does by itself;
 - PyTorch, eager and compiled, on a dense batch that lies on the device.
 
-All have the same network, batch, re-feeding and optimiser. Everything is compiled and warm
+All have the same network, batch, re-feeding and optimizer. Everything is compiled and warm
 before the first round counts. The targets are at the end of the report.
 """
 
@@ -30,17 +30,17 @@ from torch_training import add_torch_python
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.feeding import open_infeed
-from millrace.apps.autoencoder.recipe import model_of
-from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.joint_training import first_state, trials_program
+from millrace.apps.autoencoder.program import model_of
+from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
-from millrace.apps.autoencoder.trials import first_state, trials_program
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
 from millrace.feeds.infeed import Infeed
-from millrace.host.process import tune_memory_allocation
-from millrace.host.staging import MAX_IN_FLIGHT, next_chunk
+from millrace.loop.staging import MAX_IN_FLIGHT, next_chunk
 from millrace.program.training import TrainingProgram
+from millrace.run.process import tune_memory_allocation
 
 
 class Workload(NamedTuple):
@@ -74,9 +74,9 @@ _TINY_LOADS = (Workload(128, 16, 5, 2, 3), Workload(256, 32, 5, 1, 0))
 class Training:
     """A training program with its state."""
 
-    def __init__(self, program: TrainingProgram, params: Any, carried: Any) -> None:
+    def __init__(self, program: TrainingProgram, params: Any, model_state: Any) -> None:
         self.program = program
-        self.state = program.init(params, carried)
+        self.state = program.init(params, model_state)
 
     def on_device(self, chunk: Any, calls: int) -> Any:
         """Train on the same batches again and again."""

@@ -23,13 +23,13 @@ import reporting
 from reporting import init_mlp, mlp_loss, mlp_stream, seconds, spread
 
 import millrace as mr
-from millrace.host.checkpoint import Checkpoints
-from millrace.host.console import Console
-from millrace.host.events import Schedule
-from millrace.host.options import RunOptions
-from millrace.host.run_directory import RunDirectory
-from millrace.host.runner import Runner
-from millrace.host.writers import open_writers
+from millrace.checkpoint.store import Checkpoints
+from millrace.loop.event_schedule import EventSchedule
+from millrace.loop.runner import Runner
+from millrace.run.console import Console
+from millrace.run.directory import RunDirectory
+from millrace.run.options import RunOptions
+from millrace.run.writers import open_writers
 
 _FEATURES, _OUTPUTS = 64, 16
 _CPU = {"width": 832, "micro_batch": 64, "accumulation": 2, "executions": 4}
@@ -68,7 +68,7 @@ def seconds_per_update(
 def run(
     program: mr.TrainingProgram,
     stream: mr.Stream,
-    schedule: Schedule,
+    schedule: EventSchedule,
     weights: Any,
     pauses: list[dict[str, float]] | None,
 ) -> float:

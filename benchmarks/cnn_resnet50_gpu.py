@@ -1,7 +1,7 @@
 """Training speed of ResNet-50 in bfloat16, against PyTorch on the same GPU.
 
 One run measures, in turn and round after round: a training program on batches that lie on
-the device; the same fed with bytes from the host's memory, normalised and flipped on the
+the device; the same fed with bytes from the host's memory, normalized and flipped on the
 device; PyTorch, compiled and eager, on a batch that lies on the device (channels last,
 autocast, momentum SGD in one kernel). Everything is compiled and warm before the first
 round counts.
@@ -29,7 +29,7 @@ from torch_training import TorchTraining, add_torch_python
 
 import millrace as mr
 from millrace.data.parallel import ParallelStream
-from millrace.host.process import tune_memory_allocation
+from millrace.run.process import tune_memory_allocation
 
 _FULL = {
     "model": "resnet50",
@@ -58,7 +58,7 @@ _WORKERS = 4
 
 
 def prepare(images: jax.Array, key: jax.Array) -> jax.Array:
-    """Flip half of the pictures and normalise all: bytes in, bfloat16 out."""
+    """Flip half of the pictures and normalize all: bytes in, bfloat16 out."""
     flipped = jax.random.bernoulli(key, 0.5, (images.shape[0], 1, 1, 1))
     images = jnp.where(flipped, images[:, :, ::-1], images).astype(jnp.float32)
     images = (images - np.float32(_MEAN)) * (1 / np.float32(_STD))

@@ -36,13 +36,13 @@ class Training:
     ) -> None:
         layers = models.build(sizes["model"], sizes["classes"])
 
-        def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+        def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
             images, labels = prepare(batch["image"], key), batch["label"]
-            logits, carried = apply_layers(
-                layers, params, carried, images, training=True, key=key
+            logits, model_state = apply_layers(
+                layers, params, model_state, images, training=True, key=key
             )
             loss = cross_entropy(logits, labels).mean()
-            return loss, (carried, {"accuracy": correct(logits, labels).mean()})
+            return loss, (model_state, {"accuracy": correct(logits, labels).mean()})
 
         self.sizes = sizes
         self.loss_fn = loss_fn
@@ -82,19 +82,19 @@ class Training:
 
     def plain_state(self) -> Any:
         """Make the state that ``plain_update`` changes."""
-        params, carried = jax.tree.map(jnp.array, self.weights)
-        return params, carried, _OPTIMISER.init(params)
+        params, model_state = jax.tree.map(jnp.array, self.weights)
+        return params, model_state, _OPTIMISER.init(params)
 
     def plain_update(self, state: Any, batch: Any) -> Any:
         """The same update as a user of plain JAX would write it."""
-        params, carried, optimiser_state = state
+        params, model_state, optimizer_state = state
         compute = jnp.dtype(self.program.plan.types.compute)
 
         def loss_of(params: Any) -> Any:
             params = jax.tree.map(lambda p: p.astype(compute), params)
-            return self.loss_fn(params, carried, batch, jax.random.key(0))
+            return self.loss_fn(params, model_state, batch, jax.random.key(0))
 
         differentiated = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (carried, _)), gradients = differentiated(params)
-        change, optimiser_state = _OPTIMISER.update(gradients, optimiser_state, params)
-        return (optax.apply_updates(params, change), carried, optimiser_state), loss
+        (loss, (model_state, _)), gradients = differentiated(params)
+        change, optimizer_state = _OPTIMISER.update(gradients, optimizer_state, params)
+        return (optax.apply_updates(params, change), model_state, optimizer_state), loss

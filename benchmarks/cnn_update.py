@@ -30,9 +30,9 @@ from reporting import (
 )
 from torch_training import TorchTraining, add_torch_python
 
-from millrace.host.process import tune_memory_allocation
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import replica_mesh
+from millrace.run.process import tune_memory_allocation
 
 _SIZES = {"batch": 128, "updates": 4, "per_call": 4}
 _MODEL = {"model": "cifar_resnet20", "size": 32, "classes": 10, "precision": "32.32"}

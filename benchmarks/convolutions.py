@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from reporting import Result, interleave, paired_ratio, parser, publish, seconds, spread
 
-from millrace.host.process import tune_memory_allocation
 from millrace.nn.convolution import conv2d
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import replica_mesh
+from millrace.run.process import tune_memory_allocation
 
 _SAMPLES, _STEPS = 4, 2
 

@@ -40,11 +40,11 @@ def measure_link() -> None:
     from jax import lax
     from jax.sharding import PartitionSpec
 
-    from millrace.host import group
-    from millrace.launch.environment import find_place
+    from millrace.distributed import coordination
+    from millrace.distributed.environment import find_process_info
     from millrace.program.replicas import REPLICA_AXIS, place, replica_mesh, replicated
 
-    group.join(find_place())
+    coordination.join(find_process_info())
     mesh = replica_mesh(jax.device_count())
     found = {}
     for size in (_SMALL, _LARGE):
@@ -64,7 +64,7 @@ def measure_link() -> None:
             array = jax.block_until_ready(program(array))
             times.append(time.perf_counter() - began)
         found[size] = min(times)
-    if group.is_first():
+    if coordination.is_first():
         print("LINK", json.dumps(found))
 
 
@@ -183,8 +183,7 @@ def report(
 ) -> None:
     """Put what was found beside what was to be expected."""
     from reporting import Result, paired_ratio, publish, spread
-
-    from millrace.launch.scaling import shared_cores_seconds
+    from scaling import shared_cores_seconds
 
     updates = {name: [run["update"] for run in runs] for name, runs in found.items()}
     starts = {name: [run["start"] for run in runs] for name, runs in found.items()}

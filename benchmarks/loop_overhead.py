@@ -34,10 +34,10 @@ def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
     def loss_fn(params: Any) -> jax.Array:
         return mlp_loss(params, None, batch, None)[0]
 
-    params, optimiser_state = state
+    params, optimizer_state = state
     loss, gradients = jax.value_and_grad(loss_fn)(params)
-    updates, optimiser_state = _OPTIMISER.update(gradients, optimiser_state, params)
-    return (optax.apply_updates(params, updates), optimiser_state), loss
+    updates, optimizer_state = _OPTIMISER.update(gradients, optimizer_state, params)
+    return (optax.apply_updates(params, updates), optimizer_state), loss
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -92,7 +92,7 @@ def measure(updates: int, per_execution: int, rounds: int) -> dict[str, list[flo
     return reporting.interleave(variants, rounds)
 
 
-def summarise(measured: dict[str, list[float]], loop: str, updates: int) -> dict[str, Any]:
+def summarize(measured: dict[str, list[float]], loop: str, updates: int) -> dict[str, Any]:
     """Return a loop's times per update, the device's own, and the difference."""
     long, short = (statistics.median(measured[f"{loop} {x}"]) for x in ("long", "short"))
     device = (long - short) / (updates - updates // 2)
@@ -111,7 +111,7 @@ def main() -> None:
     options.add_argument("--updates-per-execution", type=int, default=1_000)
     args = options.parse_args()
     measured = measure(args.updates, args.updates_per_execution, args.rounds)
-    loops = {x: summarise(measured, x, args.updates) for x in ("plain", "millrace")}
+    loops = {x: summarize(measured, x, args.updates) for x in ("plain", "millrace")}
     plain, ours = (1e6 * loops[name]["overhead"] for name in loops)
     rows = [
         {

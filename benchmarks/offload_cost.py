@@ -50,7 +50,7 @@ def measure(mode: str, accumulation: int, sizes: dict[str, int]) -> dict[str, An
     stats = program.devices[0].memory_stats() or {}
     return {
         "seconds": seconds[1:],
-        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state.optimiser_state)),
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state.optimizer_state)),
         "peak_bytes": stats.get("peak_bytes_in_use"),
     }
 

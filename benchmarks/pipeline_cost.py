@@ -84,16 +84,16 @@ class Variant:
             **half,
             **plan,
         )
-        optimiser = optax.sgd(0.01, momentum=0.9)
+        optimizer = optax.sgd(0.01, momentum=0.9)
         self._program = (
-            PipelineProgram(Step(loss, optimiser, self._plan), None)
+            PipelineProgram(Step(loss, optimizer, self._plan), None)
             if forced  # follow the timetable even where all stages share a device
-            else mr.training_program(loss, optimiser, self._plan)
+            else mr.training_program(loss, optimizer, self._plan)
         )
         pixels, batch = sizes["pixels"], sizes["micro_batch"]
         example = np.zeros((1, pixels, pixels, 3), np.float32)
-        params, carried = init_layers(loss.layers, jax.random.key(0), example)
-        self._state = self._program.init(params, carried)
+        params, model_state = init_layers(loss.layers, jax.random.key(0), example)
+        self._state = self._program.init(params, model_state)
         rng = np.random.default_rng(0)
         elements = sizes["updates"] * sizes["accumulation"]
         self._chunk = jax.device_put(

@@ -1,4 +1,4 @@
-"""What a recommender has to beat: biases of users and items, and matrix factorisation.
+"""What a recommender has to beat: biases of users and items, and matrix factorization.
 
 Both are fitted with alternating least squares in NumPy; how strongly they are drawn to 0 is
 chosen by the validation ratings, as the autoencoder's checkpoint is.

@@ -90,13 +90,13 @@ def init_mlp(sizes: Sequence[int]) -> list[np.ndarray]:
     ]
 
 
-def mlp_loss(params: Any, carried: Any, batch: Any, key: Any) -> Any:
+def mlp_loss(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
     """Regress batch["y"] on batch["x"], which may be of any numeric type."""
     del key
     hidden = batch["x"].astype(jnp.float32)
     for weights in params[:-1]:
         hidden = jax.nn.relu(hidden @ weights)
-    return jnp.mean((hidden @ params[-1] - batch["y"]) ** 2), (carried, {})
+    return jnp.mean((hidden @ params[-1] - batch["y"]) ** 2), (model_state, {})
 
 
 def mlp_stream(micro_batch: int, features: int, outputs: int) -> mr.Stream:

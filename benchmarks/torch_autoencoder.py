@@ -1,6 +1,6 @@
 """PyTorch's side of the autoencoder's comparison, in a process of its own.
 
-The same network, loss (joint re-feeding) and optimiser as a PyTorch user would write them,
+The same network, loss (joint re-feeding) and optimizer as a PyTorch user would write them,
 on one dense batch that lies on the device.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_training import TorchTraining, synchronise
+from torch_training import TorchTraining, synchronize
 
 _WIDTHS = {128: (128, 256, 256), 256: (256, 256, 512), 512: (512, 512, 1024)}
 _DROPOUT = {128: 0.65, 256: 0.8, 512: 0.8}
@@ -50,7 +50,7 @@ def trainer(settings: dict[str, Any], variant: dict[str, Any]) -> Callable[[int]
     device = settings["device"]
     torch.manual_seed(0)
     model = build(settings["num_items"], variant["size"]).to(device).train()
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(),
         _LEARNING_RATE,
         momentum=_MOMENTUM,
@@ -72,13 +72,13 @@ def trainer(settings: dict[str, Any], variant: dict[str, Any]) -> Callable[[int]
         loss_of = torch.compile(loss_of, mode=variant["compile"])
 
     def run(updates: int) -> float:
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(updates):
             loss_of(rows).backward()
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        synchronise(device)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
         return time.perf_counter() - started
 
     run(_WARM_UP)

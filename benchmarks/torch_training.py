@@ -87,7 +87,7 @@ def trainer(settings: dict[str, Any], variant: dict[str, Any]) -> Callable[[int]
     torch.manual_seed(0)
     model: Any = build(settings["model"], settings["classes"])
     model = model.to(device, memory_format=layout).train()
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(), _LEARNING_RATE, momentum=_MOMENTUM, fused=device == "cuda"
     )
     if variant["compile"]:
@@ -97,22 +97,22 @@ def trainer(settings: dict[str, Any], variant: dict[str, Any]) -> Callable[[int]
     labels = torch.randint(settings["classes"], (batch,), device=device)
 
     def run(updates: int) -> float:
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(updates):
             with torch.autocast(device, torch.bfloat16, enabled=settings["bfloat16"]):
                 loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        synchronise(device)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
         return time.perf_counter() - started
 
     run(_WARM_UP)
     return run
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     """Wait until the device has done what it was given."""
     import torch
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_training import serve, synchronise
+from torch_training import serve, synchronize
 
 _DECAY, _FIRST_SQUARE = 0.9, 0.01
 _WARM_UP = 2
@@ -27,11 +27,11 @@ def trainer(settings: dict[str, Any], variant: dict[str, Any]) -> Callable[[int]
     iteration = _iteration(settings, variant)
 
     def run(updates: int) -> float:
-        synchronise(settings["device"])
+        synchronize(settings["device"])
         started = time.perf_counter()
         for _ in range(updates):
             iteration()
-        synchronise(settings["device"])
+        synchronize(settings["device"])
         return time.perf_counter() - started
 
     run(_WARM_UP)

@@ -24,12 +24,12 @@ from profiling import describe
 from reporting import Result, interleave, on_gpu, parser, publish, seconds, spread
 from torch_training import TorchTraining, add_torch_python
 
-from millrace.apps.vcd import recipe
+from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
-from millrace.apps.vcd.data import binarise
+from millrace.apps.vcd.data import binarize
 from millrace.apps.vcd.shuffle import ShuffledIndices
-from millrace.host.process import tune_memory_allocation
 from millrace.program.compiling import compiling
+from millrace.run.process import tune_memory_allocation
 
 _FULL = {"batch": 100, "pixels": (28, 28), "hidden": 200, "samples": 50_000}
 _TINY = {"batch": 20, "pixels": (8, 8), "hidden": 16, "samples": 200}
@@ -66,11 +66,11 @@ class Training:
         )
         rng = np.random.default_rng(0)
         drawn = rng.integers(0, 2, (sizes["samples"], *sizes["pixels"], 1), np.uint8)
-        pictures = binarise(drawn, 0)
+        pictures = binarize(drawn, 0)
         self.updates = updates
-        self.program = recipe.program_of(config, pictures, jax.devices())
+        self.program = vcd_program.program_of(config, pictures, jax.devices())
         self.infeed = ShuffledIndices(sizes["samples"], sizes["batch"], seed=0)
-        self.state = self.program.init(*recipe.init(config, pictures))
+        self.state = self.program.init(*vcd_program.init(config, pictures))
         self.call()  # compiles
 
     def call(self) -> Any:

@@ -24,10 +24,10 @@ start = {
 }
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     """Return the mean squared error over the samples of `batch`."""
     prediction = jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]
-    return ((prediction - batch["y"]) ** 2).mean(), (carried, {})
+    return ((prediction - batch["y"]) ** 2).mean(), (model_state, {})
 
 
 def train(plan):

@@ -17,14 +17,14 @@ samples = mr.ArraySource({"x": x, "y": np.tanh(x.sum(1))})
 start = {"kernel": rng.standard_normal(64, np.float32) / 8, "bias": np.float32([0.5])}
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     """Return the mean squared error of a linear regression."""
     error = batch["x"] @ params["kernel"] + params["bias"] - batch["y"]
-    return (error**2).mean(), (carried, {})
+    return (error**2).mean(), (model_state, {})
 
 
 def gradient(dtype, reduction):
-    """Make one update and return the gradient that reached the optimiser."""
+    """Make one update and return the gradient that reached the optimizer."""
     plan = mr.Plan(
         micro_batch_size=4,
         gradient_accumulation_count=250,
@@ -33,11 +33,11 @@ def gradient(dtype, reduction):
         precision="16.16",
     )
     # After one update the momentum is the gradient itself; here it is kept in float32.
-    optimiser = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)
-    program = mr.training_program(loss_fn, optimiser, plan)
+    optimizer = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)
+    program = mr.training_program(loss_fn, optimizer, plan)
     with mr.Infeed(mr.Stream(samples, batch_size=4)) as infeed:
         state = mr.train(program, program.init(start), infeed=infeed, updates=1)
-    total = jax.device_get(state.optimiser_state[0].trace)
+    total = jax.device_get(state.optimizer_state[0].trace)
     return {k: v / 250 if reduction == "sum" else v for k, v in total.items()}
 
 

@@ -1,4 +1,4 @@
-"""Optimiser state that rests in host memory, and comes to the device for each update.
+"""Optimizer state that rests in host memory, and comes to the device for each update.
 
 Adam keeps two numbers for every weight, and needs them only when weights change. During
 the micro-batches of a long accumulation they need not take up the device's memory.
@@ -19,10 +19,10 @@ start = {
 }
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     """Return the mean squared error over the samples of `batch`."""
     prediction = jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]
-    return ((prediction - batch["y"]) ** 2).mean(), (carried, {})
+    return ((prediction - batch["y"]) ** 2).mean(), (model_state, {})
 
 
 def train(offloading):
@@ -35,7 +35,7 @@ def train(offloading):
     program = mr.training_program(loss_fn, optax.adam(0.001), plan)
     with mr.Infeed(mr.Stream(samples, batch_size=16)) as infeed:
         state = mr.train(program, program.init(start), infeed=infeed, updates=50)
-    return state.params, state.optimiser_state[0]
+    return state.params, state.optimizer_state[0]
 
 
 resident, _ = train(offloading=False)

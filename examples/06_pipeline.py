@@ -28,7 +28,7 @@ loss = mr.LayeredLoss(
     inputs=lambda batch, key: batch["x"],
     outputs=lambda y, batch: (((y - batch["y"]) ** 2).mean(), {}),
 )
-params, carried = mr.layers.init_layers(network, jax.random.key(0), x[:1])
+params, model_state = mr.layers.init_layers(network, jax.random.key(0), x[:1])
 
 
 def trained(**pipeline):
@@ -37,9 +37,9 @@ def trained(**pipeline):
     program = mr.training_program(loss, optax.adam(1e-3), plan)
     outfeed = mr.Outfeed(mode="last")
     with mr.Infeed(mr.Stream(samples, batch_size=16)) as infeed:
-        state = program.init(params, carried)
+        state = program.init(params, model_state)
         state = mr.train(program, state, infeed=infeed, updates=50, outfeed=outfeed)
-    return program.whole(state).params, float(outfeed.dequeue()["loss"])
+    return program.unpack_state(state).params, float(outfeed.dequeue()["loss"])
 
 
 plain, last = trained()

@@ -29,10 +29,10 @@ class CurveConfig(mr.Plan, mr.RunOptions):
         mr.RunOptions.__post_init__(self)
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"])
     error = hidden @ params["out"] - batch["y"]
-    return jnp.mean(error**2), (carried, {"largest": jnp.abs(error).max()})
+    return jnp.mean(error**2), (model_state, {"largest": jnp.abs(error).max()})
 
 
 def train(config: CurveConfig, run) -> None:
@@ -48,10 +48,9 @@ def train(config: CurveConfig, run) -> None:
     draw = jax.random.normal(jax.random.key(config.seed), (2, 64))
     params = {"in": draw[:1] * 2, "bias": draw[1], "out": jnp.zeros((64, 1))}
     infeed = mr.Infeed(mr.Stream(samples, config.batching.samples_per_step))
-    around = {"directory": run.directory, "console": run.console, "writers": run.writers}
     with run.checkpoints(best="", keep=3) as checkpoints:
-        runner = mr.Runner(program, infeed, schedule, checkpoints=checkpoints, **around)
-        run.train(runner, program.init(params, seed=config.seed))
+        state = program.init(params, seed=config.seed)
+        run.train(program, state, infeed, schedule, checkpoints=checkpoints)
     print(f"curve: train loss {run.summary['metrics']['train_loss']:.4f}")
 
 

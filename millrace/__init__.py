@@ -11,21 +11,19 @@ if TYPE_CHECKING:
     from millrace.apps.autoencoder import api as autoencoder
     from millrace.apps.cnn import api as cnn
     from millrace.apps.vcd import api as vcd
+    from millrace.commands.application import run_as_command
     from millrace.data.benchmark import dataset_benchmark
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
     from millrace.feeds.infeed import DatasetEnded, Infeed
     from millrace.feeds.outfeed import Outfeed, OutfeedFull
     from millrace.feeds.stager import ElementError
-    from millrace.host.application import run_as_command
-    from millrace.host.events import schedule_events
-    from millrace.host.infeed_benchmark import infeed_benchmark
-    from millrace.host.loops import repeat, while_loop
-    from millrace.host.options import RunOptions
-    from millrace.host.process import join_processes
-    from millrace.host.runner import Runner
-    from millrace.host.train import train
-    from millrace.host.validation import evaluate
+    from millrace.loop.evaluate import evaluate
+    from millrace.loop.event_schedule import schedule_events
+    from millrace.loop.infeed_benchmark import infeed_benchmark
+    from millrace.loop.repeat import repeat, while_loop
+    from millrace.loop.runner import Runner
+    from millrace.loop.train import train
     from millrace.nn import layers
     from millrace.nn.layered_loss import LayeredLoss
     from millrace.plan import Plan
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from millrace.program.step import TrainState
     from millrace.program.training import TrainingProgram, training_program
     from millrace.report import plots
+    from millrace.run.options import RunOptions
+    from millrace.run.process import join_processes
 
 __version__ = "0.1.0"
 
@@ -80,8 +80,8 @@ _HOME = {
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",
-    "RunOptions": "host.options",
-    "Runner": "host.runner",
+    "RunOptions": "run.options",
+    "Runner": "loop.runner",
     "Stream": "data.stream",
     "TrainState": "program.step",
     "TrainingProgram": "program.training",
@@ -89,18 +89,18 @@ _HOME = {
     "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",
     "deterministic": "program.compiling",
-    "evaluate": "host.validation",
-    "infeed_benchmark": "host.infeed_benchmark",
-    "join_processes": "host.process",
+    "evaluate": "loop.evaluate",
+    "infeed_benchmark": "loop.infeed_benchmark",
+    "join_processes": "run.process",
     "layers": "nn.layers",
     "plots": "report.plots",
-    "repeat": "host.loops",
-    "run_as_command": "host.application",
-    "schedule_events": "host.events",
-    "train": "host.train",
+    "repeat": "loop.repeat",
+    "run_as_command": "commands.application",
+    "schedule_events": "loop.event_schedule",
+    "train": "loop.train",
     "training_program": "program.training",
     "vcd": "apps.vcd.api",
-    "while_loop": "host.loops",
+    "while_loop": "loop.repeat",
 }
 _MODULES = {"autoencoder", "cnn", "layers", "plots", "vcd"}
 """Names that are modules themselves."""

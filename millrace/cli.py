@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import millrace
 from millrace.config import ConfigurationError, parse
-from millrace.host.interrupts import INTERRUPTED, interruptible, leave_on_signals
-from millrace.host.output import drop_lost_output
-from millrace.launch.environment import is_follower, with_replicas
+from millrace.distributed.environment import is_follower, with_replicas
+from millrace.distributed.interrupts import INTERRUPTED, interruptible, leave_on_signals
+from millrace.output import drop_lost_output
 
 
 class Command(NamedTuple):
@@ -39,21 +39,21 @@ _COMMANDS = {
         "train an image classifier",
     ),
     ("cnn", "validate"): Command(
-        "millrace.apps.cnn.validate_options:ValidateConfig",
-        "millrace.apps.cnn.validate:validate",
+        "millrace.apps.cnn.config.inference:ValidateConfig",
+        "millrace.apps.cnn.inference.command:validate",
         None,
         "measure inference: throughput, latency and accuracy",
     ),
     ("cnn", "verify-dataset"): Command(
-        "millrace.apps.cnn.dataset_options:VerifyDatasetConfig",
+        "millrace.apps.cnn.config.datasets:VerifyDatasetConfig",
         "millrace.apps.cnn.verify_dataset:verify_dataset",
         None,
         "check that a data set on disk is what it should be",
         is_run=False,
     ),
     ("cnn", "benchmark-dataset"): Command(
-        "millrace.apps.cnn.dataset_options:BenchmarkDatasetConfig",
-        "millrace.apps.cnn.benchmark_dataset:benchmark_dataset",
+        "millrace.apps.cnn.config.datasets:BenchmarkDatasetConfig",
+        "millrace.apps.cnn.datasets:benchmark_dataset",
         None,
         "measure how fast the host can read and prepare a data set",
         is_run=False,
@@ -65,13 +65,13 @@ _COMMANDS = {
         "train a VAE whose posterior is refined by Markov chains",
     ),
     ("vcd", "evaluate"): Command(
-        "millrace.apps.vcd.checkpoint_options:EvaluateConfig",
+        "millrace.apps.vcd.config.commands:EvaluateConfig",
         "millrace.apps.vcd.evaluate:evaluate",
         None,
         "estimate the log-likelihood of a trained model",
     ),
     ("vcd", "sample"): Command(
-        "millrace.apps.vcd.checkpoint_options:SampleConfig",
+        "millrace.apps.vcd.config.commands:SampleConfig",
         "millrace.apps.vcd.sample:sample",
         None,
         "draw pictures from a trained model",
@@ -83,48 +83,48 @@ _COMMANDS = {
         "train a recommender on ratings",
     ),
     ("autoencoder", "validate"): Command(
-        "millrace.apps.autoencoder.validate_options:ValidateConfig",
-        "millrace.apps.autoencoder.validate:validate",
+        "millrace.apps.autoencoder.config.evaluate:ValidateConfig",
+        "millrace.apps.autoencoder.evaluate:validate",
         None,
         "measure how well a trained recommender foretells and ranks",
     ),
     ("autoencoder", "recommend"): Command(
-        "millrace.apps.autoencoder.recommend_options:RecommendConfig",
+        "millrace.apps.autoencoder.config.recommend:RecommendConfig",
         "millrace.apps.autoencoder.recommend:recommend",
         None,
         "list the items that users are likely to rate best",
         is_run=False,
     ),
     ("autoencoder", "sweep"): Command(
-        "millrace.apps.autoencoder.sweep_options:SweepConfig",
+        "millrace.apps.autoencoder.config.sweep:SweepConfig",
         "millrace.apps.autoencoder.sweep:sweep",
         "millrace.apps.autoencoder:runs.yml",
         "train one recommender per learning rate, all together",
     ),
     ("autoencoder", "convert"): Command(
-        "millrace.apps.autoencoder.convert_options:ConvertConfig",
+        "millrace.apps.autoencoder.config.convert:ConvertConfig",
         "millrace.apps.autoencoder.convert:convert",
         None,
         "split ratings by time into training, validation and test files",
         is_run=False,
     ),
     ("data", "fetch"): Command(
-        "millrace.host.fetch_options:FetchConfig",
-        "millrace.host.fetch_command:fetch_dataset",
+        "millrace.commands.fetch_options:FetchConfig",
+        "millrace.commands.fetch:fetch_dataset",
         None,
         "download a data set",
         is_run=False,
     ),
     ("devices", ""): Command(
-        "millrace.host.devices_options:DevicesConfig",
-        "millrace.host.devices_command:show_devices",
+        "millrace.commands.devices_options:DevicesConfig",
+        "millrace.commands.devices:show_devices",
         None,
         "say what devices are here, how fast they are, and how to train on them",
         is_run=False,
     ),
     ("report", ""): Command(
-        "millrace.report.options:ReportConfig",
-        "millrace.report.command:report",
+        "millrace.commands.report_options:ReportConfig",
+        "millrace.commands.report:report",
         None,
         "make the report of a run again, or compare several runs on one page",
         is_run=False,
@@ -137,15 +137,15 @@ _COMMANDS = {
         is_run=False,
     ),
     ("launch", ""): Command(
-        "millrace.launch.options:LaunchConfig",
-        "millrace.launch.command:launch",
+        "millrace.distributed.options:LaunchConfig",
+        "millrace.commands.launch:launch",
         None,
         "start several processes of a command as one run",
         is_run=False,
     ),
     ("schedule", ""): Command(
-        "millrace.schedule.config:ScheduleConfig",
-        "millrace.schedule.command:show_schedule",
+        "millrace.commands.schedule_options:ScheduleConfig",
+        "millrace.commands.schedule:show_schedule",
         None,
         "show what a pipeline does when, how long it takes and what it holds",
         is_run=False,
@@ -171,7 +171,7 @@ def script() -> None:
 
 def _is_one_of_several() -> bool:
     """Whether other processes wait for this one to take its leave."""
-    group = sys.modules.get("millrace.host.group")
+    group = sys.modules.get("millrace.distributed.coordination")
     return group is not None and group.num_processes() > 1
 
 
@@ -219,10 +219,10 @@ def _run(words: list[str]) -> int:
     )
     if not command.is_run:
         return _answer(_load(command.function), config)
-    from millrace.host.process import tune_memory_allocation
+    from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
-    from millrace.host.run import run_command
+    from millrace.run.run import run_command
 
     return run_command(
         _load(command.function),

@@ -5,6 +5,7 @@ file that is renamed without either may be empty, or gone, when the power comes 
 """
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -170,3 +171,14 @@ def clear_leftovers(folder: Path, pattern: str = f"*{PARTIAL}") -> None:
             locked(leftover) if is_folder else contextlib.nullcontext(),
         ):
             discard(leftover)
+
+
+def finite_json(value: Any) -> Any:
+    """Write NaN and infinities as text: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -59,13 +59,13 @@ class Plan:
     half_type: HalfType = "bfloat16"
     """The 16-bit type that precision means."""
     stochastic_rounding: bool = False
-    """Round 16-bit weights and optimiser state up or down at random, without bias."""
+    """Round 16-bit weights and optimizer state up or down at random, without bias."""
     loss_scaling: float | Literal["dynamic"] = 0.0
     """Factor on the loss while differentiating (0: none), or "dynamic" for float16."""
     optimizer_state_offloading: bool = field(
         default=False, metadata={"negations": ("--disable-variable-offloading",)}
     )
-    """Keep the optimiser's state in host memory; stream it through the device at each
+    """Keep the optimizer's state in host memory; stream it through the device at each
     weight update. Saves device memory and costs time; arrays under 4 KiB stay."""
     recomputation: bool = field(default=False, metadata={"aliases": ("--xla-recompute",)})
     """Keep only the results of matrix products and convolutions for the backward pass;

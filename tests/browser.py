@@ -102,12 +102,12 @@ def look_at(
     log = profile / "log"
     told: queue.Queue[str] = queue.Queue()
     with _served(folder, _HARNESS % json.dumps(list(pages)), told) as address:
-        colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
+        colors = ["--blink-settings=preferredColorScheme=0"] if dark else []
         words = [
             program,
             *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
             *("--enable-logging=stderr", "--v=0", "--disable-background-networking"),
-            *(*colours, f"--user-data-dir={profile}", f"{address}/harness"),
+            *(*colors, f"--user-data-dir={profile}", f"{address}/harness"),
         ]
         with log.open("w") as errors:
             process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)

@@ -46,7 +46,7 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 
 def environment() -> dict[str, str]:
-    """A user's: one CPU device, no colours, plain width."""
+    """A user's: one CPU device, no colors, plain width."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MILLRACE_DATA")}
     return kept | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
 

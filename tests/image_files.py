@@ -90,7 +90,7 @@ def example_type():
 
 
 def example(content: bytes, label: int) -> bytes:
-    """Return a serialised tf.Example as ImageNet's have them, bounding box included."""
+    """Return a serialized tf.Example as ImageNet's have them, bounding box included."""
     made = example_type()()
     feature = made.features.feature
     feature["image/object/bbox/xmin"].float_list.value.extend([0.25, 0.5])

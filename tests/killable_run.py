@@ -18,16 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from millrace.checkpoint import store
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
-from millrace.host import checkpoint
-from millrace.host.events import schedule_events
-from millrace.host.options import RunOptions
-from millrace.host.run import run_command
-from millrace.host.runner import Runner
+from millrace.loop.event_schedule import schedule_events
 from millrace.plan import Plan
 from millrace.program.training import training_program
+from millrace.run.options import RunOptions
+from millrace.run.run import run_command
 
 SAMPLES, EPOCHS = 230, 4
 
@@ -53,13 +52,13 @@ class SlowStream(Stream):
         return super().batch(position)
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     noise = jax.random.normal(key, batch["x"].shape)
     prediction = jnp.tanh((batch["x"] + 0.1 * noise) @ params["a"]) @ params["b"]
     ids = batch["id"].astype(jnp.float32)
-    carried = {"mean": 0.9 * carried["mean"] + 0.1 * batch["x"].mean(0)}
+    model_state = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)}
     info = {"ids": ids.sum(), "squares": (ids * ids).sum()}
-    return ((prediction - batch["y"]) ** 2).mean(), (carried, info)
+    return ((prediction - batch["y"]) ** 2).mean(), (model_state, info)
 
 
 def work(config, run):
@@ -85,29 +84,26 @@ def work(config, run):
     state = program.init(params, {"mean": jnp.zeros(8)}, seed=config.seed)
     stream = SlowStream(source, 4, batches_per_epoch=56, seed=config.seed)
     with run.checkpoints(best="none", keep=2) as checkpoints:
-        runner = Runner(
+        state = run.train(
             program,
+            state,
             Infeed(stream),
             schedule,
-            directory=run.directory,
-            console=run.console,
-            writers=run.writers,
             checkpoints=checkpoints,
         )
-        state = run.train(runner, state)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     np.savez(run.directory.path / "final.npz", *leaves)
 
 
 def note_finished(path: str) -> None:
-    real = checkpoint.write_checkpoint
+    real = store.write_checkpoint
 
     def write(folder, state, update, *arguments, **named):
         real(folder, state, update, *arguments, **named)
         with open(path, "a") as file:
             file.write(f"{update}\n")
 
-    checkpoint.write_checkpoint = write
+    store.write_checkpoint = write
 
 
 if __name__ == "__main__":

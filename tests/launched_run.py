@@ -20,18 +20,17 @@ import optax
 from millrace.config import parse
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
+from millrace.distributed import coordination
+from millrace.distributed.environment import with_replicas
 from millrace.feeds.infeed import Infeed
-from millrace.host import group
-from millrace.host.events import schedule_events
-from millrace.host.options import RunOptions
-from millrace.host.run import run_command
-from millrace.host.runner import Runner
-from millrace.host.validation import evaluate
-from millrace.launch.environment import with_replicas
+from millrace.loop.evaluate import evaluate
+from millrace.loop.event_schedule import schedule_events
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram
 from millrace.program.replicas import fetch
 from millrace.program.training import training_program
+from millrace.run.options import RunOptions
+from millrace.run.run import run_command
 
 SAMPLES, VALIDATION = 70, 13
 MAY_CHANGE = {"may_change": True}
@@ -58,21 +57,21 @@ class SlowStream(Stream):
 
     def batch(self, position):
         time.sleep(self.config.delay)
-        if self.config.fail_in == group.process_id() and position > 20:
-            raise OSError(f"The disk of process {group.process_id()} is broken.")
+        if self.config.fail_in == coordination.process_id() and position > 20:
+            raise OSError(f"The disk of process {coordination.process_id()} is broken.")
         return super().batch(position)
 
 
-def loss_fn(params, carried, batch, key):
+def loss_fn(params, model_state, batch, key):
     noise = jax.random.normal(key, batch["x"].shape)
     prediction = jnp.tanh((batch["x"] + 0.1 * noise) @ params["a"]) @ params["b"]
     ids = batch["id"].astype(jnp.float32)
-    carried = {"mean": 0.9 * carried["mean"] + 0.1 * batch["x"].mean(0)}
+    model_state = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)}
     info = {"ids": ids.sum(), "squares": (ids * ids).sum()}
-    return ((prediction - batch["y"]) ** 2).mean(), (carried, info)
+    return ((prediction - batch["y"]) ** 2).mean(), (model_state, info)
 
 
-def metric_fn(params, carried, batch):
+def metric_fn(params, model_state, batch):
     error = jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]
     return {"error": (error**2)[:, 0], "id": batch["id"].astype(jnp.float32)}
 
@@ -115,40 +114,38 @@ def work(config, run):
         return evaluate(judge, judge.place(state), samples(VALIDATION), 8)
 
     with run.checkpoints(best="none", keep=2) as checkpoints:
-        if group.is_first() and config.fill_disk_at >= 0:
+        if coordination.is_first() and config.fill_disk_at >= 0:
             fill_disk(config.fill_disk_at)
-        runner = Runner(
+        state = run.train(
             program,
+            state,
             Infeed(stream),
             schedule,
-            directory=run.directory,
-            console=run.console,
-            writers=run.writers,
             checkpoints=checkpoints,
             validate=validate,
         )
-        state = run.train(runner, state)
-    leaves = [fetch(leaf) for leaf in jax.tree.leaves(program.whole(state))]
+    leaves = [fetch(leaf) for leaf in jax.tree.leaves(program.unpack_state(state))]
     np.savez(run.directory.path / "final.npz", *leaves)
 
 
 def fill_disk(update):
     """Let the first process write no array after so many updates."""
-    from millrace.host import checkpoint_folder
+    from millrace.checkpoint import folder
 
-    real = checkpoint_folder.write_arrays
+    real = folder.write_arrays
 
     def full(partial: Path, state):
         if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
             raise OSError(28, "No space left on device")
         return real(partial, state)
 
-    checkpoint_folder.write_arrays = full
+    folder.write_arrays = full
 
 
 if __name__ == "__main__":
     words = with_replicas(Config, sys.argv[1:])
     options, _ = parse(Config, words, program="launched_run")
     status = run_command(work, options, command="small", command_line="test")
-    print(f"process {group.process_id()} of {group.num_processes()}, pid {os.getpid()}")
+    rank, count = coordination.process_id(), coordination.num_processes()
+    print(f"process {rank} of {count}, pid {os.getpid()}")
     sys.exit(status)

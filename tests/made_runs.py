@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from millrace.report.parts import (
+from millrace.report.sections import (
     Confusion,
     Drawing,
     Gallery,

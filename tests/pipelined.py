@@ -75,7 +75,7 @@ _made: dict[Any, Any] = {}
 
 
 def make_weights(layers: list[Layer]) -> Any:
-    """Weights and carried values of a network, made once."""
+    """Weights and model state of a network, made once."""
     names = tuple(layer.name for layer in layers)
     if names not in _made:
         example = np.zeros((1, PIXELS, PIXELS, 3), np.float32)
@@ -85,13 +85,13 @@ def make_weights(layers: list[Layer]) -> Any:
 
 def train(
     layers: list[Layer],
-    optimiser: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     **plan: Any,
 ) -> tuple[Any, Any]:
     """Make two updates of six micro-batches; return the whole state and the info."""
     loss = loss_of(layers)
     given = {"micro_batch_size": 2, "gradient_accumulation_count": MICRO_BATCHES} | plan
-    program = training_program(loss, optimiser or optax.adam(1e-2), Plan(**given))
+    program = training_program(loss, optimizer or optax.adam(1e-2), Plan(**given))
     state = program.init(*make_weights(layers))
     replicas = program.plan.num_replicas
     rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def train(
         "label": rng.integers(0, CLASSES, shape).astype(np.int32),
     }
     state, info = program.run(state, jax.device_put(chunk, program.chunk_sharding))
-    return jax.device_get((program.whole(state), info))
+    return jax.device_get((program.unpack_state(state), info))
 
 
 def largest_difference(one: Any, other: Any) -> float:

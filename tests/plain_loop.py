@@ -34,7 +34,7 @@ def make_params() -> dict[str, Any]:
     }
 
 
-def make_carried() -> dict[str, jax.Array]:
+def make_model_state() -> dict[str, jax.Array]:
     return {"mean": jnp.zeros(FEATURES)}
 
 
@@ -47,7 +47,7 @@ def make_data(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
     """Cross-entropy; carries a moving mean of the inputs, as batch norm does."""
     del key
     h = batch["x"]
@@ -59,48 +59,48 @@ def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
         h.astype(jnp.float32), batch["y"]
     )
     seen = batch["x"].astype(jnp.float32).mean(0)
-    carried = {"mean": 0.9 * carried["mean"] + 0.1 * seen}
+    model_state = {"mean": 0.9 * model_state["mean"] + 0.1 * seen}
     right = (h.argmax(-1) == batch["y"]).astype(jnp.float32).mean()
-    return losses.mean(), (carried, {"accuracy": right})
+    return losses.mean(), (model_state, {"accuracy": right})
 
 
-def make_optimiser() -> optax.GradientTransformation:
+def make_optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 
 def plain_loop(
-    optimiser: optax.GradientTransformation, data: dict[str, np.ndarray]
+    optimizer: optax.GradientTransformation, data: dict[str, np.ndarray]
 ) -> tuple[Any, Any, list[float]]:
     """One device, one batch, one gradient, one update at a time. Nothing of ours."""
-    params, carried = make_params(), make_carried()
-    state, losses = optimiser.init(params), []
+    params, model_state = make_params(), make_model_state()
+    state, losses = optimizer.init(params), []
 
     @jax.jit
-    def step(params: Any, carried: Any, state: Any, batch: Any) -> Any:
+    def step(params: Any, model_state: Any, state: Any, batch: Any) -> Any:
         function = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (carried, _)), gradient = function(params, carried, batch, None)
-        updates, state = optimiser.update(gradient, state, params)
-        return optax.apply_updates(params, updates), carried, state, loss
+        (loss, (model_state, _)), gradient = function(params, model_state, batch, None)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), model_state, state, loss
 
     for update in range(UPDATES):
         batch = {name: jnp.asarray(leaf[update]) for name, leaf in data.items()}
-        params, carried, state, loss = step(params, carried, state, batch)
+        params, model_state, state, loss = step(params, model_state, state, batch)
         losses.append(float(loss))
-    return params, carried, losses
+    return params, model_state, losses
 
 
 def train_with(
     plan: Plan,
     *,
-    optimiser: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     loss: Any = loss_fn,
     data: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, np.ndarray], TrainingProgram]:
     """Run the same problem through a training program; return state, info, program."""
     data = make_data() if data is None else data
-    program = training_program(loss, optimiser or make_optimiser(), plan, **options)
-    state = program.init(make_params(), make_carried(), seed=3)
+    program = training_program(loss, optimizer or make_optimizer(), plan, **options)
+    state = program.init(make_params(), make_model_state(), seed=3)
     chunk = stage(program, data)
     state, info = program.run(state, chunk)
     return state, {name: np.asarray(value) for name, value in info.items()}, program

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.host import group
+from millrace.distributed import coordination
 
 _rank = threading.local()
 
@@ -31,9 +31,9 @@ def as_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
         return work(rank)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "num_processes", lambda: count)
-        patch.setattr(group, "process_id", lambda: _rank.number)
-        patch.setattr(group, "gather", gather)
-        patch.setattr(group, "from_first", lambda name, value: gather(name, value)[0])
+        patch.setattr(coordination, "num_processes", lambda: count)
+        patch.setattr(coordination, "process_id", lambda: _rank.number)
+        patch.setattr(coordination, "gather", gather)
+        patch.setattr(coordination, "broadcast", lambda name, value: gather(name, value)[0])
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(process, range(count)))

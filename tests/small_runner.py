@@ -5,16 +5,16 @@ import numpy as np
 import optax
 
 import millrace as mr
-from millrace.host.checkpoint import Checkpoints
-from millrace.host.console import Console
-from millrace.host.events import schedule_events
-from millrace.host.run_directory import RunDirectory
-from millrace.host.runner import Runner
-from millrace.host.writers import _JsonLines
+from millrace.checkpoint.store import Checkpoints
+from millrace.loop.event_schedule import schedule_events
+from millrace.loop.runner import Runner
+from millrace.run.console import Console
+from millrace.run.directory import RunDirectory
+from millrace.run.writers import _JsonLines
 
 
-def loss_fn(params, carried, batch, key):
-    return ((batch * params["w"] - 1.0) ** 2).mean(), (carried, {"seen": batch.mean()})
+def loss_fn(params, model_state, batch, key):
+    return ((batch * params["w"] - 1.0) ** 2).mean(), (model_state, {"seen": batch.mean()})
 
 
 def batches(values):

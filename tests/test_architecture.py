@@ -7,27 +7,36 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "millrace"
 
-PLAIN = {"config", "durable", "batching", "precision", "plan"}
+PLAIN = {"config", "durable", "output", "versions", "batching", "precision", "plan"}
+RUNTIME = {
+    *("data", "feeds", "nn", "program", "schedule"),
+    *("distributed", "checkpoint", "loop"),
+}
 MAY_IMPORT = {
     "config": set(),
     "durable": set(),
+    "output": set(),
+    "versions": set(),
     "batching": {"config"},
     "precision": {"config"},
     "plan": {"config", "batching", "precision"},
     "schedule": PLAIN,
+    "drawing": PLAIN | {"schedule"},
+    "report": PLAIN | {"drawing", "schedule"},
     "data": PLAIN,
-    "report": PLAIN,
-    "launch": PLAIN | {"schedule"},
     "feeds": PLAIN,
     "nn": PLAIN,
     "program": PLAIN | {"nn", "schedule"},
-    "host": PLAIN | {"data", "feeds", "launch", "program", "schedule", "report"},
-    "apps": PLAIN | {"data", "feeds", "nn", "program", "schedule", "host", "report"},
-    "bench": PLAIN | {"data", "feeds", "nn", "program", "host", "apps"},
-    "cli": PLAIN | {"apps", "bench", "host", "launch", "report", "schedule", "__init__"},
+    "distributed": PLAIN,
+    "checkpoint": PLAIN | {"program", "distributed"},
+    "loop": PLAIN | RUNTIME,
+    "run": PLAIN | RUNTIME | {"drawing", "report"},
+    "commands": PLAIN | RUNTIME | {"drawing", "report", "run"},
+    "apps": PLAIN | RUNTIME | {"drawing", "report", "run", "commands"},
+    "bench": PLAIN | RUNTIME | {"drawing", "report", "run", "apps"},
+    "cli": PLAIN | {"commands", "run", "distributed", "__init__"},
     "__main__": {"cli"},
-    "__init__": PLAIN
-    | {"data", "feeds", "nn", "program", "schedule", "host", "apps", "report"},
+    "__init__": PLAIN | RUNTIME | {"drawing", "report", "run", "commands", "apps"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -68,9 +77,9 @@ def test_a_room_imports_only_what_it_may(path):
     assert not forbidden(path) - {"millrace"}
 
 
-def test_the_data_schedule_launch_and_report_rooms_never_import_jax():
+def test_rooms_that_never_import_jax():
     for path in MODULES:
-        if room_of(path) in ("data", "schedule", "launch", "report"):
+        if room_of(path) in ("data", "schedule", "drawing", "report"):
             assert not {n for n in imports_of(path) if n.split(".")[0] == "jax"}, path
 
 
@@ -96,10 +105,10 @@ def test_a_wrong_import_would_be_seen(tmp_path, monkeypatch):
     """The rule is worth nothing if it cannot fail."""
     import test_architecture as module
 
-    for name in ("program", "host"):
+    for name in ("program", "loop"):
         (tmp_path / name).mkdir()
     bad = tmp_path / "program" / "bad.py"
-    bad.write_text("from millrace.host.runner import Runner\n")
+    bad.write_text("from millrace.loop.runner import Runner\n")
     monkeypatch.setattr(module, "PACKAGE", tmp_path)
     assert module.forbidden(bad)
 

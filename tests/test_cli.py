@@ -26,12 +26,11 @@ from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
-from millrace.host.events import schedule_events
-from millrace.host.options import RunOptions
-from millrace.host.run import run_command
-from millrace.host.runner import Runner
+from millrace.loop.event_schedule import schedule_events
 from millrace.plan import Plan
 from millrace.program.training import training_program
+from millrace.run.options import RunOptions
+from millrace.run.run import run_command
 
 MILLRACE = [sys.executable, "-c", "from millrace.cli import main; main()"]
 PATIENCE = 120  # seconds; a run takes about 6, but the machine may be busy
@@ -92,7 +91,7 @@ def without_times(events: list[dict]) -> list[dict]:
     return [{k: v for k, v in event.items() if k not in timed} for event in events]
 
 
-class Finished(SimpleNamespace):
+class RunResult(SimpleNamespace):
     """A run that has ended."""
 
     path: Path
@@ -101,7 +100,7 @@ class Finished(SimpleNamespace):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> dict[str, Finished]:
+def finished(tmp_path_factory) -> dict[str, RunResult]:
     """The runs that several tests look at, made side by side."""
     folder = tmp_path_factory.mktemp("runs")
     processes = {}
@@ -109,9 +108,9 @@ def finished(tmp_path_factory) -> dict[str, Finished]:
     def begin(name: str, *words: str) -> None:
         processes[name] = start(*words, "--run-dir", str(folder / name))
 
-    def end(name: str) -> Finished:
+    def end(name: str) -> RunResult:
         ended = finish(processes[name])
-        return Finished(path=folder / name, status=ended.returncode, errors=ended.stderr)
+        return RunResult(path=folder / name, status=ended.returncode, errors=ended.stderr)
 
     begin("interrupted", *TRAIN)
     begin("first", *TRAIN)
@@ -138,7 +137,7 @@ def interrupt_when_logging(process: subprocess.Popen, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(finished) -> Finished:
+def trained(finished) -> RunResult:
     return finished["first"]
 
 
@@ -463,8 +462,8 @@ def outcome(in_process, tmp_path, capsys):
 def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
     """An application that fits a line in 2 epochs of 4 updates, validated after each."""
 
-    def loss_fn(weight, carried, batch, key):
-        return ((weight * batch["x"] - 1) ** 2).mean(), (carried, {})
+    def loss_fn(weight, model_state, batch, key):
+        return ((weight * batch["x"] - 1) ** 2).mean(), (model_state, {})
 
     def train(options, run):
         plan = Plan(micro_batch_size=2, fp_exceptions=fp_exceptions)
@@ -476,18 +475,15 @@ def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
         program = training_program(loss_fn, optax.sgd(learning_rate), plan)
         data = ArraySource({"x": np.linspace(1, 2, 8, dtype=np.float32)})
         with run.checkpoints(best="validation_accuracy", keep=3) as checkpoints:
-            runner = Runner(
+            state = program.init(jnp.float32(0), {}, seed=0)
+            run.train(
                 program,
+                state,
                 Infeed(Stream(data, 2)),
                 schedule,
-                directory=run.directory,
-                console=run.console,
-                writers=run.writers,
                 checkpoints=checkpoints,
                 validate=validate or (lambda state: {"weight": float(state.params)}),
             )
-            state = program.init(jnp.float32(0), {}, seed=0)
-            run.train(runner, state)
 
     return train
 

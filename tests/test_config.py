@@ -50,9 +50,9 @@ class Mill(Base):
     pipeline_splits: list[str] = field(default_factory=list)
     """Layers to split at."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Of the optimiser."""
-    optimiser_params: dict[str, Any] = field(default_factory=dict)
-    """Options of the optimiser."""
+    """Of the optimizer."""
+    optimizer_params: dict[str, Any] = field(default_factory=dict)
+    """Options of the optimizer."""
     dataset_path: Path | None = None
     """Where the corn is."""
     loss_scaling: float | Literal["dynamic"] = 0.0
@@ -215,9 +215,9 @@ def test_lists_are_several_words_or_a_yaml_list_or_one_value(tmp_path):
 def test_a_dictionary_is_yaml_on_the_command_line_too(tmp_path):
     expected = {"momentum": 0.9, "eps": 1e-5, "nesterov": True, "name": "lars"}
     text = "{momentum: 0.9, eps: 1e-5, nesterov: true, name: lars}"
-    assert mill("--optimiser-params", text).optimiser_params == expected
-    path = entry(tmp_path, f"optimiser_params: {text}")
-    found = mill("--config", "it", named_configs=path).optimiser_params
+    assert mill("--optimizer-params", text).optimizer_params == expected
+    path = entry(tmp_path, f"optimizer_params: {text}")
+    found = mill("--config", "it", named_configs=path).optimizer_params
     assert found == expected
     assert isinstance(found["eps"], float)
 
@@ -231,7 +231,7 @@ def test_a_dictionary_is_yaml_on_the_command_line_too(tmp_path):
     ],
 )
 def test_numbers_without_a_dot_are_numbers_at_every_depth_of_a_dictionary(text, expected):
-    assert mill("--optimiser-params", text).optimiser_params == expected
+    assert mill("--optimizer-params", text).optimizer_params == expected
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "0.00001"])
@@ -298,8 +298,8 @@ def test_a_precision_that_yaml_reads_as_a_number_is_still_a_precision(tmp_path):
         (["--logs-per-epoch", "1/2/3"], "--logs-per-epoch", "'1/2/3'"),
         (["--validation", "maybe"], "--validation", "'maybe'"),
         (["--betas", "0.9", "x"], "--betas", "'x'"),
-        (["--optimiser-params", "[1, 2]"], "--optimiser-params", "'[1, 2]'"),
-        (["--optimiser-params", "{a: "], "--optimiser-params", "'{a: '"),
+        (["--optimizer-params", "[1, 2]"], "--optimizer-params", "'[1, 2]'"),
+        (["--optimizer-params", "{a: "], "--optimizer-params", "'{a: '"),
         (["--loss-scaling", "auto"], "--loss-scaling", "'auto'"),
         (["--model-name", "wind"], "--model-name", "'wind'"),
         (["--dataset-path", "a" * 256], "--dataset-path", "aaa...aaa"),
@@ -331,7 +331,7 @@ def test_a_flag_of_the_wrong_type_is_refused_with_option_and_value(words, option
         ("title: [a]", "--title", "['a']"),
         ("title: null", "--title", "None"),
         ("betas: [1, b]", "--betas", "'b'"),
-        ("optimiser_params: 3", "--optimiser-params", "3"),
+        ("optimizer_params: 3", "--optimizer-params", "3"),
         ("dataset_path: {a: 1}", "--dataset-path", "{'a': 1}"),
     ],
 )
@@ -500,7 +500,7 @@ def test_yaml_that_would_run_code_is_refused_and_runs_none(tag, tmp_path):
     harmful = tag.format(trace)
     path = entry(tmp_path, f"title: {harmful}")
     assert "plain YAML" in refusal("--config", "it", named_configs=path)
-    refusal("--optimiser-params", f"{{a: {harmful}}}")
+    refusal("--optimizer-params", f"{{a: {harmful}}}")
     assert not trace.exists()
 
 
@@ -614,7 +614,7 @@ def test_a_configuration_survives_being_written_down_and_read_again(tmp_path):
         "--betas",
         "1e-5",
         "0.5",
-        "--optimiser-params",
+        "--optimizer-params",
         "{eps: 1e-8}",
         "--dataset-path",
         "/a",

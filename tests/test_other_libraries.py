@@ -22,11 +22,11 @@ def test_a_flax_nnx_model_with_batch_norm_trains_on_replicas():
             return self.last(nnx.relu(self.norm(self.first(x))))
 
     graph, weights, statistics = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
-    params, carried = nnx.to_pure_dict(weights), nnx.to_pure_dict(statistics)
+    params, model_state = nnx.to_pure_dict(weights), nnx.to_pure_dict(statistics)
 
-    def loss_fn(params, carried, batch, key):
+    def loss_fn(params, model_state, batch, key):
         nnx.replace_by_pure_dict(weights, params)
-        nnx.replace_by_pure_dict(statistics, carried)
+        nnx.replace_by_pure_dict(statistics, model_state)
         model = nnx.merge(graph, weights, statistics)
         loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()
         _, _, moved = nnx.split(model, nnx.Param, nnx.BatchStat)
@@ -36,13 +36,13 @@ def test_a_flax_nnx_model_with_batch_norm_trains_on_replicas():
     source = mr.ArraySource({"x": x, "y": np.abs(x).sum(1, keepdims=True)})
     plan = mr.Plan(micro_batch_size=8, num_replicas=4)
     program = mr.training_program(loss_fn, optax.adam(1e-2), plan)
-    state, outfeed = program.init(params, carried), mr.Outfeed()
-    before = np.asarray(carried["norm"]["mean"])
+    state, outfeed = program.init(params, model_state), mr.Outfeed()
+    before = np.asarray(model_state["norm"]["mean"])
     with mr.Infeed(mr.Stream(source, plan.batching.samples_per_step)) as infeed:
         state = mr.train(program, state, infeed=infeed, updates=60, outfeed=outfeed)
     losses = outfeed.dequeue()["loss"]
     assert losses[-10:].mean() < 0.2 * losses[:5].mean()
-    assert not np.array_equal(state.carried["norm"]["mean"], before)
+    assert not np.array_equal(state.model_state["norm"]["mean"], before)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
 
 
@@ -129,8 +129,8 @@ def test_batch_norm_of_other_libraries_moves_once_per_update(kind, options):
     x = np.random.default_rng(0).normal(1, 2, (UPDATES, BATCH, CHANNELS))
     x = x.astype(np.float32)
 
-    def loss_fn(params, carried, batch, key):
-        return (params["w"] * batch).mean(), (move(batch, carried), {})
+    def loss_fn(params, model_state, batch, key):
+        return (params["w"] * batch).mean(), (move(batch, model_state), {})
 
     plan = mr.Plan(micro_batch_size=4, **options)
     program = mr.training_program(loss_fn, optax.sgd(0.1), plan)
@@ -144,11 +144,11 @@ def test_batch_norm_of_other_libraries_moves_once_per_update(kind, options):
         expected = jax.tree.map(
             lambda *v: v[0] if v[0].ndim == 0 else jnp.mean(jnp.stack(v), 0), *moves
         )
-    assert jax.tree.structure(state.carried) == jax.tree.structure(expected)
+    assert jax.tree.structure(state.model_state) == jax.tree.structure(expected)
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6),
-        state.carried,
+        state.model_state,
         expected,
     )
     if kind == "haiku":
-        assert int(state.carried["var"]["counter"]) == UPDATES
+        assert int(state.model_state["var"]["counter"]) == UPDATES

@@ -29,19 +29,19 @@ def test_the_fifteen_line_example_learns_ones(tmp_path):
 @pytest.fixture
 def flowers(tmp_path) -> Path:
     rng = np.random.default_rng(0)
-    colours = {"daisy": (240, 240, 200), "poppy": (200, 30, 30), "violet": (120, 40, 160)}
+    colors = {"daisy": (240, 240, 200), "poppy": (200, 30, 30), "violet": (120, 40, 160)}
     for split, count in (("train", 40), ("val", 10)):
-        for name, colour in colours.items():
+        for name, color in colors.items():
             folder = tmp_path / "flowers" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
-                pixels = np.array(colour) + rng.normal(0, 40, (48, 64, 3))
+                pixels = np.array(color) + rng.normal(0, 40, (48, 64, 3))
                 picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
                 picture.save(folder / f"{number}.jpg")
     return tmp_path
 
 
-def test_a_folder_of_jpegs_is_trained_on_and_recognised(flowers):
+def test_a_folder_of_jpegs_is_trained_on_and_recognized(flowers):
     checked, trained = commands(console_with("imagefolder"))
     assert "120 training and 30 validation samples, 3 classes" in " ".join(
         run_command(checked[0], flowers)

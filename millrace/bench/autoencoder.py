@@ -4,13 +4,13 @@ from typing import Any
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config.sweep import SweepConfig
 from millrace.apps.autoencoder.feeding import open_infeed
+from millrace.apps.autoencoder.joint_training import first_state, trials_program
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.recipe import model_of
-from millrace.apps.autoencoder.steps import steps_of
-from millrace.apps.autoencoder.sweep_options import SweepConfig
+from millrace.apps.autoencoder.program import model_of
+from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
-from millrace.apps.autoencoder.trials import first_state, trials_program
 from millrace.bench.workload import Training, Workload
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users

@@ -35,13 +35,13 @@ def _config_type(application: str) -> tuple[Any, Path | None]:
     if application == "cnn train":
         from millrace.apps.cnn.config import CnnConfig as config_type
     elif application == "cnn validate":
-        from millrace.apps.cnn.validate_options import ValidateConfig
+        from millrace.apps.cnn.config.inference import ValidateConfig
 
         return ValidateConfig, None
     elif application == "autoencoder train":
         from millrace.apps.autoencoder.config import AutoencoderConfig as config_type
     elif application == "autoencoder sweep":
-        from millrace.apps.autoencoder.sweep_options import SweepConfig
+        from millrace.apps.autoencoder.config.sweep import SweepConfig
 
         return SweepConfig, None
     else:
@@ -62,7 +62,7 @@ def build_workload(entry: Entry, config: Any, devices: list[Any]) -> Workload:
         "autoencoder sweep": _sweep,
         "vcd train": _vcd,
     }
-    from millrace.data.catalogue import DatasetNotFound
+    from millrace.data.catalog import DatasetNotFound
 
     try:
         return makers[entry.application](entry, config, devices)
@@ -76,7 +76,7 @@ def _enough(needed: int, devices: list[Any]) -> None:
 
 
 def _cnn_train(entry: Entry, config: Any, devices: list[Any]) -> Workload:
-    from millrace.apps.cnn.validation import devices_per_replica
+    from millrace.apps.cnn.evaluate import devices_per_replica
     from millrace.bench.cnn import cnn_training
 
     _enough(config.num_replicas * devices_per_replica(config), devices)

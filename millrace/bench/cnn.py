@@ -14,14 +14,14 @@ import numpy as np
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.inference import ValidateConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.feeding import open_infeed
-from millrace.apps.cnn.inference import Network, latencies
-from millrace.apps.cnn.recipe import model_of, program_of
+from millrace.apps.cnn.inference.command import inference_of, narrowed, weights_of
+from millrace.apps.cnn.inference.feed import feed_of
+from millrace.apps.cnn.inference.network import Network, latencies
+from millrace.apps.cnn.program import model_of, program_of
 from millrace.apps.cnn.train import plan_events
-from millrace.apps.cnn.validate import inference_of, narrowed, weights_of
-from millrace.apps.cnn.validate_data import feed_of
-from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.bench.latency import latency_calls
 from millrace.bench.operations import Counted, count
 from millrace.bench.workload import Training, Workload, bytes_accessed, compiling_with
@@ -167,7 +167,7 @@ class Validation(Workload):
         images = jax.ShapeDtypeStruct(shape, jnp.dtype(self.compute))
         weights = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            (network.params, network.carried),
+            (network.params, network.model_state),
         )
         return count(network.apply, weights, images)
 

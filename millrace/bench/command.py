@@ -33,7 +33,7 @@ def _prepare_process(config: BenchConfig) -> None:
     """Settings that must be made before a device is first used."""
     # Memory is taken as it is needed: the rest is PyTorch's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from millrace.host.process import tune_memory_allocation, use_virtual_devices
+    from millrace.run.process import tune_memory_allocation, use_virtual_devices
 
     tune_memory_allocation()
     if config.virtual_devices is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from millrace.host.run_directory import versions
+from millrace.versions import versions
 
 
 def session_facts(device: Any, commit: str | None) -> dict[str, str]:

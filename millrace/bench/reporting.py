@@ -10,7 +10,7 @@ from typing import Any
 from millrace.bench.latency import supported
 from millrace.bench.noise import is_uncertain, peer_speeds, ratio_noise, spread_of
 from millrace.config import writing
-from millrace.host.run_directory import finite_json, write_atomically
+from millrace.durable import finite_json, write_atomically
 
 _COLUMNS: tuple[str, ...] = (
     "name",

@@ -17,14 +17,14 @@ from millrace.bench.building import NotHere, build_workload
 from millrace.bench.comparing import compare, read_results
 from millrace.bench.config import BenchConfig
 from millrace.bench.facts import session_facts
-from millrace.bench.limits import measure_limits, parts_of_limits
 from millrace.bench.measuring import measure
 from millrace.bench.noise import fastest, is_uncertain, ratio_noise
 from millrace.bench.reporting import as_markdown, ratio_of, write_results
+from millrace.bench.roofline import measure_limits, parts_of_limits
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import Workload
-from millrace.host import memory_fit
+from millrace.program import memory_fit
 
 _MAX_THREADS = 8
 

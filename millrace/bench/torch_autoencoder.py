@@ -19,7 +19,7 @@ class AutoencoderTraining:
 
         device = settings["device"]
         model = build(settings["widths"], settings["dropout"]).to(device).train()
-        self._optimiser = torch.optim.SGD(
+        self._optimizer = torch.optim.SGD(
             model.parameters(),
             _LEARNING_RATE,
             momentum=settings["momentum"],
@@ -33,8 +33,8 @@ class AutoencoderTraining:
     def call(self) -> None:
         """Make one update."""
         self._loss(self._rows).backward()
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def ready(self) -> None:
         """Nothing is left to be done."""

@@ -34,7 +34,7 @@ class Training:
         self._settings, self._device = settings, settings["device"]
         model: Any = build(settings["model"], settings["classes"])
         model = model.to(self._device, memory_format=torch.channels_last).train()
-        self._optimiser = torch.optim.SGD(
+        self._optimizer = torch.optim.SGD(
             model.parameters(),
             _LEARNING_RATE,
             momentum=settings["momentum"],
@@ -57,8 +57,8 @@ class Training:
                 label_smoothing=self._settings["label_smoothing"],
             )
         loss.backward()
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def ready(self) -> None:
         """Do what must be done with the device for oneself."""
@@ -144,7 +144,7 @@ def prepare(settings: dict[str, Any], compiled: bool) -> Any:
     work = kinds[settings["kind"]](settings, compiled)
     for _ in range(2):
         work.call()
-    synchronise(settings["device"])
+    synchronize(settings["device"])
     _free(settings["device"])
     return work
 
@@ -203,11 +203,11 @@ def warm_up(timed: Callable[[int], float], seconds: float) -> float:
 
 
 def _time(call: Callable[[], None], device: str, count: int) -> float:
-    synchronise(device)
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(count):
         call()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - started
 
 
@@ -222,7 +222,7 @@ def _figures(seconds: list[float]) -> dict[str, float]:
     )
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     """Wait until the device has done what it was given."""
     import torch
 

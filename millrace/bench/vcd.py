@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from millrace.apps.vcd import data, recipe
+from millrace.apps.vcd import data
+from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.devices import chosen_devices
 from millrace.apps.vcd.shuffle import ShuffledIndices
@@ -20,8 +21,8 @@ class VcdTraining(Training):
         schedule = plan_events(config, len(pictures))
         with chosen_devices(config) as devices:
             super().__init__(
-                recipe.program_of(config, pictures, devices),
-                recipe.init(config, pictures),
+                vcd_program.program_of(config, pictures, devices),
+                vcd_program.init(config, pictures),
                 ShuffledIndices(
                     len(pictures), config.batching.samples_per_step, seed=config.seed
                 ),
@@ -39,6 +40,6 @@ def _training_pictures(config: VcdConfig) -> data.BinaryPictures:
 
 
 def _random() -> data.BinaryPictures:
-    """Return as many pictures of as many pixels as binarised MNIST has to train with."""
+    """Return as many pictures of as many pixels as binarized MNIST has to train with."""
     drawn = np.random.default_rng(0).integers(0, 2, (50_000, 28, 28, 1), np.uint8)
-    return data.binarise(drawn, 0)
+    return data.binarize(drawn, 0)

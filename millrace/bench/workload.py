@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from millrace.bench.operations import Counted, count
 from millrace.feeds.infeed import Infeed
-from millrace.host.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
+from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.program.compiling import Options, compiling, peak_bytes
 from millrace.program.training import TrainingProgram
 
@@ -167,9 +167,9 @@ def training_counted(program: TrainingProgram, weights: Any, infeed: Infeed) -> 
         infeed.peek(),
     )
 
-    def gradient(params: Any, carried: Any, batch: Any) -> Any:
+    def gradient(params: Any, model_state: Any, batch: Any) -> Any:
         key = jax.random.key(0)
-        return jax.grad(lambda p: program.loss_fn(p, carried, batch, key)[0])(params)
+        return jax.grad(lambda p: program.loss_fn(p, model_state, batch, key)[0])(params)
 
     passes = plan.batching.gradient_accumulation_count
     return count(gradient, *weights, batch).times(passes / plan.num_stages)

@@ -75,7 +75,7 @@ def pad_and_crop(
     return cropped
 
 
-def standardise(images: np.ndarray) -> np.ndarray:
+def standardize(images: np.ndarray) -> np.ndarray:
     """Give each picture mean 0 and standard deviation 1, over pixels and channels.
 
     The deviation counts as at least 1/√(number of values), so that an even picture
@@ -90,7 +90,7 @@ def standardise(images: np.ndarray) -> np.ndarray:
     return pixels.reshape(images.shape)
 
 
-def normalise(
+def normalize(
     images: np.ndarray, mean: Sequence[float], std: Sequence[float]
 ) -> np.ndarray:
     """Scale bytes to 0–1, then subtract `mean` and divide by `std`, per channel."""
@@ -112,7 +112,7 @@ def imagenet_image(
     """Return uint8 (size, size, 3): with a generator for training, without for validation.
 
     Training takes a random resized crop and, with `flip`, mirrors every other; validation
-    resizes the short side to 256/224 of `size` and takes the centre.
+    resizes the short side to 256/224 of `size` and takes the center.
     """
     if generator is None:
         return np.asarray(centre_crop(image, size))
@@ -132,7 +132,7 @@ def random_resized_crop(
 def centre_crop(
     image: Image.Image, size: int, short_side: int | None = None
 ) -> Image.Image:
-    """Resize so that the short side is `short_side`, and cut out the centre.
+    """Resize so that the short side is `short_side`, and cut out the center.
 
     Both happen in one step. `short_side` is 256/224 of `size` where not given.
     """
@@ -168,7 +168,7 @@ def random_box(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Bring a picture of any mode (grey, CMYK, palette, 16 bits) to RGB."""
+    """Bring a picture of any mode (gray, CMYK, palette, 16 bits) to RGB."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):  # Pillow would clip 16 bits, not scale them

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.catalogue import CATALOGUE, not_found
+from millrace.data.catalog import CATALOG, not_found
 from millrace.data.source import ArraySource, DatasetError
 
 _PLANES = (3, 32, 32)
@@ -88,7 +88,7 @@ def _load(
     for file, content in contents:
         try:
             pixels, labels = layout.read(content)
-            if len(labels) and labels.max() >= CATALOGUE[name].num_classes:
+            if len(labels) and labels.max() >= CATALOG[name].num_classes:
                 raise ValueError(f"it has the label {labels.max()}")
             wanted = _num_images(name, layout, Path(file).name)
             if len(labels) != wanted:
@@ -101,7 +101,7 @@ def _load(
 
 def _num_images(name: str, layout: _Layout, file: str) -> int:
     """Return how many images a file has as it is published."""
-    known = CATALOGUE[name]
+    known = CATALOG[name]
     if file == layout.test:
         return known.num_validation
     return known.num_training // len(layout.training)

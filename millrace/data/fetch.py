@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from millrace.data.catalogue import DataFile, Dataset
+from millrace.data.catalog import DataFile, Dataset
 
 Progress = Callable[[str, int, int], None]
 """Told a file's name, the bytes that are there, and how many there will be."""
@@ -48,7 +48,7 @@ def fetch(
     Args:
         dataset: Says which files, and their checksums.
         folder: Where they go; made if need be.
-        url: The folder they are published in, if not the catalogue's: a mirror.
+        url: The folder they are published in, if not the catalog's: a mirror.
         progress: Called for every megabyte.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.catalogue import DatasetNotFound, not_found
+from millrace.data.catalog import DatasetNotFound, not_found
 from millrace.data.image_source import ImageSource, PerImage
 from millrace.data.source import DatasetError
 
@@ -16,7 +16,7 @@ _VALIDATION_FOLDERS = ("val", "validation", "test")
 
 
 class ImageFolder(ImageSource):
-    """JPEG, PNG and WebP files, labelled by the folder they lie in.
+    """JPEG, PNG and WebP files, labeled by the folder they lie in.
 
     Args:
         path: The folder of class folders. Files may lie deeper in a class folder.

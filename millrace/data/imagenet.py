@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.data.catalogue import CATALOGUE, DatasetNotFound, not_found
+from millrace.data.catalog import CATALOG, DatasetNotFound, not_found
 from millrace.data.image_folder import has_classes, load_image_folder
 from millrace.data.image_source import ImageSource, PerImage
 from millrace.data.tfrecord import load_tfrecords
@@ -38,7 +38,7 @@ def load_imagenet(
     options["needs_validation"] = needs_validation
     if has_classes(folder / "train"):
         return load_folders(folder, prepare, name="imagenet", **options)
-    num_classes = CATALOGUE["imagenet"].num_classes
+    num_classes = CATALOG["imagenet"].num_classes
     try:
         splits = load_tfrecords(folder, prepare, num_classes=num_classes, **options)
     except DatasetNotFound:

@@ -10,7 +10,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from millrace.data.catalogue import CATALOGUE, not_found
+from millrace.data.catalog import CATALOG, not_found
 from millrace.data.source import ArraySource, DatasetError
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801  # unsigned bytes in three dims, in one
@@ -76,7 +76,7 @@ def _find(name: str, folder: Path, subfolders: Sequence[str]) -> list[Path]:
 
 
 def _read_split(name: str, images_file: Path, labels_file: Path) -> ArraySource:
-    known = CATALOGUE[name]
+    known = CATALOG[name]
     image = _read_idx(images_file, _IMAGES_MAGIC, name)
     label = _read_idx(labels_file, _LABELS_MAGIC, name)
     if len(image) != len(label):
@@ -121,7 +121,7 @@ def _read_idx(path: Path, magic: int, name: str) -> np.ndarray:
 
 def _check_shape(path: Path, shape: Sequence[int], name: str) -> None:
     """Refuse sizes that cannot be true before as much as they claim is read."""
-    known = CATALOGUE[name]
+    known = CATALOG[name]
     height, width, _ = known.image_shape
     count, *image = shape
     if image and image != [height, width]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.catalogue import not_found
+from millrace.data.catalog import not_found
 from millrace.data.crc32c import masked_crc32c
 from millrace.data.image_source import CorruptSample, ImageSource, PerImage, num_cores
 from millrace.data.source import DatasetError

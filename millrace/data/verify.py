@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from millrace.data.catalogue import Dataset
+from millrace.data.catalog import Dataset
 from millrace.data.image_source import ImageSource
 from millrace.data.source import ArraySource, Source
 

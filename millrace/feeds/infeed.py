@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.feeds.elements import Pass
 from millrace.feeds.reader import Reader, unused
-from millrace.feeds.stager import Chunk, Gathered, Rows
+from millrace.feeds.stager import Chunk, GradientResult, Rows
 
 
 class DatasetEnded(RuntimeError):
@@ -76,7 +76,7 @@ class Infeed:
         self._left: list[Reader] = []
         """Readers that were stopped while they waited for the dataset."""
         self._chunk: Chunk | None = None
-        self._on_host: Gathered | None = None
+        self._on_host: GradientResult | None = None
         """The current chunk's elements on the host."""
 
     @property

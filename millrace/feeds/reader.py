@@ -9,7 +9,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from millrace.feeds.elements import Entry, Pass, cut
-from millrace.feeds.stager import Chunk, Gathered, Rows, Stager
+from millrace.feeds.stager import Chunk, GradientResult, Rows, Stager
 
 _log = logging.getLogger("millrace")
 
@@ -26,7 +26,7 @@ class Staged(NamedTuple):
     """A chunk, and its elements on the host: unused ones may be staged differently."""
 
     chunk: Chunk
-    gathered: Gathered
+    gathered: GradientResult
 
 
 class Reader:
@@ -56,7 +56,7 @@ class Reader:
         self._depth = depth
         self._stager: Stager | None = None
         self._ready: collections.deque[Staged] = collections.deque()
-        self._placing: Gathered | None = None
+        self._placing: GradientResult | None = None
         self._outcome: Any = None
         """ENDED, or the error that was raised, once there is nothing more to read."""
         self._changed = threading.Condition(threading.Lock())
@@ -192,7 +192,7 @@ class Reader:
                 self._changed.notify_all()
 
 
-def unused(gathered: Gathered, start: int, rows: Rows | None) -> list[Entry]:
+def unused(gathered: GradientResult, start: int, rows: Rows | None) -> list[Entry]:
     """Return the elements of a chunk from place `start` on, as they were gathered."""
     return [
         Entry(gathered.first + place, gathered.element(place), rows)

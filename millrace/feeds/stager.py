@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     """Samples in the whole element."""
 
 
-class Gathered(NamedTuple):
+class GradientResult(NamedTuple):
     """Elements on the host, in the order of the dataset."""
 
     first: int
@@ -117,13 +117,13 @@ class Stager:
             self._first = index
         self.count += 1
 
-    def take(self) -> Gathered:
+    def take(self) -> GradientResult:
         """Return what was gathered, and start the next chunk."""
-        gathered = Gathered(self._first, self.count, self._buffers, self._treedef)
+        gathered = GradientResult(self._first, self.count, self._buffers, self._treedef)
         self._begin()
         return gathered
 
-    def placed(self, gathered: Gathered) -> Chunk:
+    def placed(self, gathered: GradientResult) -> Chunk:
         """Move what was gathered to the devices."""
         for buffer in gathered.buffers:
             buffer[gathered.size :] = 0

@@ -13,9 +13,9 @@ from millrace.nn.layers import Call, Layer, Tree, stateless
 def opening(layer: Layer) -> Layer:
     """Run `layer` on the main branch and keep its input as the skip connection."""
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        y, carried = layer.apply(params, carried, x, call)
-        return {"main": y, "skip": x}, carried
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        y, model_state = layer.apply(params, model_state, x, call)
+        return {"main": y, "skip": x}, model_state
 
     return layer._replace(apply=apply)
 
@@ -26,9 +26,9 @@ def on(branch: str, layer: Layer) -> Layer:
     def init(x: Any) -> tuple[Tree, Tree]:
         return layer.init(x[branch])
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        y, carried = layer.apply(params, carried, x[branch], call)
-        return {**x, branch: y}, carried
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        y, model_state = layer.apply(params, model_state, x[branch], call)
+        return {**x, branch: y}, model_state
 
     return Layer(layer.name, init, apply, groups=layer.groups)
 

@@ -11,14 +11,14 @@ from millrace.nn.layers import Layer, Tree, apply_layers
 
 @dataclass(frozen=True)
 class LayeredLoss:
-    """A loss function ``(params, carried, batch, key) -> (loss, (carried, info))``.
+    """A loss function ``(params, model_state, batch, key) -> (loss, (model_state, info))``.
 
     It can be called like any other; and since its parts are known, a plan with
     `pipeline_splits` can spread them over devices.
     """
 
     layers: Sequence[Layer]
-    """The model; their weights and carried values are keyed by layer name."""
+    """The model; their weights and model state are keyed by layer name."""
     inputs: Callable[[Any, jax.Array], Any]
     """``(batch, key) -> x``, what the first layer is given."""
     outputs: Callable[[Any, Any], tuple[jax.Array, dict[str, Any]]]
@@ -31,10 +31,12 @@ class LayeredLoss:
     so that what is done at random to the samples can be done to their labels."""
 
     def __call__(
-        self, params: Tree, carried: Tree, batch: Any, key: jax.Array
+        self, params: Tree, model_state: Tree, batch: Any, key: jax.Array
     ) -> tuple[jax.Array, tuple[Tree, dict[str, Any]]]:
-        """Return the loss over a batch, the new carried values and info."""
+        """Return the loss over a batch, the new model state and info."""
         x = self.inputs(batch, key)
-        y, carried = apply_layers(self.layers, params, carried, x, training=True, key=key)
+        y, model_state = apply_layers(
+            self.layers, params, model_state, x, training=True, key=key
+        )
         loss, info = self.outputs(y, self.targets(batch, key))
-        return loss, (carried, info)
+        return loss, (model_state, info)

@@ -1,6 +1,6 @@
 """A model is a list of named layers, each a pair of pure functions.
 
-Weights and carried values are plain dictionaries keyed by layer name, so that a model
+Weights and model state are plain dictionaries keyed by layer name, so that a model
 can be split before any layer and a checkpoint can be read by eye.
 """
 
@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from millrace.config import ConfigurationError
 from millrace.nn import pooling
 from millrace.nn.convolution import EmptyOutputError, check_groups, conv2d
-from millrace.nn.drawing import Draw, draw_tree
+from millrace.nn.initializers import Init, init_tree
 
 Tree = dict[str, Any]
 
@@ -37,10 +37,10 @@ class Layer(NamedTuple):
 
     name: str
     init: Callable[[Any], tuple[Tree, Tree]]
-    """``input -> (params, carried)``; only shapes and types of input matter. Weights that
-    start at random are a ``Draw``."""
+    """``input -> (params, model_state)``; only shapes and types of input matter. Weights
+    that start at random are a ``Init``."""
     apply: Callable[[Tree, Tree, Any, Call], tuple[Any, Tree]]
-    """``(params, carried, input, call) -> (output, carried)``."""
+    """``(params, model_state, input, call) -> (output, model_state)``."""
     branches: "tuple[tuple[Layer, ...], ...]" = ()
     """Of a ``concurrent`` layer, which has only these."""
     groups: int = 1
@@ -48,14 +48,14 @@ class Layer(NamedTuple):
 
 
 def init_layers(layers: Sequence[Layer], key: jax.Array, example: Any) -> tuple[Tree, Tree]:
-    """Make the weights and carried values of a model for inputs like `example`."""
+    """Make the weights and model state of a model for inputs like `example`."""
     check_names(layers)
     # Run once: compiling it well took 3.9 s of a run of ten, compiling it fast 0.9.
     fast = {"xla_backend_optimization_level": "0"}
     options = fast if jax.default_backend() == "cpu" else {}
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
-        return draw_tree(_undrawn(layers, example), key)
+        return init_tree(_undrawn(layers, example), key)
 
     return jax.jit(init, compiler_options=options)(key)
 
@@ -68,13 +68,13 @@ def init_shapes(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
 
 
 def _undrawn(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
-    """Return weights that are yet to be drawn, and carried values."""
-    params, carried, spec = {}, {}, example
+    """Return weights that are yet to be drawn, and model state."""
+    params, model_state, spec = {}, {}, example
     for layer in layers:
-        new_params, new_carried = _init_layer(layer, spec)
+        new_params, new_model_state = _init_layer(layer, spec)
         params |= new_params
-        carried |= new_carried
-        output = _output_if_any(layer, new_params, new_carried, spec)
+        model_state |= new_model_state
+        output = _output_if_any(layer, new_params, new_model_state, spec)
         if output is None:
             raise ConfigurationError(
                 f"The input is too small for this model: {layer.name} leaves nothing "
@@ -82,12 +82,12 @@ def _undrawn(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
                 f"{_shapes(example)}). Give larger images, or take another model."
             )
         spec = output
-    return params, carried
+    return params, model_state
 
 
-def _output_if_any(layer: Layer, params: Tree, carried: Tree, x: Any) -> Any:
+def _output_if_any(layer: Layer, params: Tree, model_state: Tree, x: Any) -> Any:
     try:
-        output = layer_output(layer, params, carried, x)
+        output = layer_output(layer, params, model_state, x)
     except EmptyOutputError:
         return None
     return None if any(y.size == 0 for y in jax.tree.leaves(output)) else output
@@ -98,44 +98,44 @@ def _shapes(spec: Any) -> str:
 
 
 def _init_layer(layer: Layer, spec: Any) -> tuple[Tree, Tree]:
-    params, carried = {}, {}
+    params, model_state = {}, {}
     for branch in layer.branches:
-        for tree, own in zip((params, carried), _undrawn(branch, spec), strict=True):
+        for tree, own in zip((params, model_state), _undrawn(branch, spec), strict=True):
             tree |= own
     if not layer.branches:
-        own_params, own_carried = layer.init(spec)
+        own_params, own_model_state = layer.init(spec)
         params = {layer.name: own_params} if own_params else {}
-        carried = {layer.name: own_carried} if own_carried else {}
-    return params, carried
+        model_state = {layer.name: own_model_state} if own_model_state else {}
+    return params, model_state
 
 
-def layer_output(layer: Layer, params: Tree, carried: Tree, x: Any) -> Any:
+def layer_output(layer: Layer, params: Tree, model_state: Tree, x: Any) -> Any:
     """Return shapes and types of a layer's output for an input like `x`."""
 
-    def output(params: Tree, carried: Tree, x: Any) -> Any:
+    def output(params: Tree, model_state: Tree, x: Any) -> Any:
         # Not as in training: there, a layer may reduce over replicas, or draw.
-        return apply_layers([layer], params, carried, x, training=False)[0]
+        return apply_layers([layer], params, model_state, x, training=False)[0]
 
     names = layer_names([layer])
-    own = ({n: tree[n] for n in names if n in tree} for tree in (params, carried))
+    own = ({n: tree[n] for n in names if n in tree} for tree in (params, model_state))
     return jax.eval_shape(output, *own, x)
 
 
 def apply_layers(
     layers: Sequence[Layer],
     params: Tree,
-    carried: Tree,
+    model_state: Tree,
     x: Any,
     *,
     training: bool,
     key: jax.Array | None = None,
 ) -> tuple[Any, Tree]:
-    """Run a model and return its output with the new carried values."""
-    new = dict(carried)
+    """Run a model and return its output with the new model state."""
+    new = dict(model_state)
     for layer in layers:
         if layer.branches:
             results = [
-                apply_layers(branch, params, carried, x, training=training, key=key)
+                apply_layers(branch, params, model_state, x, training=training, key=key)
                 for branch in layer.branches
             ]
             x = tuple(output for output, _ in results)
@@ -146,7 +146,7 @@ def apply_layers(
         own_key = None if key is None else _layer_key(key, layer.name)
         x, own = layer.apply(
             params.get(layer.name, {}),
-            carried.get(layer.name, {}),
+            model_state.get(layer.name, {}),
             x,
             Call(training, own_key),
         )
@@ -181,8 +181,8 @@ def conv(
             params["bias"] = jnp.zeros(features)
         return params, {}
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del carried
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del model_state
         weights = params["kernel"]
         # Folding may have merged some groups: the kernel says how many there are.
         merged = max(1, x.shape[-1] // weights.shape[2])
@@ -205,11 +205,11 @@ def dense(name: str, features: int) -> Layer:
 
     def init(x: Any) -> tuple[Tree, Tree]:
         fan_in = x.shape[-1]
-        kernel = Draw("normal", (fan_in, features), fan_in**-0.5)
+        kernel = Init("normal", (fan_in, features), fan_in**-0.5)
         return {"kernel": kernel, "bias": jnp.zeros(features)}, {}
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del carried, call
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del model_state, call
         return x @ params["kernel"] + params["bias"], {}
 
     return Layer(name, init, apply)
@@ -221,8 +221,8 @@ def stateless(name: str, function: Callable[[Any], Any]) -> Layer:
     >>> relu = stateless("relu", jax.nn.relu)
     """
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del params, carried, call
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del params, model_state, call
         return function(x), {}
 
     return Layer(name, lambda x: ({}, {}), apply)
@@ -275,8 +275,8 @@ def dropout(name: str, rate: float, *, whole_samples: bool = False) -> Layer:
     if not 0 <= rate < 1:
         raise ValueError(f"dropout rate must be at least 0 and below 1, got {rate}.")
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del params, carried
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del params, model_state
         if not call.training or rate == 0:
             return x, {}
         if call.key is None:
@@ -293,9 +293,9 @@ def num_parameters(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _he_normal(shape: tuple[int, ...], fan: str) -> Draw:
+def _he_normal(shape: tuple[int, ...], fan: str) -> Init:
     count = shape[0] * shape[1] * shape[2 if fan == "in" else 3]
-    return Draw("truncated_normal", shape, (2 / count) ** 0.5)
+    return Init("truncated_normal", shape, (2 / count) ** 0.5)
 
 
 def _layer_key(key: jax.Array, name: str) -> jax.Array:

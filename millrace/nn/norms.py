@@ -1,4 +1,4 @@
-"""Normalisation: batch norm, also across groups of replicas, and group norm."""
+"""Normalization: batch norm, also across groups of replicas, and group norm."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ from millrace.nn.layers import Call, Layer, Tree
 
 
 class NormFactory(Protocol):
-    """Makes a model's normalisation layers; the model says only where they stand."""
+    """Makes a model's normalization layers; the model says only where they stand."""
 
     def __call__(self, name: str, *, zero_scale: bool = False) -> Layer:
         """Return a layer; `zero_scale` where a residual branch should start silent."""
@@ -45,7 +45,7 @@ def batch_norm(
     zero_scale: bool = False,
     groups: ReplicaGroups | None = None,
 ) -> Layer:
-    """Normalise by the batch's statistics; keep a moving average of them.
+    """Normalize by the batch's statistics; keep a moving average of them.
 
     Args:
         name: The layer's name.
@@ -65,15 +65,16 @@ def batch_norm(
         params = {"scale": scale, "bias": jnp.zeros(features)}
         return params, {"mean": jnp.zeros(features), "var": jnp.ones(features)}
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         if not call.training:
-            return _normalise(x, carried, params, epsilon), carried
+            return _normalize(x, model_state, params, epsilon), model_state
         batch = _moments(x, stable, groups)
         moved = {
-            key: momentum * carried[key] + (1 - momentum) * lax.stop_gradient(batch[key])
-            for key in carried
+            key: momentum * model_state[key]
+            + (1 - momentum) * lax.stop_gradient(batch[key])
+            for key in model_state
         }
-        return _normalise(x, batch, params, epsilon), moved
+        return _normalize(x, batch, params, epsilon), moved
 
     return Layer(name, init, apply)
 
@@ -86,7 +87,7 @@ def group_norm(
     epsilon: float = 1.001e-5,
     zero_scale: bool = False,
 ) -> Layer:
-    """Normalise each sample by the statistics of groups of its channels.
+    """Normalize each sample by the statistics of groups of its channels.
 
     Give the number of groups, or how many channels each has.
     """
@@ -111,8 +112,8 @@ def group_norm(
         scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)
         return {"scale": scale, "bias": jnp.zeros(channels)}, {}
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del carried, call
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del model_state, call
         split = x.reshape(*x.shape[:-1], groups_of(x.shape[-1]), -1).astype(jnp.float32)
         dims = (*range(1, x.ndim - 1), x.ndim)
         mean = split.mean(dims, keepdims=True)
@@ -139,7 +140,7 @@ def _moments(x: Any, stable: bool, groups: ReplicaGroups | None) -> Tree:
     return {"mean": mean, "var": jnp.maximum(squares - jnp.square(mean), 0)}
 
 
-def _normalise(x: Any, statistics: Tree, params: Tree, epsilon: float) -> Any:
+def _normalize(x: Any, statistics: Tree, params: Tree, epsilon: float) -> Any:
     # One multiplication and one addition per element.
     factor = params["scale"].astype(jnp.float32) * lax.rsqrt(statistics["var"] + epsilon)
     shift = params["bias"].astype(jnp.float32) - statistics["mean"] * factor

@@ -14,14 +14,14 @@ class Accumulated(NamedTuple):
     """What one replica has gathered over the micro-batches of an update."""
 
     gradients: Any
-    carried: Any
+    model_state: Any
     info: dict[str, jax.Array]
 
 
 def accumulate(
     gradient_fn: Callable[[Any, jax.Array], tuple[Any, Any, dict[str, jax.Array]]],
     params: Any,
-    carried: Any,
+    model_state: Any,
     batches: Any,
     *,
     dtype: AccumulatorType,
@@ -30,39 +30,39 @@ def accumulate(
     """Run `gradient_fn(batch, index)` over dim 0 of `batches` and gather the results.
 
     Args:
-        gradient_fn: Returns gradients, the carried values' contribution and info.
+        gradient_fn: Returns gradients, the model state' contribution and info.
         params: The variables, whose types the accumulators take where `dtype` is None.
-        carried: A tree like the contributions that `gradient_fn` returns.
+        model_state: A tree like the contributions that `gradient_fn` returns.
         batches: A pytree whose leaves are (micro-batches, samples, ...).
         dtype: Of the accumulators; see ``Plan.gradient_accumulation_dtype``.
         reduction: See ``Plan.gradient_accumulation_reduction``.
 
-    The carried contributions are added up, whatever the reduction of the gradients.
+    The model_state contributions are added up, whatever the reduction of the gradients.
     """
     count = jax.tree.leaves(batches)[0].shape[0]
     types = accumulator_types(params, dtype)
     if count == 1:
         # No accumulator: the sum, mean and running mean of one gradient are itself.
         first = jax.tree.map(lambda x: x[0], batches)
-        gradients, carried, info = gradient_fn(first, jnp.int32(0))
+        gradients, model_state, info = gradient_fn(first, jnp.int32(0))
         gradients = jax.tree.map(
             lambda g, t: g.astype(jnp.promote_types(g.dtype, t)), gradients, types
         )
-        return Accumulated(gradients, carried, info)
+        return Accumulated(gradients, model_state, info)
 
     def add(so_far: tuple[Any, Any], item: tuple[jax.Array, Any]) -> Any:
         index, batch = item
-        gradients, new_carried, info = gradient_fn(batch, index)
+        gradients, new_model_state, info = gradient_fn(batch, index)
         total = jax.tree.map(
             lambda a, g: add_gradient(a, g, index, count, reduction), so_far[0], gradients
         )
-        return (total, jax.tree.map(jnp.add, so_far[1], new_carried)), info
+        return (total, jax.tree.map(jnp.add, so_far[1], new_model_state)), info
 
     zeros = jax.tree.map(lambda p, t: jnp.zeros(p.shape, t), params, types)
-    start = (zeros, jax.tree.map(jnp.zeros_like, carried))
-    (gradients, carried), infos = lax.scan(add, start, (jnp.arange(count), batches))
+    start = (zeros, jax.tree.map(jnp.zeros_like, model_state))
+    (gradients, model_state), infos = lax.scan(add, start, (jnp.arange(count), batches))
     info = jax.tree.map(lambda values: values.mean(0), infos)
-    return Accumulated(gradients, carried, info)
+    return Accumulated(gradients, model_state, info)
 
 
 def accumulator_types(params: Any, dtype: AccumulatorType) -> Any:

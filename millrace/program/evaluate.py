@@ -22,7 +22,7 @@ from millrace.program.replicas import (
 from millrace.program.step import TrainState, narrow
 
 MetricFn = Callable[[Any, Any, Any], dict[str, jax.Array]]
-"""``(params, carried, batch) -> {name: one value per sample}``."""
+"""``(params, model_state, batch) -> {name: one value per sample}``."""
 
 
 class EvaluationProgram:
@@ -60,7 +60,7 @@ class EvaluationProgram:
         """Where a chunk of batches must lie."""
         return split_batch(self._mesh)
 
-    def usable(self, state: TrainState) -> TrainState:
+    def validate_state(self, state: TrainState) -> TrainState:
         """Return a state whose weights lie on these devices; copy them if they do not.
 
         Args:
@@ -68,7 +68,7 @@ class EvaluationProgram:
                 arrays. A used-up state, and the packed one of a pipeline, are refused.
         """
         target = replicated(self._mesh)
-        leaves = jax.tree.leaves((state.params, state.carried))
+        leaves = jax.tree.leaves((state.params, state.model_state))
         _check_whole(leaves)
         if all(
             isinstance(leaf, jax.Array)
@@ -76,8 +76,8 @@ class EvaluationProgram:
             for leaf in leaves
         ):
             return state
-        params, carried = self.place((state.params, state.carried))
-        return state._replace(params=params, carried=carried)
+        params, model_state = self.place((state.params, state.model_state))
+        return state._replace(params=params, model_state=model_state)
 
     def run(self, state: TrainState, chunk: Any) -> dict[str, np.ndarray]:
         """Return the sums of the metrics over a chunk's real samples, and "count".
@@ -86,8 +86,8 @@ class EvaluationProgram:
             state: Whose weights to evaluate; it stays usable.
             chunk: ``{"batch": ..., "valid": ...}``, leaves (batches, samples, ...).
         """
-        state = self.usable(state)
-        given = (state.params, state.carried, chunk)
+        state = self.validate_state(state)
+        given = (state.params, state.model_state, chunk)
         shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(given))
         key = (shapes, jax.tree.structure(given))
         if key not in self._compiled:
@@ -96,13 +96,13 @@ class EvaluationProgram:
             sums = self._compiled[key](*given)
         return jax.device_get(sums)
 
-    def _compile(self, params: Any, carried: Any, chunk: Any) -> Callable[..., Any]:
-        def sums(params: Any, carried: Any, chunk: Any) -> dict[str, jax.Array]:
+    def _compile(self, params: Any, model_state: Any, chunk: Any) -> Callable[..., Any]:
+        def sums(params: Any, model_state: Any, chunk: Any) -> dict[str, jax.Array]:
             compute = narrow(params, self._plan.types.compute)
 
             def one(totals: None, item: Any) -> tuple[None, dict[str, jax.Array]]:
                 batch = narrow(item["batch"], self._plan.types.compute)
-                values = self._metric_fn(compute, carried, batch)
+                values = self._metric_fn(compute, model_state, batch)
                 return totals, _masked_sums(values, item["valid"])
 
             _, per_batch = lax.scan(one, None, chunk)
@@ -120,7 +120,7 @@ class EvaluationProgram:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return compile_for(self._mesh, mapped, params, carried, chunk)
+        return compile_for(self._mesh, mapped, params, model_state, chunk)
 
 
 def _check_whole(leaves: Sequence[Any]) -> None:
@@ -134,7 +134,7 @@ def _check_whole(leaves: Sequence[Any]) -> None:
     if any(mesh is not None and STAGE_AXIS in mesh.axis_names for mesh in meshes):
         raise ValueError(
             "This state is a pipeline's, packed for its devices. Evaluate "
-            "program.whole(state), where program is the training program."
+            "program.unpack_state(state), where program is the training program."
         )
 
 

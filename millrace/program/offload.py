@@ -1,4 +1,4 @@
-"""Optimiser state that rests in host memory and streams through the device.
+"""Optimizer state that rests in host memory and streams through the device.
 
 One program that copies the state in, updates and copies it out does not lower the
 device's peak: XLA drops the barriers that would order the copies and fetches everything
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from millrace.program import step as steps
 from millrace.program.compiling import compile_for
 from millrace.program.replicas import replicated
-from millrace.program.step import Gathered, Step, TrainState
+from millrace.program.step import GradientResult, Step, TrainState
 
 _SMALL_BYTES = 4096
 """State below this (counters, scalars) stays on the device: it saves nothing."""
@@ -46,16 +46,16 @@ def host_memory_kind(device: Any) -> str | None:
     return kind
 
 
-def placement(optimiser_state: Any, host: NamedSharding) -> Any:
+def placement(optimizer_state: Any, host: NamedSharding) -> Any:
     """Return each leaf's sharding: large ones in host memory, small ones not."""
     resident = host.with_memory_kind("device")
-    return jax.tree.map(lambda x: host if _is_large(x) else resident, optimiser_state)
+    return jax.tree.map(lambda x: host if _is_large(x) else resident, optimizer_state)
 
 
 def init_streamed(
     init: Callable[[Any], Any], params: Any, mesh: Mesh, host: NamedSharding
 ) -> Any:
-    """Make the optimiser's state and move it out, one bucket after the other."""
+    """Make the optimizer's state and move it out, one bucket after the other."""
     jaxpr, spec = jax.make_jaxpr(init, return_shape=True)(params)
     function, inputs = jaxpr_as_fun(jaxpr), jax.tree.leaves(params)
     places = jax.tree.leaves(placement(spec, host))
@@ -111,7 +111,7 @@ class StreamedUpdate:
     """Applies a weight update bucket by bucket."""
 
     def __init__(
-        self, step: Step, mesh: Mesh, state: TrainState, gathered: Gathered
+        self, step: Step, mesh: Mesh, state: TrainState, gathered: GradientResult
     ) -> None:
         self._resident = replicated(mesh)
         self._shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
@@ -120,7 +120,7 @@ class StreamedUpdate:
             (state, gathered),
         )
         jaxpr, outputs = jax.make_jaxpr(
-            functools.partial(steps.apply, step), return_shape=True
+            functools.partial(steps.apply_update, step), return_shape=True
         )(*spec)
         self._out_tree = jax.tree.structure(outputs)
         owned, needs = _owned_positions(state), needed_inputs(jaxpr)
@@ -130,7 +130,7 @@ class StreamedUpdate:
             for made in _split(needs, owned)
         ]
 
-    def apply(self, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
+    def apply(self, state: TrainState, gathered: GradientResult) -> tuple[TrainState, Any]:
         """Make one weight update; `state` is used up."""
         inputs = jax.tree.leaves((state, gathered))
         outputs: list[Any] = [None] * self._out_tree.num_leaves
@@ -164,7 +164,7 @@ def _owned_positions(state: TrainState) -> dict[int, int]:
         field = getattr(path[0], "name", "")
         if field == "params":
             owned[position] = 0
-        elif field == "optimiser_state" and _is_large(leaf):
+        elif field == "optimizer_state" and _is_large(leaf):
             owned[position] = leaf.size * leaf.dtype.itemsize
     return owned
 
@@ -172,7 +172,7 @@ def _owned_positions(state: TrainState) -> dict[int, int]:
 def _split(needs: list[set[int]], owned: dict[int, int]) -> list[list[int]]:
     """Group the outputs into buckets that own disjoint weights and large state.
 
-    An optimiser that works variable by variable falls apart into one group per
+    An optimizer that works variable by variable falls apart into one group per
     variable. One whose update of a variable depends on another's state (clipping by
     the global norm of Adam's updates, say) stays in one piece: right, but no smaller.
     """

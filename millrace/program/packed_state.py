@@ -31,18 +31,18 @@ STATE: Any = TrainState._make((SAME, ROW, ROW, _OPTIMIZER, SAME, SAME))
 
 def is_packed(state: TrainState) -> bool:
     """Tell a pipeline's own state from one of trees over the whole model."""
-    return isinstance(state.optimiser_state, OptimizerRows)
+    return isinstance(state.optimizer_state, OptimizerRows)
 
 
 def without_optimizer(state: TrainState) -> TrainState:
     """Return a state without the optimizer's."""
-    return state._replace(optimiser_state=OptimizerRows((), ()))
+    return state._replace(optimizer_state=OptimizerRows((), ()))
 
 
 def without_buckets(state: TrainState) -> TrainState:
     """Return a state without what is updated in buckets."""
-    shared = state.optimiser_state.shared
-    return state._replace(params=None, optimiser_state=OptimizerRows((), shared))
+    shared = state.optimizer_state.shared
+    return state._replace(params=None, optimizer_state=OptimizerRows((), shared))
 
 
 def own_row(state: TrainState) -> TrainState:
@@ -67,10 +67,12 @@ def row(tree: Any) -> Any:
 
 def _map_rows(function: Callable[[Any], Any], state: TrainState) -> TrainState:
     """Apply a function to what has a row for every device."""
-    optimiser = state.optimiser_state
-    params, carried, buckets = function((state.params, state.carried, optimiser.buckets))
+    optimizer = state.optimizer_state
+    params, model_state, buckets = function(
+        (state.params, state.model_state, optimizer.buckets)
+    )
     return state._replace(
         params=params,
-        carried=carried,
-        optimiser_state=optimiser._replace(buckets=buckets),
+        model_state=model_state,
+        optimizer_state=optimizer._replace(buckets=buckets),
     )

@@ -2,7 +2,7 @@
 
 All devices run one program. At each tick a device runs its branch of a switch (forward or
 backward of one of its stages on one micro-batch, or nothing) and what it finished travels
-to whoever needs it next. Gradients, carried values and reports are summed in place.
+to whoever needs it next. Gradients, model state and reports are summed in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from millrace.nn.layers import Tree, apply_layers
 from millrace.program import packing
 from millrace.program import step as steps
 from millrace.program.accumulate import add_gradient
-from millrace.program.arrangement import Arrangement
 from millrace.program.packing import Buffers, Layout
 from millrace.program.replicas import REPLICA_AXIS, STAGE_AXIS, sum_over_replicas
 from millrace.program.routes import Routes
+from millrace.program.state_layout import Arrangement
 from millrace.program.step import Step, TrainState
 
 Clock = Callable[[int, int, int, bool], None]
@@ -34,8 +34,8 @@ class Sums(NamedTuple):
     """What an update gathers on each device."""
 
     gradients: Buffers
-    carried: Buffers
-    """Contributions to the carried values."""
+    model_state: Buffers
+    """Contributions to the model state."""
     info: dict[str, jax.Array]
 
 
@@ -125,7 +125,7 @@ class Pipeline:
         state = self._state
         rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-            (state.params, state.carried),
+            (state.params, state.model_state),
         )
         return jax.eval_shape(lambda *rows: self._values(stage, *rows), *rows)
 
@@ -149,11 +149,13 @@ class Pipeline:
 
     # --- one stage ------------------------------------------------------------
 
-    def _values(self, stage: int, params: Buffers, carried: Buffers) -> tuple[Tree, Tree]:
-        """Unpack a stage's weights and carried values from a device's rows."""
+    def _values(
+        self, stage: int, params: Buffers, model_state: Buffers
+    ) -> tuple[Tree, Tree]:
+        """Unpack a stage's weights and model state from a device's rows."""
         return (
             packing.unpack(self._layout("params", stage), params),
-            packing.unpack(self._layout("carried", stage), carried),
+            packing.unpack(self._layout("model_state", stage), model_state),
         )
 
     def _layout(self, kind: str, stage: int) -> Layout:
@@ -162,22 +164,22 @@ class Pipeline:
         return packing.part(layout, self._model.names(stage))
 
     def _runner(self, stage: int) -> Callable[..., Any]:
-        """The stage as ``(params, carried, x, batch, key) -> (y, (changes, info))``."""
+        """The stage as ``(params, model_state, x, batch, key) -> (y, (changes, info))``."""
         step, plan = self._step, self._step.plan
         last = stage == self._stages.num_stages - 1
         modes = self._modes(stage)
 
-        def run(params: Tree, carried: Tree, x: Any, batch: Any, key: Any) -> Any:
+        def run(params: Tree, model_state: Tree, x: Any, batch: Any, key: Any) -> Any:
             y, new = apply_layers(
                 self._model.layers[stage],
                 steps.narrow(params, plan.types.compute),
-                carried,
+                model_state,
                 x,
                 training=True,
                 key=key,
             )
-            new = steps.checked_carried(new, carried)
-            changes = steps.contribution(modes, carried, new)
+            new = steps.checked_model_state(new, model_state)
+            changes = steps.contribution(modes, model_state, new)
             if not last:
                 return y, (changes, {})
             returned = self._loss.outputs(y, self._loss.targets(batch, key))
@@ -188,27 +190,27 @@ class Pipeline:
         return run
 
     def _modes(self, stage: int) -> Tree:
-        carried = jax.tree.unflatten(
-            (layout := self._layout("carried", stage)).tree,
+        model_state = jax.tree.unflatten(
+            (layout := self._layout("model_state", stage)).tree,
             [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in layout.entries],
         )
-        return steps.carried_modes(self._step.carried_reduction, carried)
+        return steps.model_state_modes(self._step.model_state_reduction, model_state)
 
     def _differentiated(self, stage: int, given: tuple[Any, ...]) -> Any:
         """Run a stage; return its output, its backward function and what it reports."""
-        params, carried, x, batch, key = given
+        params, model_state, x, batch, key = given
         run = self._runner(stage)
         if self._keeps:
             run = jax.checkpoint(run, policy=steps.keep_products, prevent_cse=False)
         if self._stages.position_of(stage) == 0:  # no one wants the batch's gradient
 
             def of_params(params: Tree) -> Any:
-                return run(params, carried, x, batch, key)
+                return run(params, model_state, x, batch, key)
 
             return jax.vjp(of_params, params, has_aux=True)
 
         def of_both(params: Tree, x: Any) -> Any:
-            return run(params, carried, x, batch, key)
+            return run(params, model_state, x, batch, key)
 
         return jax.vjp(of_both, params, x, has_aux=True)
 
@@ -281,7 +283,7 @@ class Pipeline:
     def _exchanged(self, sums: Sums) -> Sums:
         """Sum over replicas; reports come from one stage, so they are summed over all."""
         plan = self._step.plan
-        gradients, carried, info = sum_over_replicas(tuple(sums), plan.num_replicas)
+        gradients, model_state, info = sum_over_replicas(tuple(sums), plan.num_replicas)
         info = lax.psum(info, STAGE_AXIS)
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
         info = {name: value / count for name, value in info.items()}
@@ -289,7 +291,7 @@ class Pipeline:
             name: (value / plan.num_replicas).astype(sums.gradients[name].dtype)
             for name, value in gradients.items()
         }
-        return Sums(gradients, carried, info)
+        return Sums(gradients, model_state, info)
 
     def _branches(self, state: TrainState, batches: Any) -> list[Callable[..., Any]]:
         def idle(sums: Sums, mail: Buffers, kept: Buffers, row: Any) -> Any:
@@ -309,7 +311,7 @@ class Pipeline:
             else:
                 boundary = self._boundaries[position - 1]
                 x = packing.unpack(boundary, _take(mail, row["input_slot"]))
-            return *self._values(stage, state.params, state.carried), x, batch, key
+            return *self._values(stage, state.params, state.model_state), x, batch, key
 
         stages = range(self._stages.num_stages)
         return [
@@ -341,9 +343,9 @@ class Pipeline:
                 sent = self._packed_output(stage, y)
             changes = steps.from_first(self._modes(stage), changes, row["micro_batch"])
             layout = self._layout("changes", stage)
-            carried = _section_updated(layout, sums.carried, changes, jnp.add)
+            model_state = _section_updated(layout, sums.model_state, changes, jnp.add)
             info = {n: sums.info[n] + info[n] if last else sums.info[n] for n in sums.info}
-            return Sums(sums.gradients, carried, info), sent, residual
+            return Sums(sums.gradients, model_state, info), sent, residual
 
         return forward
 
@@ -405,7 +407,7 @@ class Pipeline:
                 return add_gradient(total, gradient, row["micro_batch"], count, how)
 
             gradients = _section_updated(layout, sums.gradients, found[0], add)
-            return Sums(gradients, sums.carried, sums.info), sent, residual
+            return Sums(gradients, sums.model_state, sums.info), sent, residual
 
         return backward
 

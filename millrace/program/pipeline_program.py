@@ -12,12 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 from millrace.config import ConfigurationError
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import check_names, layer_names
-from millrace.program.arrangement import (
-    Arrangement,
-    arrange,
-    to_buffers,
-    to_trees,
-)
 from millrace.program.compiling import compile_for
 from millrace.program.offload import placement
 from millrace.program.optimizer_state import init_optimizer_state
@@ -42,8 +36,14 @@ from millrace.program.replicas import (
     split_stages,
 )
 from millrace.program.routes import plan_routes
-from millrace.program.staged_loss import OneDeviceProgram
+from millrace.program.single_device_pipeline import OneDeviceProgram
 from millrace.program.stages import check_splits, split_model
+from millrace.program.state_layout import (
+    Arrangement,
+    arrange,
+    to_buffers,
+    to_trees,
+)
 from millrace.program.step import Step, TrainState
 from millrace.program.training import TrainingProgram
 from millrace.schedule.table import Table, build_table, check_count
@@ -98,16 +98,16 @@ class PipelineProgram(TrainingProgram):
 
     # --- the state --------------------------------------------------------------
 
-    def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
+    def init(self, params: Any, model_state: Any = None, *, seed: int = 0) -> TrainState:
         """Cut the model into stages and place their weights; copies what is given."""
-        first = self._first(params, carried or {}, seed)
+        first = self._first(params, model_state or {}, seed)
         _check_weights(self._loss, first.params)
-        model = split_model(self._loss, self.plan, first.params, first.carried)
+        model = split_model(self._loss, self.plan, first.params, first.model_state)
         self._mesh = pipeline_mesh(
             self.plan.num_replicas, model.stages.num_devices, self._given_devices
         )
-        start = jax.jit(lambda p: init_optimizer_state(self._step.optimiser, p))
-        whole = first._replace(optimiser_state=start(first.params))
+        start = jax.jit(lambda p: init_optimizer_state(self._step.optimizer, p))
+        whole = first._replace(optimizer_state=start(first.params))
         self._arrangement = arrange(self._step, model, whole)
         self._like = jax.eval_shape(lambda state: state, whole)
         return self.place(whole)
@@ -119,12 +119,12 @@ class PipelineProgram(TrainingProgram):
             state = to_buffers(self._arrangement, state)
         return place(state, self.state_sharding(state))
 
-    def usable(self, state: TrainState) -> TrainState:
+    def validate_state(self, state: TrainState) -> TrainState:
         """Return a state that can be run: whole or packed, of JAX's or NumPy's arrays."""
-        state = super().usable(state)
+        state = super().validate_state(state)
         return state if is_packed(state) else self.place(state)
 
-    def whole(self, state: TrainState) -> TrainState:
+    def unpack_state(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, in host memory."""
         assert self._arrangement is not None, "init comes first"
         assert self._like is not None
@@ -135,15 +135,15 @@ class PipelineProgram(TrainingProgram):
     def state_sharding(self, state: TrainState) -> TrainState:
         """Return the sharding of every leaf of a (packed) state."""
         rows, one = split_stages(self._mesh), replicated(self._mesh)
-        buckets, shared = state.optimiser_state
+        buckets, shared = state.optimizer_state
         placed = jax.tree.map(lambda _: rows, buckets)
         if self._host_memory is not None:
             placed = placement(buckets, split_stages(self._mesh, self._host_memory))
-        optimiser = OptimizerRows(placed, jax.tree.map(lambda _: one, shared))
+        optimizer = OptimizerRows(placed, jax.tree.map(lambda _: one, shared))
         return jax.tree.map(lambda _: one, state)._replace(
             params=jax.tree.map(lambda _: rows, state.params),
-            carried=jax.tree.map(lambda _: rows, state.carried),
-            optimiser_state=optimiser,
+            model_state=jax.tree.map(lambda _: rows, state.model_state),
+            optimizer_state=optimizer,
         )
 
     @property
@@ -255,7 +255,7 @@ class PipelineProgram(TrainingProgram):
                 lambda x: lax.dynamic_index_in_dim(x, update, keepdims=False), chunk
             )
             sums = pipeline.gather(own_row(state), batches, clock)
-            return Sums(row(sums.gradients), row(sums.carried), sums.info)
+            return Sums(row(sums.gradients), row(sums.model_state), sums.info)
 
         specs = (STATE, _BY_UPDATE, SAME)
         program = self._mapped(gather, specs, SUMS)

@@ -68,9 +68,9 @@ class StreamedPipelineUpdate:
         self._given = (state.params, without_buckets(state), sums)
         self._fetched = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split_stages(mesh)),
-            state.optimiser_state.buckets,
+            state.optimizer_state.buckets,
         )
-        self._resting = jax.tree.map(lambda x: x.sharding, state.optimiser_state.buckets)
+        self._resting = jax.tree.map(lambda x: x.sharding, state.optimizer_state.buckets)
         self._exchanged: list[Any] = []  # shapes of what the exchanges bring
         self._exchanges: list[list[_Contribution]] = []
         for number in range(update.num_exchanges):
@@ -86,7 +86,7 @@ class StreamedPipelineUpdate:
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
         """Make one weight update; `state` is used up."""
         exchanged = self._exchange(state, sums)
-        params, rows = state.params, list(state.optimiser_state.buckets)
+        params, rows = state.params, list(state.optimizer_state.buckets)
         rest, leaving = without_buckets(state), []
         for number, program in enumerate(self._buckets):
             if len(leaving) == _BUCKETS_IN_FLIGHT:
@@ -97,15 +97,15 @@ class StreamedPipelineUpdate:
             rows[number] = jax.device_put(new, self._resting[number])
             leaving.append(rows[number])
         rest, info = self._finish(rest, sums, exchanged)
-        optimiser = OptimizerRows(tuple(rows), rest.optimiser_state.shared)
-        return rest._replace(params=params, optimiser_state=optimiser), info
+        optimizer = OptimizerRows(tuple(rows), rest.optimizer_state.shared)
+        return rest._replace(params=params, optimizer_state=optimizer), info
 
     def _exchange(self, state: TrainState, sums: Sums) -> list[Buffers]:
         rest, exchanged = without_buckets(state), []
         for contributions in self._exchanges:
             given = []
             for bucket, needs_state, program in contributions:
-                rows = state.optimiser_state.buckets[bucket]
+                rows = state.optimizer_state.buckets[bucket]
                 fetched = self._fetch(rows) if needs_state else None
                 given.append(program(state.params, fetched, rest, sums, exchanged))
             # Each bucket gives zeros for the values of the others.
@@ -121,11 +121,11 @@ class StreamedPipelineUpdate:
 
     def _compile_exchange(self, number: int, bucket: int, needs_state: bool) -> Any:
         def exchange(
-            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
+            params: Any, optimizer: Any, rest: TrainState, sums: Sums, exchanged: Any
         ) -> Any:
-            params, optimiser, own = _own(params, optimiser, sums)
+            params, optimizer, own = _own(params, optimizer, sums)
             common = self._common(rest, own, exchanged)
-            values = (params, optimiser, own.gradients)
+            values = (params, optimizer, own.gradients)
             return self._update.exchange(number, bucket, common, *values)
 
         fetched = self._fetched[bucket] if needs_state else None
@@ -133,11 +133,11 @@ class StreamedPipelineUpdate:
 
     def _compile_bucket(self, number: int) -> Any:
         def update(
-            params: Any, optimiser: Any, rest: TrainState, sums: Sums, exchanged: Any
+            params: Any, optimizer: Any, rest: TrainState, sums: Sums, exchanged: Any
         ) -> Any:
-            params, optimiser, own = _own(params, optimiser, sums)
+            params, optimizer, own = _own(params, optimizer, sums)
             common = self._common(rest, own, exchanged)
-            values = (params, optimiser, own.gradients)
+            values = (params, optimizer, own.gradients)
             return row(self._update.update_bucket(number, common, *values))
 
         return self._compile_part(update, self._fetched[number], (ROW, ROW), donate=(0, 1))
@@ -157,7 +157,7 @@ class StreamedPipelineUpdate:
             new, info = self._update.next_state(own_row(rest), own, finite)
             common = self._update.common(rest, finite, own.info["loss"], exchanged)
             shared = self._update.new_shared(common)
-            return as_row(new._replace(optimiser_state=OptimizerRows((), shared))), info
+            return as_row(new._replace(optimizer_state=OptimizerRows((), shared))), info
 
         program = self._mapped(finish, (STATE, SUMS, SAME), (STATE, SAME))
         _, rest, sums = self._given
@@ -165,12 +165,12 @@ class StreamedPipelineUpdate:
         return compile_for(self._mesh, program, *given, donate=(0,))
 
 
-def _own(params: Any, optimiser: Any, sums: Sums) -> tuple[Any, Any, Sums]:
+def _own(params: Any, optimizer: Any, sums: Sums) -> tuple[Any, Any, Sums]:
     """Return a device's own rows."""
-    params, optimiser, gradients, carried = first_row(
-        (params, optimiser, sums.gradients, sums.carried)
+    params, optimizer, gradients, model_state = first_row(
+        (params, optimizer, sums.gradients, sums.model_state)
     )
-    return params, optimiser, Sums(gradients, carried, sums.info)
+    return params, optimizer, Sums(gradients, model_state, sums.info)
 
 
 def _added(one: Buffers, other: Buffers) -> Buffers:

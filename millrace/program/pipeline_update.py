@@ -14,11 +14,11 @@ from jax import lax
 
 from millrace.program import packing
 from millrace.program import step as steps
-from millrace.program.arrangement import Arrangement, common_inputs
 from millrace.program.packed_state import OptimizerRows
 from millrace.program.packing import Buffers
 from millrace.program.pipeline import Sums
 from millrace.program.replicas import STAGE_AXIS
+from millrace.program.state_layout import Arrangement, common_inputs
 from millrace.program.step import Step, TrainState
 
 Common = dict[int, Any]
@@ -40,7 +40,7 @@ class PipelineUpdate:
 
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Any]:
         """Change the weights once; return the new state and the update's info."""
-        params, buckets = state.params, list(state.optimiser_state.buckets)
+        params, buckets = state.params, list(state.optimizer_state.buckets)
         finite, loss = self.finite(sums.gradients), sums.info["loss"]
         exchanged: list[Buffers] = []
         for number in range(self.num_exchanges):
@@ -56,9 +56,9 @@ class PipelineUpdate:
             params, buckets[bucket] = self.update_bucket(
                 bucket, common, params, rows, sums.gradients
             )
-        optimiser = OptimizerRows(tuple(buckets), self.new_shared(common))
+        optimizer = OptimizerRows(tuple(buckets), self.new_shared(common))
         new, info = self.next_state(state, sums, finite)
-        return new._replace(params=params, optimiser_state=optimiser), info
+        return new._replace(params=params, optimizer_state=optimizer), info
 
     def finite(self, gradients: Buffers) -> jax.Array | None:
         """Tell whether the gradients of every stage are finite, where the plan asks."""
@@ -77,14 +77,14 @@ class PipelineUpdate:
         """Compute what all devices know after some exchanges."""
         finite = jnp.bool_(True) if finite is None else finite
         rest = common_inputs(state, finite, loss)
-        shared = [*state.optimiser_state.shared, *jax.tree.leaves(rest)]
+        shared = [*state.optimizer_state.shared, *jax.tree.leaves(rest)]
         return self._update.common(shared, exchanged)
 
     def next_state(
         self, state: TrainState, sums: Sums, finite: jax.Array | None
     ) -> tuple[TrainState, Any]:
-        """Move the carried values and everything else that no optimizer changes."""
-        rows, changed = self._arrangement.carried, self._arrangement.changes
+        """Move the model state and everything else that no optimizer changes."""
+        rows, changed = self._arrangement.model_state, self._arrangement.changes
         plan = self._step.plan
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
 
@@ -92,15 +92,15 @@ class PipelineUpdate:
             def move(old: Buffers, changes: Buffers) -> Buffers:
                 layout = rows.layouts[device]
                 tree = packing.unpack(layout, old)
-                modes = steps.carried_modes(self._step.carried_reduction, tree)
+                modes = steps.model_state_modes(self._step.model_state_reduction, tree)
                 summed = packing.unpack(changed.layouts[device], changes)
                 new = steps.combined(modes, tree, summed, count)
                 return packing.pack(layout, new, rows.sizes)
 
             return move
 
-        carried = self._by_device(on_device, state.carried, sums.carried)
-        return steps.next_state(self._step, state, carried, sums.info, finite)
+        model_state = self._by_device(on_device, state.model_state, sums.model_state)
+        return steps.next_state(self._step, state, model_state, sums.info, finite)
 
     def new_shared(self, common: Common) -> tuple[Any, ...]:
         """Update the state that belongs to no layer; `common` is after all exchanges."""
@@ -109,7 +109,7 @@ class PipelineUpdate:
     def contributors(self, number: int) -> list[tuple[int, bool]]:
         """Return the buckets that take part in an exchange, and whether with state."""
         found = []
-        for bucket, rows in enumerate(self._arrangement.optimiser):
+        for bucket, rows in enumerate(self._arrangement.optimizer):
             takes_part, needs_state = False, False
             for device, layout in enumerate(rows.layouts):
                 part = self._arrangement.part_of(bucket, device)
@@ -128,11 +128,11 @@ class PipelineUpdate:
         bucket: int,
         common: Common,
         params: Buffers,
-        optimiser: Buffers | None,
+        optimizer: Buffers | None,
         gradients: Buffers,
     ) -> Buffers:
         """Exchange what one bucket gives; zeros for the values of other buckets."""
-        own = self._contribution(number, bucket, common, params, optimiser, gradients)
+        own = self._contribution(number, bucket, common, params, optimizer, gradients)
         return lax.psum(own, STAGE_AXIS)
 
     def update_bucket(
@@ -140,15 +140,15 @@ class PipelineUpdate:
         bucket: int,
         common: Common,
         params: Buffers,
-        optimiser: Buffers,
+        optimizer: Buffers,
         gradients: Buffers,
     ) -> tuple[Buffers, Buffers]:
         """Update the weights of one bucket of this device's layers."""
-        rows = self._arrangement.optimiser[bucket]
+        rows = self._arrangement.optimizer[bucket]
 
         def on_device(device: int) -> Callable[..., Any]:
-            def update(params: Buffers, optimiser: Buffers, gradients: Buffers) -> Any:
-                own = self._own(bucket, device, params, optimiser, gradients)
+            def update(params: Buffers, optimizer: Buffers, gradients: Buffers) -> Any:
+                own = self._own(bucket, device, params, optimizer, gradients)
                 part = self._arrangement.part_of(bucket, device)
                 layout = self._layout("params", bucket, device)
                 results = self._update.results(part, common, own)
@@ -161,7 +161,7 @@ class PipelineUpdate:
 
             return update
 
-        return self._by_device(on_device, params, optimiser, gradients)
+        return self._by_device(on_device, params, optimizer, gradients)
 
     def _contribution(
         self,
@@ -169,32 +169,32 @@ class PipelineUpdate:
         bucket: int,
         common: Common,
         params: Buffers,
-        optimiser: Buffers | None,
+        optimizer: Buffers | None,
         gradients: Buffers,
     ) -> Buffers:
         def on_device(device: int) -> Callable[..., Any]:
-            def contribute(params: Buffers, optimiser: Any, gradients: Buffers) -> Any:
-                own = self._own(bucket, device, params, optimiser, gradients)
+            def contribute(params: Buffers, optimizer: Any, gradients: Buffers) -> Any:
+                own = self._own(bucket, device, params, optimizer, gradients)
                 part = self._arrangement.part_of(bucket, device)
                 return self._update.contribution(number, part, common, own)
 
             return contribute
 
-        return self._by_device(on_device, params, optimiser, gradients)
+        return self._by_device(on_device, params, optimizer, gradients)
 
     def _own(
         self,
         bucket: int,
         device: int,
         params: Buffers,
-        optimiser: Buffers | None,
+        optimizer: Buffers | None,
         gradients: Buffers,
     ) -> list[Any]:
         """Unpack the inputs of a part, in the order that the update takes them."""
-        layout = self._arrangement.optimiser[bucket].layouts[device]
+        layout = self._arrangement.optimizer[bucket].layouts[device]
         state = [None] * len(layout.entries)  # not needed, and so not fetched
-        if optimiser is not None:
-            state = packing.unpack(layout, optimiser)
+        if optimizer is not None:
+            state = packing.unpack(layout, optimizer)
         return [
             *jax.tree.leaves(
                 packing.unpack(self._layout("params", bucket, device), params)

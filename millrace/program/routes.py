@@ -171,7 +171,7 @@ def _count_uses(stages: Stages):
 
 
 def _channels(table: Table) -> tuple[tuple[Edge, ...], ...]:
-    """Colour the edges so that within a channel no device sends or receives twice."""
+    """Color the edges so that within a channel no device sends or receives twice."""
     stages = table.stages
     edges = {
         (device, value.device)

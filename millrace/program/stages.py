@@ -32,7 +32,7 @@ class StagedModel(NamedTuple):
     """By stage."""
 
     def own(self, stage: int, tree: Tree) -> Tree:
-        """Return a stage's part of the weights or carried values."""
+        """Return a stage's part of the weights or model state."""
         return _part(self.layers[stage], tree)
 
     def names(self, stage: int) -> list[str]:
@@ -48,7 +48,9 @@ class StagedModel(NamedTuple):
         return [name for s in self.stages_on(device) for name in self.names(s)]
 
 
-def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> StagedModel:
+def split_model(
+    loss: LayeredLoss, plan: Plan, params: Tree, model_state: Tree
+) -> StagedModel:
     """Cut the model as the plan says, or where the stages cost about the same."""
     splits = check_splits(loss, plan)
     costs = None
@@ -56,7 +58,7 @@ def split_model(loss: LayeredLoss, plan: Plan, params: Tree, carried: Tree) -> S
         seen = jax.eval_shape(
             lambda *trees: narrow(trees, plan.types.compute), params, loss.example
         )
-        shapes = jax.eval_shape(lambda c: c, carried)
+        shapes = jax.eval_shape(lambda c: c, model_state)
         with jax.default_device(cpu):
             costs = layer_costs(loss, seen[0], seen[1], shapes)
     if splits is None and costs is None:
@@ -140,7 +142,7 @@ def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
 
 
 def layer_costs(
-    loss: LayeredLoss, params: Tree, example: Any, carried: Tree
+    loss: LayeredLoss, params: Tree, example: Any, model_state: Tree
 ) -> list[float]:
     """Estimate each layer's time, forward and backward, from the work it asks for.
 
@@ -149,17 +151,17 @@ def layer_costs(
     x = jax.eval_shape(loss.inputs, example, jax.random.key(0))
     costs = []
     for layer in loss.layers:
-        costs.append(_cost(layer, params, carried, x))
-        x = layer_output(layer, params, carried, x)
+        costs.append(_cost(layer, params, model_state, x))
+        x = layer_output(layer, params, model_state, x)
     return costs
 
 
-def _cost(layer: Layer, params: Tree, carried: Tree, x: Any) -> float:
-    own = (_part([layer], params), _part([layer], carried))
+def _cost(layer: Layer, params: Tree, model_state: Tree, x: Any) -> float:
+    own = (_part([layer], params), _part([layer], model_state))
 
-    def forward_and_backward(params: Tree, carried: Tree, x: Any) -> Any:
+    def forward_and_backward(params: Tree, model_state: Tree, x: Any) -> Any:
         def run(params: Tree, x: Any) -> Any:
-            return apply_layers([layer], params, carried, x, training=False)[0]
+            return apply_layers([layer], params, model_state, x, training=False)[0]
 
         y, backward = jax.vjp(run, params, x)
         return backward(jax.tree.map(jnp.ones_like, y))

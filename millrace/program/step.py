@@ -12,22 +12,22 @@ from millrace.nn.layers import KEPT
 from millrace.plan import Plan
 from millrace.program import loss_scale as scaling
 from millrace.program.accumulate import Accumulated, accumulate
-from millrace.program.carried import (
-    CarriedReduction,
+from millrace.program.casting import narrow, widened
+from millrace.program.model_state import (
+    ModelStateReduction,
     addable,
-    carried_modes,
-    checked_carried,
+    checked_model_state,
     combined,
     contribution,
     from_first,
+    model_state_modes,
 )
-from millrace.program.casting import narrow, widened
 from millrace.program.optimizer_state import run_optimizer
 from millrace.program.replicas import REPLICA_AXIS, sum_over_replicas
 from millrace.program.rounding import round_tree
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
-"""``(params, carried, batch, key) -> (loss, (carried, info))``."""
+"""``(params, model_state, batch, key) -> (loss, (model_state, info))``."""
 
 _FORWARD, _ROUNDING = 0, 1  # what an update's random key is split for
 
@@ -37,17 +37,22 @@ class TrainState(NamedTuple):
 
     update: jax.Array
     params: Any
-    carried: Any
-    optimiser_state: Any
+    model_state: Any
+    optimizer_state: Any
     loss_scale: scaling.LossScale
     key: jax.Array
 
+    @property
+    def carried(self) -> Any:
+        """The former name of `model_state`."""
+        return self.model_state
 
-class Gathered(NamedTuple):
+
+class GradientResult(NamedTuple):
     """What the replicas agree on before the weights are changed."""
 
     gradients: Any
-    carried: Any
+    model_state: Any
     info: dict[str, jax.Array]
 
 
@@ -55,27 +60,27 @@ class Step(NamedTuple):
     """The choices that make up one weight update."""
 
     loss_fn: LossFn
-    optimiser: optax.GradientTransformation
+    optimizer: optax.GradientTransformation
     plan: Plan
-    carried_reduction: CarriedReduction = None
+    model_state_reduction: ModelStateReduction = None
     watch: Mapping[str, Callable[[jax.Array], Any]] = {}
 
 
-def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
+def compute_gradients(step: Step, state: TrainState, batches: Any) -> GradientResult:
     """Accumulate over the micro-batches, then exchange once between the replicas."""
     plan = step.plan
-    modes = carried_modes(step.carried_reduction, state.carried)
+    modes = model_state_modes(step.model_state_reduction, state.model_state)
 
     def gradient_fn(batch: Any, index: jax.Array) -> Any:
         key = micro_batch_key(plan, state, index)
-        gradients, (carried, info) = _gradients(step, state, batch, key)
-        changes = contribution(modes, state.carried, carried)
+        gradients, (model_state, info) = _gradients(step, state, batch, key)
+        changes = contribution(modes, state.model_state, model_state)
         return gradients, from_first(modes, changes, index), info
 
     gathered: Accumulated = accumulate(
         gradient_fn,
         state.params,
-        addable(state.carried),
+        addable(state.model_state),
         batches,
         dtype=plan.gradient_accumulation_dtype,
         reduction=plan.gradient_accumulation_reduction,
@@ -83,8 +88,8 @@ def gather(step: Step, state: TrainState, batches: Any) -> Gathered:
     gradients, contributions, info = sum_over_replicas(tuple(gathered), plan.num_replicas)
     gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
     micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
-    carried = combined(modes, state.carried, contributions, micro_batches)
-    return Gathered(gradients, carried, info)
+    model_state = combined(modes, state.model_state, contributions, micro_batches)
+    return GradientResult(gradients, model_state, info)
 
 
 def micro_batch_key(plan: Plan, state: TrainState, index: jax.Array) -> jax.Array:
@@ -99,24 +104,26 @@ def micro_batch_key(plan: Plan, state: TrainState, index: jax.Array) -> jax.Arra
     return jax.random.fold_in(forward_key, micro)
 
 
-def apply(step: Step, state: TrainState, gathered: Gathered) -> tuple[TrainState, Any]:
+def apply_update(
+    step: Step, state: TrainState, gathered: GradientResult
+) -> tuple[TrainState, Any]:
     """Change the weights once."""
     finite = gradients_finite(step.plan, gathered.gradients)
     loss = gathered.info["loss"]
-    params, optimiser_state = new_weights(step, state, gathered.gradients, finite, loss)
-    new, info = next_state(step, state, gathered.carried, gathered.info, finite)
-    return new._replace(params=params, optimiser_state=optimiser_state), info
+    params, optimizer_state = new_weights(step, state, gathered.gradients, finite, loss)
+    new, info = next_state(step, state, gathered.model_state, gathered.info, finite)
+    return new._replace(params=params, optimizer_state=optimizer_state), info
 
 
 def next_state(
-    step: Step, state: TrainState, carried: Any, info: Any, finite: jax.Array | None
+    step: Step, state: TrainState, model_state: Any, info: Any, finite: jax.Array | None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Change everything but the weights and the optimiser's state."""
+    """Change everything but the weights and the optimizer's state."""
     if step.plan.loss_scaling == "dynamic":
-        carried = _select(finite, carried, state.carried)
+        model_state = _select(finite, model_state, state.model_state)
     new = state._replace(
         update=state.update + 1,
-        carried=carried,
+        model_state=model_state,
         loss_scale=_next_scale(step.plan, state.loss_scale, finite),
     )
     return new, _update_info(step, state, info, finite)
@@ -129,11 +136,11 @@ def new_weights(
     finite: jax.Array | None,
     loss: jax.Array,
 ) -> tuple[Any, Any]:
-    """Run the optimiser in float32 and round what it returns to the stored types.
+    """Run the optimizer in float32 and round what it returns to the stored types.
 
     Args:
         step: The choices.
-        state: Of which the weights and the optimiser's state may be a part of the whole.
+        state: Of which the weights and the optimizer's state may be a part of the whole.
         gradients: For these weights.
         finite: Whether all gradients are, where the plan wants to know.
         loss: For optimizers that need it; the mean over micro-batches and replicas.
@@ -142,9 +149,9 @@ def new_weights(
     wide = widened(gradients)
     if plan.loss_scaling:
         wide = jax.tree.map(lambda g: g / state.loss_scale.factor, wide)
-    stored = (state.params, state.optimiser_state)
+    stored = (state.params, state.optimizer_state)
     old_params, old_state = widened(stored)
-    updates, new_state = run_optimizer(step.optimiser, wide, old_state, old_params, loss)
+    updates, new_state = run_optimizer(step.optimizer, wide, old_state, old_params, loss)
     new_params = optax.apply_updates(old_params, updates)
     key = jax.random.fold_in(unwrap(state.key), state.update)
     key = jax.random.fold_in(key, _ROUNDING)
@@ -163,7 +170,7 @@ def _update_info(
     """Add what the program knows about this update to what the loss reported."""
     info = dict(info)
     for name, function in step.watch.items():
-        # As the optimiser counts: an update that was skipped is not one.
+        # As the optimizer counts: an update that was skipped is not one.
         applied = state.update - state.loss_scale.skipped
         info[name] = jnp.asarray(function(applied), jnp.float32)
     if step.plan.loss_scaling == "dynamic":
@@ -179,13 +186,13 @@ def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any
     def scaled_loss(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         params = narrow(params, plan.types.compute)
         batch_ = narrow(batch, plan.types.compute)
-        returned = step.loss_fn(params, state.carried, batch_, key)
-        loss, carried, info = unpacked(returned)
+        returned = step.loss_fn(params, state.model_state, batch_, key)
+        loss, model_state, info = unpacked(returned)
         info = checked_info(info, step.watch) | {"loss": loss}
-        carried = checked_carried(carried, state.carried)
+        model_state = checked_model_state(model_state, state.model_state)
         if plan.loss_scaling:
             loss = loss * state.loss_scale.factor
-        return loss, (carried, info)
+        return loss, (model_state, info)
 
     if plan.recomputation:
         scaled_loss = jax.checkpoint(scaled_loss, policy=keep_products)
@@ -224,11 +231,11 @@ def unwrap(key_data: jax.Array) -> jax.Array:
 
 def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
     try:
-        loss, (carried, info) = returned
+        loss, (model_state, info) = returned
         shape = jnp.shape(loss)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "loss_fn must return (loss, (carried, info)): a scalar, the carried values "
+            "loss_fn must return (loss, (model_state, info)): a scalar, the model state "
             "(None if there are none) and a dict of scalars ({} if there are none)."
         ) from error
     if shape:
@@ -236,13 +243,13 @@ def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
             f"loss_fn must return a scalar loss, got shape {shape}. Take the mean over "
             "the batch."
         )
-    return jnp.asarray(loss, jnp.float32), carried, info
+    return jnp.asarray(loss, jnp.float32), model_state, info
 
 
 def checked_info(info: Any, watch: Mapping[str, Any]) -> dict[str, jax.Array]:
     if not isinstance(info, Mapping):
         raise TypeError(
-            "loss_fn must return (loss, (carried, info)) with info a flat dict of "
+            "loss_fn must return (loss, (model_state, info)) with info a flat dict of "
             f"scalars, got info of type {type(info).__name__}."
         )
     taken = {"loss", "loss_scale", "gradients_finite", *watch} & set(info)

@@ -29,7 +29,7 @@ from millrace.program.replicas import (
     replicated,
     split_batch,
 )
-from millrace.program.step import CarriedReduction, LossFn, Step, TrainState
+from millrace.program.step import LossFn, ModelStateReduction, Step, TrainState
 
 _log = logging.getLogger("millrace")
 
@@ -39,23 +39,24 @@ _STAGED_BYTES = 64 << 20
 
 def training_program(
     loss_fn: LossFn,
-    optimiser: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation,
     plan: Plan,
     *,
-    carried_reduction: CarriedReduction = None,
+    model_state_reduction: ModelStateReduction = None,
     watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Mapping[str, Options] | None = None,
 ) -> "TrainingProgram":
-    """Turn a loss, an optimiser and a plan into a compiled training loop.
+    """Turn a loss, an optimizer and a plan into a compiled training loop.
 
     Args:
-        loss_fn: ``(params, carried, batch, key) -> (loss, (carried, info))``, pure. The
-            loss is a mean over the samples of `batch`; `info` a flat dict of scalars.
-        optimiser: An optax transformation of gradients, weights and, if it takes
+        loss_fn: ``(params, model_state, batch, key) -> (loss, (model_state, info))``,
+            pure. The loss is a mean over the samples of `batch`; `info` a flat dict
+            of scalars.
+        optimizer: An optax transformation of gradients, weights and, if it takes
             ``value``, the loss (the mean over micro-batches and replicas, unscaled).
         plan: How the work is replicated, accumulated, rounded and offloaded.
-        carried_reduction: How the carried values of the micro-batches of an update
+        model_state_reduction: How the model state of the micro-batches of an update
             become one: "mean" of the values (batch-norm statistics), "sum" of the
             changes (a table of which each sample owns a row), "once" for the value of
             replica 0's first micro-batch (a counter of updates, a flag, a random key),
@@ -69,7 +70,7 @@ def training_program(
         compiler_options: XLA's options that suit the loss, by platform ("cpu", "gpu"); a
             pipeline has the usual ones.
     """
-    step = Step(loss_fn, optimiser, plan, carried_reduction, dict(watch or {}))
+    step = Step(loss_fn, optimizer, plan, model_state_reduction, dict(watch or {}))
     if plan.num_stages > 1:
         from millrace.program.pipeline_program import pipeline_program
 
@@ -119,7 +120,7 @@ class TrainingProgram:
 
     @property
     def loss_fn(self) -> LossFn:
-        """What is minimised."""
+        """What is minimized."""
         return self._step.loss_fn
 
     @property
@@ -132,38 +133,38 @@ class TrainingProgram:
         """The devices this program runs on."""
         return list(self._mesh.devices.flat)
 
-    def init(self, params: Any, carried: Any = None, *, seed: int = 0) -> TrainState:
-        """Place weights on the devices and start the optimiser; copies what is given."""
-        state = place(self._first(params, carried, seed), replicated(self._mesh))
-        return state._replace(optimiser_state=self._init_optimiser(state.params))
+    def init(self, params: Any, model_state: Any = None, *, seed: int = 0) -> TrainState:
+        """Place weights on the devices and start the optimizer; copies what is given."""
+        state = place(self._first(params, model_state, seed), replicated(self._mesh))
+        return state._replace(optimizer_state=self._init_optimizer(state.params))
 
-    def _first(self, params: Any, carried: Any, seed: int) -> TrainState:
-        """The state before the first update, without the optimiser's."""
+    def _first(self, params: Any, model_state: Any, seed: int) -> TrainState:
+        """The state before the first update, without the optimizer's."""
         weights = jnp.dtype(self.plan.types.weights)
         # Copied: the state is donated, and what the caller gave must stay usable.
-        params, carried = jax.tree.map(jnp.array, (params, carried))
+        params, model_state = jax.tree.map(jnp.array, (params, model_state))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(
                     f"The parameter {path_name(path)} is {leaf.dtype}, which has no "
-                    "gradient. Keep it in the carried values or in the loss function."
+                    "gradient. Keep it in the model state or in the loss function."
                 )
         params = jax.tree.map(
             lambda p: p.astype(weights) if p.dtype.itemsize <= 4 else p, params
         )
-        check_optimizer(self._step.optimiser, params, self.plan)
+        check_optimizer(self._step.optimizer, params, self.plan)
         return TrainState(
             update=jnp.int32(0),
             params=params,
-            carried=carried,
-            optimiser_state=None,
+            model_state=model_state,
+            optimizer_state=None,
             loss_scale=initial_loss_scale(self.plan.loss_scaling),
             key=jax.random.key_data(jax.random.key(seed)),
         )
 
-    def _init_optimiser(self, params: Any) -> Any:
+    def _init_optimizer(self, params: Any) -> Any:
         def init(params: Any) -> Any:
-            return init_optimizer_state(self._step.optimiser, params)
+            return init_optimizer_state(self._step.optimizer, params)
 
         if self._host_memory is None:
             return jax.jit(init, out_shardings=replicated(self._mesh))(params)
@@ -174,7 +175,7 @@ class TrainingProgram:
         """Put every part of a whole state, from a checkpoint say, where it belongs."""
         return place(state, self.state_sharding(state))
 
-    def whole(self, state: TrainState) -> TrainState:
+    def unpack_state(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, whatever the plan."""
         return state
 
@@ -185,7 +186,7 @@ class TrainingProgram:
             return resident
         host = replicated(self._mesh, self._host_memory)
         return resident._replace(
-            optimiser_state=offload.placement(state.optimiser_state, host)
+            optimizer_state=offload.placement(state.optimizer_state, host)
         )
 
     def updates_per_call(self, execution: int, bytes_per_element: int) -> int:
@@ -215,12 +216,12 @@ class TrainingProgram:
         Returns:
             The new state, and info whose leaves have one value per update.
         """
-        state = self.usable(state)
+        state = self.validate_state(state)
         runner = self._runner(state, chunk)
         with no_silent_copies():
             return runner(state, chunk)
 
-    def usable(self, state: TrainState) -> TrainState:
+    def validate_state(self, state: TrainState) -> TrainState:
         """Return a state that can be run; place one of NumPy arrays, refuse a used one.
 
         Args:
@@ -268,14 +269,16 @@ class TrainingProgram:
         """One update on one replica; its own jit, so that it is traced only once."""
 
         def one_update(state: TrainState, batches: Any) -> tuple[TrainState, Any]:
-            return steps.apply(self._step, state, steps.gather(self._step, state, batches))
+            return steps.apply_update(
+                self._step, state, steps.compute_gradients(self._step, state, batches)
+            )
 
         return jax.jit(one_update)
 
     @functools.cached_property
     def _gather(self) -> Callable[..., Any]:
         """The first half of an update, likewise traced only once."""
-        return jax.jit(functools.partial(steps.gather, self._step))
+        return jax.jit(functools.partial(steps.compute_gradients, self._step))
 
     def _resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
@@ -291,10 +294,12 @@ class TrainingProgram:
         )
 
     def _streamed(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
-        """Updates one by one, the optimiser's state streamed through in buckets."""
-        resident = state._replace(optimiser_state=None)
+        """Updates one by one, the optimizer's state streamed through in buckets."""
+        resident = state._replace(optimizer_state=None)
 
-        def gather(state: TrainState, chunk: Any, update: jax.Array) -> steps.Gathered:
+        def gather(
+            state: TrainState, chunk: Any, update: jax.Array
+        ) -> steps.GradientResult:
             batches = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, update, keepdims=False), chunk
             )
@@ -322,7 +327,7 @@ class TrainingProgram:
         def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
             infos = []
             for index in indices:
-                resident = state._replace(optimiser_state=None)
+                resident = state._replace(optimizer_state=None)
                 gathered = gather_program(resident, chunk, index)
                 state, info = stream.apply(state, gathered)
                 del gathered  # before the next ones are made

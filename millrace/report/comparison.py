@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.config import ConfigurationError
-from millrace.report.chart import line_chart
+from millrace.drawing.chart import line_chart
+from millrace.drawing.numbers import text_of
+from millrace.drawing.style import NUM_COLORS
 from millrace.report.curves import curve_charts, figure
-from millrace.report.numbers import text_of
-from millrace.report.page import frame
 from millrace.report.record import RunRecord
+from millrace.report.run_page import frame
 from millrace.report.series import Series, metric_series, split_kind, throughput, words
-from millrace.report.style import NUM_COLOURS
 
 _LOWER_IS_BETTER = ("loss", "rmse", "mae", "seconds")
 _HIGHER_IS_BETTER = ("accuracy", "elbo", "likelihood", "recall", "ndcg", "per_second")
@@ -56,7 +56,7 @@ def run_names(records: Sequence[RunRecord]) -> list[str]:
 
 def _legend(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = "".join(
-        f'<tr><th class="k{n % NUM_COLOURS}">● {html.escape(name)}</th>'
+        f'<tr><th class="k{n % NUM_COLORS}">● {html.escape(name)}</th>'
         f'<td class="state {record.badge[1]}">{html.escape(record.badge[0])}</td>'
         f"<td><code>{html.escape(str(record.summary.get('command', '')))}</code></td></tr>"
         for n, (record, name) in enumerate(zip(records, names, strict=True))
@@ -103,13 +103,13 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> str:
         for metric, series in metric_series(record.events).items():
             if metric != "samples_per_second" and series.finite:
                 by_metric.setdefault(metric, []).append(series._replace(name=name))
-    colours = {name: number for number, name in enumerate(names)}
-    figures = [*curve_charts(by_metric, colours), _speeds(records, names, colours)]
+    colors = {name: number for number, name in enumerate(names)}
+    figures = [*curve_charts(by_metric, colors), _speeds(records, names, colors)]
     return f'<div class="figures">{"".join(figures)}</div>' if any(figures) else ""
 
 
 def _speeds(
-    records: Sequence[RunRecord], names: Sequence[str], colours: Mapping[str, int]
+    records: Sequence[RunRecord], names: Sequence[str], colors: Mapping[str, int]
 ) -> str:
     speeds = [
         throughput(record)._replace(name=name)
@@ -123,7 +123,7 @@ def _speeds(
         drawn,
         x_name="seconds",
         from_zero=True,
-        colours=[colours[series.name] for series in drawn],
+        colors=[colors[series.name] for series in drawn],
     )
     return figure("samples per second", "everything counted", chart)
 
@@ -152,7 +152,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 def _table(names: Sequence[str], rows: Sequence[str]) -> str:
     head = "".join(
-        f'<th class="k{n % NUM_COLOURS}">● {html.escape(name)}</th>'
+        f'<th class="k{n % NUM_COLORS}">● {html.escape(name)}</th>'
         for n, name in enumerate(names)
     )
     return (

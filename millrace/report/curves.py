@@ -3,8 +3,8 @@
 import html
 from collections.abc import Mapping, Sequence
 
-from millrace.report.chart import Band, line_chart
-from millrace.report.numbers import text_of
+from millrace.drawing.chart import Band, line_chart
+from millrace.drawing.numbers import text_of
 from millrace.report.record import RunRecord
 from millrace.report.series import (
     Series,
@@ -37,14 +37,14 @@ def curve_figures(charts: Mapping[str, Sequence[Series]]) -> str:
 
 
 def curve_charts(
-    charts: Mapping[str, Sequence[Series]], colours: Mapping[str, int]
+    charts: Mapping[str, Sequence[Series]], colors: Mapping[str, int]
 ) -> list[str]:
-    """Return a figure for each metric of several runs, which keep their colours."""
+    """Return a figure for each metric of several runs, which keep their colors."""
     figures = []
     for metric in sorted(charts, key=importance):
         series = charts[metric]
-        numbers = [colours[each.name] for each in series]
-        chart = line_chart(words(metric), series, colours=numbers)
+        numbers = [colors[each.name] for each in series]
+        chart = line_chart(words(metric), series, colors=numbers)
         figures.append(figure(words(metric), "", chart))
     return figures
 

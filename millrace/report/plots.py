@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError, did_you_mean
+from millrace.drawing.style import CHART, COLORS, FIGURES
 from millrace.report.curves import metric_charts, metric_figure, throughput_figure
-from millrace.report.grids import picture_kinds, picture_row
-from millrace.report.page import frame
-from millrace.report.parts import Part, read_parts
+from millrace.report.image_grids import picture_kinds, picture_row
 from millrace.report.record import RunRecord, read_run
-from millrace.report.style import CHART, COLOURS, FIGURES
+from millrace.report.run_page import frame
+from millrace.report.sections import Part, read_parts
 
 Run = Any
 """A run directory, or what ``train`` has returned."""
@@ -24,7 +24,7 @@ class Picture(NamedTuple):
 
     def _repr_html_(self) -> str:
         # Nothing else in the notebook may change its looks.
-        style = COLOURS.replace(":root", ".millrace") + CHART
+        style = COLORS.replace(":root", ".millrace") + CHART
         style += f".millrace {{ color: var(--ink); {FIGURES} }}"
         return f'<style>{style}</style><div class="millrace">{self.body}</div>'
 
@@ -48,7 +48,7 @@ class Picture(NamedTuple):
         if "xmlns" not in drawing:
             drawing = drawing.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
         inside = drawing.index(">") + 1
-        style = f"<style>{COLOURS}{CHART}</style>"
+        style = f"<style>{COLORS}{CHART}</style>"
         return drawing[:inside] + style + drawing[inside:]
 
 

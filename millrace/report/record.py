@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def badge(self) -> tuple[str, str]:
-        """How it ended, in words, and the class of their colour."""
+        """How it ended, in words, and the class of their color."""
         if self.status == "completed" and self.diverged_at is not None:
             return "completed, but diverged", "diverged"
         return self.status, self.status if self.status in _ENDS else RUNNING

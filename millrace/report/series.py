@@ -1,13 +1,11 @@
 """From log events to what a chart shows: points, by metric, and which belong together."""
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
+from millrace.drawing.chart import Series
 from millrace.report.record import PLACES, RunRecord, as_number
-
-Point = tuple[float, float]
 
 _KINDS = ("train", "validation", "test")
 _FIRST = (
@@ -15,18 +13,6 @@ _FIRST = (
     *("learning_rate", "samples_per_second"),
 )
 """What is looked at before anything else, in this order."""
-
-
-class Series(NamedTuple):
-    """A curve: its name and its points from left to right."""
-
-    name: str
-    points: list[Point]
-
-    @property
-    def finite(self) -> list[Point]:
-        """The points that can be drawn."""
-        return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
 def metric_series(
@@ -97,16 +83,3 @@ def throughput(record: RunRecord) -> Series:
         for moment in (start, end)
     ]
     return Series("samples per second", points if batch else [])
-
-
-def thinned(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """Keep a curve's shape with fewer points: the lowest and highest of each stretch."""
-    if len(points) <= most:
-        return list(points)
-    size = -(-2 * len(points) // most)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]

@@ -81,7 +81,7 @@ class _Traffic:
         return again + self._costs.of("backward", action.stage)
 
     def needs(self, action: Action) -> list[Action]:
-        before, own, after = self._neighbours(action.stage)
+        before, own, after = self._neighbors(action.stage)
         if action.kind == "forward":
             return [Action("forward", stage, action.micro_batch) for stage in before]
         if after:
@@ -91,7 +91,7 @@ class _Traffic:
 
     def sends(self, action: Action) -> dict[int, float]:
         """The bytes for each device, its own included."""
-        before, own, after = self._neighbours(action.stage)
+        before, own, after = self._neighbors(action.stage)
         bytes_for: dict[int, float] = defaultdict(float)
         if action.kind == "backward":
             for stage in before:  # to each the gradient of what it handed over
@@ -103,7 +103,7 @@ class _Traffic:
             bytes_for[self._stages.device_of[stage]] = output  # once to each device
         return bytes_for
 
-    def _neighbours(self, stage: int) -> tuple[tuple[int, ...], ...]:
+    def _neighbors(self, stage: int) -> tuple[tuple[int, ...], ...]:
         position = self._positions[stage]
         return self._groups[position : position + 3]
 

@@ -9,7 +9,7 @@ import pytest
 from millrace.bench.config import BenchConfig
 from millrace.bench.session import Session
 from millrace.cli import main
-from millrace.host import memory_fit
+from millrace.program import memory_fit
 
 SPEC = {
     "infer": {

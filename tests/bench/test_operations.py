@@ -61,16 +61,16 @@ def test_resnet50_has_the_published_operations():
     options = {"shape": find_size("resnet", "50", small=False).shape, "small": False}
     model = models.build("resnet", 1000, batch_norm, **options)
     x = shape(1, 224, 224, 3)
-    params, carried = init_shapes(model, x)
+    params, model_state = init_shapes(model, x)
 
-    def logits(params, carried, x):
-        return apply_layers(model, params, carried, x, training=False)[0]
+    def logits(params, model_state, x):
+        return apply_layers(model, params, model_state, x, training=False)[0]
 
-    counted = operations(logits, params, carried, x)
+    counted = operations(logits, params, model_state, x)
     assert counted == pytest.approx(2 * 4.09e9, rel=0.01)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     assert weights == pytest.approx(4 * 25.6e6, rel=0.01)
-    assert count(logits, params, carried, x).num_bytes > weights
+    assert count(logits, params, model_state, x).num_bytes > weights
 
 
 def small_network(x, kernel, dense):

@@ -63,21 +63,21 @@ def test_the_same_generator_gives_the_same_pictures_and_another_gives_others():
     assert not np.array_equal(whole, other)
 
 
-def test_standardised_pictures_have_mean_0_and_deviation_1():
-    result = augment.standardise(images(5))
+def test_standardized_pictures_have_mean_0_and_deviation_1():
+    result = augment.standardize(images(5))
     assert result.dtype == np.float32
     np.testing.assert_allclose(result.mean((1, 2, 3)), 0, atol=1e-6)
     np.testing.assert_allclose(result.std((1, 2, 3)), 1, rtol=1e-5)
-    np.testing.assert_allclose(augment.standardise(images(1)[0]), result[0], atol=1e-6)
+    np.testing.assert_allclose(augment.standardize(images(1)[0]), result[0], atol=1e-6)
 
 
-def test_an_even_picture_is_standardised_to_zeros():
-    np.testing.assert_array_equal(augment.standardise(np.full((2, 4, 4, 3), 77)), 0)
+def test_an_even_picture_is_standardized_to_zeros():
+    np.testing.assert_array_equal(augment.standardize(np.full((2, 4, 4, 3), 77)), 0)
 
 
-def test_normalising_is_scaling_then_mean_then_deviation():
+def test_normalizing_is_scaling_then_mean_then_deviation():
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    result = augment.normalise(images(4), mean, std)
+    result = augment.normalize(images(4), mean, std)
     assert result.dtype == np.float32
     expected = (images(4) / 255 - np.array(mean)) / np.array(std)
     np.testing.assert_allclose(result, expected, atol=1e-6)
@@ -147,9 +147,9 @@ def test_a_palette_with_transparency_and_sixteen_bits_become_rgb():
     stream = io.BytesIO()
     picture(1).quantize(16).save(stream, "PNG", transparency=bytes(range(16)))
     assert augment.to_rgb(Image.open(stream)).mode == "RGB"
-    grey = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
-    read = np.asarray(augment.to_rgb(opened(Image.fromarray(grey), "PNG")))
-    np.testing.assert_array_equal(read, np.repeat(grey[:, :, None] >> 8, 3, axis=2))
+    gray = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
+    read = np.asarray(augment.to_rgb(opened(Image.fromarray(gray), "PNG")))
+    np.testing.assert_array_equal(read, np.repeat(gray[:, :, None] >> 8, 3, axis=2))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])

@@ -12,7 +12,7 @@ from image_files import real_data
 
 from millrace.config import ConfigurationError
 from millrace.data import cifar
-from millrace.data.catalogue import CATALOGUE
+from millrace.data.catalog import CATALOG
 from millrace.data.cifar import load_cifar10, load_cifar100
 
 PER_FILE = 4
@@ -306,4 +306,4 @@ def test_the_real_test_pictures_have_the_published_statistics(tmp_path):
     assert np.bincount(validation.arrays["label"]).tolist() == [1000] * 10
     mean = validation.arrays["image"].mean((0, 1, 2), dtype=np.float64) / 255
     np.testing.assert_allclose(mean, [0.49421, 0.48513, 0.45041], atol=1e-5)
-    assert validation.arrays["image"].shape[1:] == CATALOGUE["cifar10"].image_shape
+    assert validation.arrays["image"].shape[1:] == CATALOG["cifar10"].image_shape

@@ -17,8 +17,8 @@ from image_files import real_data
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.cli import main
-from millrace.data import catalogue, fetch
-from millrace.data.catalogue import DataFile, Dataset
+from millrace.data import catalog, fetch
+from millrace.data.catalog import DataFile, Dataset
 from millrace.data.fetch import FetchError
 from millrace.data.verify import verify
 
@@ -435,7 +435,7 @@ def command(server, tmp_path, monkeypatch, capsys):
 
 
 def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_path):
-    for file in catalogue.CATALOGUE["mnist"].files:
+    for file in catalog.CATALOG["mnist"].files:
         content = (real_data("mnist") / file.name).read_bytes()
         server.files[f"/mirror/{file.name}"] = content
     status, out, errors = command("mnist", "--url", f"{server.url}mirror")
@@ -450,7 +450,7 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
     )
     assert images.folder == tmp_path / "cache" / "mnist"
     sources = images.training, images.validation
-    assert verify(sources, catalogue.CATALOGUE["mnist"]) == []
+    assert verify(sources, catalog.CATALOG["mnist"]) == []
     status, out, _ = command("mnist", "--url", f"{server.url}mirror")
     assert (status, len(server.asked)) == (0, 4)
     assert "was there already" in out
@@ -458,12 +458,12 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
 
 @pytest.fixture
 def pebbles(server, monkeypatch):
-    """A data set in the catalogue that a test can afford to download."""
+    """A data set in the catalog that a test can afford to download."""
     known = dataset(server, one=CONTENT)
     # The modules that use it first: what they import must be the real one.
-    monkeypatch.setattr("millrace.host.fetch_options.CATALOGUE", {"pebbles": known})
-    monkeypatch.setattr("millrace.host.fetch_command.CATALOGUE", {"pebbles": known})
-    monkeypatch.setattr(catalogue, "CATALOGUE", {"pebbles": known})
+    monkeypatch.setattr("millrace.commands.fetch_options.CATALOG", {"pebbles": known})
+    monkeypatch.setattr("millrace.commands.fetch.CATALOG", {"pebbles": known})
+    monkeypatch.setattr(catalog, "CATALOG", {"pebbles": known})
     return known
 
 
@@ -487,8 +487,8 @@ def test_a_failed_download_is_one_line_and_status_1(command, pebbles, server):
 
 
 def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
-    from millrace.host.fetch_command import fetch_dataset
-    from millrace.host.fetch_options import FetchConfig
+    from millrace.commands.fetch import fetch_dataset
+    from millrace.commands.fetch_options import FetchConfig
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     fetch_dataset(FetchConfig(name="pebbles", data_dir=tmp_path))
@@ -515,7 +515,7 @@ def test_mistakes_are_status_2(command, words, message):
 
 def test_a_missing_data_set_names_the_place_and_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
-    with pytest.raises(catalogue.DatasetNotFound) as caught:
+    with pytest.raises(catalog.DatasetNotFound) as caught:
         data.load(CnnConfig(dataset="cifar10", dataset_path=tmp_path))
     for part in (
         str(tmp_path),
@@ -538,8 +538,8 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert data_folder() == Path.home() / ".cache" / "millrace"
 
 
-def test_the_servers_of_the_catalogue_are_well_formed():
-    for known in catalogue.CATALOGUE.values():
+def test_the_servers_of_the_catalog_are_well_formed():
+    for known in catalog.CATALOG.values():
         if known.url is not None:
             request = urllib.request.Request(known.url)
             assert request.type in ("http", "https") and known.url.endswith("/")
@@ -553,5 +553,5 @@ def test_the_servers_of_the_catalogue_are_well_formed():
     ],
 )
 def test_the_archives_of_cifar_are_the_published_ones(name, size, md5):
-    (file,) = catalogue.CATALOGUE[name].files
+    (file,) = catalog.CATALOG[name].files
     assert (file.num_bytes, file.md5) == (size, md5)

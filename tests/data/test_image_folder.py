@@ -323,6 +323,6 @@ def test_real_pictures_in_class_folders_are_read(tmp_path):
     assert np.bincount(training.labels).tolist() == [100] * 10
     batch = training.stream(64, seed=0).batch(3)
     assert batch["image"].shape == (64, 224, 224, 3)
-    colours = validation[np.arange(0, 500, 10)]["image"].mean((0, 1, 2)) / 255
-    np.testing.assert_allclose(colours, [0.464, 0.458, 0.430], atol=0.05)
+    colors = validation[np.arange(0, 500, 10)]["image"].mean((0, 1, 2)) / 255
+    np.testing.assert_allclose(colors, [0.464, 0.458, 0.430], atol=0.05)
     assert training.corrupt == validation.corrupt == {}

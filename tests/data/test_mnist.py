@@ -7,7 +7,7 @@ import pytest
 from image_files import real_data
 
 from millrace.config import ConfigurationError
-from millrace.data.catalogue import CATALOGUE
+from millrace.data.catalog import CATALOG
 from millrace.data.mnist import load_fashion_mnist, load_mnist
 from millrace.data.verify import verify
 
@@ -117,9 +117,9 @@ def test_a_damaged_gzip_file_is_named(tmp_path, keep):
         load_mnist(tmp_path)
 
 
-def test_the_real_mnist_is_as_the_catalogue_says():
+def test_the_real_mnist_is_as_the_catalog_says():
     path = real_data("mnist")
-    known = CATALOGUE["mnist"]
+    known = CATALOG["mnist"]
     for file in known.files:
         content = (path / file.name).read_bytes()
         assert len(content) == file.num_bytes
@@ -132,7 +132,7 @@ def test_the_real_mnist_is_as_the_catalogue_says():
     # Every second picture would not do: two sources alternate, one brighter.
     parts = np.array_split(training.arrays["image"], 20)
     histogram = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
-    grey = np.arange(256) / 255
-    mean = np.average(grey, weights=histogram)
-    std = np.average((grey - mean) ** 2, weights=histogram) ** 0.5
+    gray = np.arange(256) / 255
+    mean = np.average(gray, weights=histogram)
+    std = np.average((gray - mean) ** 2, weights=histogram) ** 0.5
     np.testing.assert_allclose([mean, std], [known.mean[0], known.std[0]], atol=5e-5)

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings import pieces
-from millrace.data.ratings.lines import BadLine, Layout, parse_lines
-from millrace.data.ratings.quick import parse_quickly
+from millrace.data.ratings import chunks
+from millrace.data.ratings.fast_parser import parse_quickly
+from millrace.data.ratings.parser import BadLine, Layout, parse_lines
 from millrace.data.ratings.text import Coded, read_events
 from millrace.data.ratings.writing import write_text
 from millrace.data.source import DatasetError
@@ -81,7 +81,7 @@ def test_a_leading_zero_makes_an_identifier_a_text(tmp_path):
 
 
 def test_a_late_text_among_numbers_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pieces, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 16)
     lines = [f"{n},1,4" for n in range(50)]
     with caplog.at_level(logging.WARNING, "millrace"):
         events = read(tmp_path, "\n".join([*lines, "x1,1,3", *lines]))
@@ -190,7 +190,7 @@ GOOD = "1\t2\t3\n" * 1000
 def test_a_malformed_line_is_named_with_its_file_number_and_text(
     tmp_path, monkeypatch, line, reason, chunk_bytes
 ):
-    monkeypatch.setattr(pieces, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk_bytes)
     with pytest.raises(DatasetError) as caught:
         read(tmp_path, GOOD + line + "\n" + GOOD)
     shown = line if len(line) <= 100 else f"{line[:100]}…"
@@ -262,7 +262,7 @@ def test_what_is_written_is_read_again(tmp_path, users, items, seed, chunk_bytes
     path = tmp_path / "written"
     write_text(path, *coded, values, np.arange(50))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(chunks, "_CHUNK_BYTES", chunk_bytes)
         events = read_events(path, (0.0, 5.0))
     for written, found in zip(coded, (events.users, events.items), strict=True):
         np.testing.assert_array_equal(
@@ -318,7 +318,7 @@ def test_ordinary_lines_are_read_the_quick_way(texts):
 
 
 def test_a_reader_that_fails_leaves_no_thread_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
     with pytest.raises(DatasetError):
         read(tmp_path, "x\t1\tbad\n" + GOOD)
     assert not [t for t in threading.enumerate() if t.name.startswith("millrace-ratings")]

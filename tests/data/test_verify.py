@@ -6,14 +6,14 @@ import pytest
 from image_files import write_folders
 
 from millrace.data.augment import imagenet_image
-from millrace.data.catalogue import CATALOGUE
+from millrace.data.catalog import CATALOG
 from millrace.data.digits import load_digits
 from millrace.data.image_folder import load_image_folder
 from millrace.data.source import ArraySource
 from millrace.data.verify import verify
 
 EXPECTED = dataclasses.replace(
-    CATALOGUE["cifar10"], num_training=20, num_validation=10, image_shape=(4, 4, 3)
+    CATALOG["cifar10"], num_training=20, num_validation=10, image_shape=(4, 4, 3)
 )
 
 
@@ -88,8 +88,8 @@ def test_pictures_in_folders_are_decoded_and_the_corrupt_ones_named(tmp_path, nu
     assert str(victim) in corrupt and "cannot be read" in corrupt
 
 
-def test_the_catalogue_holds_together():
-    for name, known in CATALOGUE.items():
+def test_the_catalog_holds_together():
+    for name, known in CATALOG.items():
         assert known.name == name
         assert len(known.mean) == len(known.std) == known.image_shape[2]
         for file in known.files:
@@ -99,8 +99,8 @@ def test_the_catalogue_holds_together():
             known.name = "another"
 
 
-def test_the_digits_are_as_the_catalogue_says():
-    known = CATALOGUE["digits"]
+def test_the_digits_are_as_the_catalog_says():
+    known = CATALOG["digits"]
     training, validation = load_digits()
     assert verify((training, validation), known) == []
     pixels = training.arrays["image"] / 16

@@ -19,7 +19,7 @@ NAMED = {
         --dataset --dataset-path --dbn-replica-group-size --device-mapping
         --eight-bit-transfer --fp-exceptions --gather-conv-output --global-batch-size
         --gradient-accumulation --gradient-accumulation-count --half-partials --help
-        --internal-exchange-optimization-target --l2-regularization --label-smoothing
+        --internal-exchange-optimisation-target --l2-regularization --label-smoothing
         --logs-per-epoch --logs_per_epoch --loss-scaling --lr-schedule
         --lr-schedule-params --lr-staircase --lr-warmup-params
         --max-cross-replica-buffer-size --max-reduce-many-buffer-size --micro-batch-size
@@ -34,7 +34,7 @@ NAMED = {
         --enable-half-partials --epoch --epochs --expand-ratio --generated-data
         --group-dim --groups --internal-exchange-optimisation-target --mixup-alpha
         --model-size --momentum --no-dataset-cache --no-validation --normalise-input
-        --optimiser --pipeline --pipeline-split --replicas --shards --standard-imagenet
+        --optimizer --pipeline --pipeline-split --replicas --shards --standard-imagenet
         --synthetic-data --weight-avg-exp --xla-recompute""",
     "cnn validate": """
         --model --model-size --dataset --batch-size --synthetic-data --generated-data

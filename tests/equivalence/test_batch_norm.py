@@ -31,7 +31,7 @@ def run(plan, groups=None, updates=UPDATES):
     rng = np.random.default_rng(0)
     x = rng.normal(1, 2, (updates, BATCH, 6, 6, 2)).astype(np.float32)
     y = rng.integers(0, 3, (updates, BATCH)).astype(np.int32)
-    params, carried = init_layers(model, jax.random.key(0), x[0])
+    params, model_state = init_layers(model, jax.random.key(0), x[0])
 
     def outputs(out, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
@@ -41,9 +41,9 @@ def run(plan, groups=None, updates=UPDATES):
     program = training_program(loss, optax.sgd(0.3, momentum=0.9), plan)
     step = plan.batching.samples_per_step
     chunk = {"x": x.reshape(-1, step, 6, 6, 2), "y": y.reshape(-1, step)}
-    state = program.init(params, carried)
+    state = program.init(params, model_state)
     state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
-    return program.whole(state), x
+    return program.unpack_state(state), x
 
 
 @pytest.mark.devices(lambda replicas: replicas)
@@ -54,7 +54,7 @@ def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
     groups = ReplicaGroups(REPLICA_AXIS, replicas, replicas)
     state, _ = run(plan, groups)
     assert largest_difference(state.params, expected.params) < 2e-6
-    assert largest_difference(state.carried, expected.carried) < 2e-6
+    assert largest_difference(state.model_state, expected.model_state) < 2e-6
 
 
 @pytest.mark.devices(4)
@@ -97,7 +97,7 @@ def test_groups_pool_inside_the_stages_of_a_pipeline(group_size, options):
     ungrouped, _ = run(Plan(**plan))
     state, _ = run(Plan(**plan, **options), groups)
     assert largest_difference(state.params, expected.params) < 2e-6
-    assert largest_difference(state.carried, expected.carried) < 2e-6
+    assert largest_difference(state.model_state, expected.model_state) < 2e-6
     assert largest_difference(state.params, ungrouped.params) > 1e-4
 
 
@@ -121,18 +121,20 @@ def test_groups_that_do_not_divide_the_replicas_are_refused():
 def test_moving_statistics_move_once_per_update_by_the_average(options):
     state, x = run(Plan(micro_batch_size=4, **options), updates=1)
     model = build()
-    params, carried = init_layers(model, jax.random.key(0), x[0])
+    params, model_state = init_layers(model, jax.random.key(0), x[0])
     moves = []
     for part in np.split(x[0], 4):
-        _, moved = apply_layers(model, params, carried, jnp.asarray(part), training=True)
+        _, moved = apply_layers(
+            model, params, model_state, jnp.asarray(part), training=True
+        )
         moves.append(moved["bn"])  # each from the old value: 0.9 x old + 0.1 x batch's
     expected = jax.tree.map(lambda *values: np.mean(values, 0), *moves)
-    assert largest_difference(state.carried["bn"], expected) < 1e-6
+    assert largest_difference(state.model_state["bn"], expected) < 1e-6
 
 
 @pytest.mark.devices(4)
 def test_the_split_of_a_batch_does_not_change_the_statistics_average():
     accumulated, _ = run(Plan(micro_batch_size=4, gradient_accumulation_count=4))
     replicated, _ = run(Plan(micro_batch_size=4, num_replicas=4))
-    assert largest_difference(accumulated.carried, replicated.carried) < 2e-6
+    assert largest_difference(accumulated.model_state, replicated.model_state) < 2e-6
     assert largest_difference(accumulated.params, replicated.params) < 2e-6

@@ -12,7 +12,7 @@ from plain_loop import (
     largest_difference,
     loss_fn,
     make_data,
-    make_optimiser,
+    make_optimizer,
     plain_loop,
     rounding,
     train_with,
@@ -53,7 +53,7 @@ def small_buckets(monkeypatch):
 
 @pytest.fixture(scope="module")
 def oracle():
-    return plain_loop(make_optimiser(), make_data())
+    return plain_loop(make_optimizer(), make_data())
 
 
 def plan_of(*names: str) -> Plan:
@@ -66,9 +66,9 @@ def plan_of(*names: str) -> Plan:
 
 def assert_same(result, oracle) -> None:
     state, info, _ = result
-    params, carried, losses = oracle
+    params, model_state, losses = oracle
     assert largest_difference(state.params, params) < TOLERANCE
-    assert largest_difference(state.carried, carried) < TOLERANCE
+    assert largest_difference(state.model_state, model_state) < TOLERANCE
     np.testing.assert_allclose(info["loss"], losses, atol=TOLERANCE)
     assert int(state.update) == UPDATES
 
@@ -124,14 +124,14 @@ def test_sum_is_accumulation_count_times_the_mean():
             gradient_accumulation_count=4,
             gradient_accumulation_reduction="sum",
         ),
-        optimiser=optax.sgd(0.01),
+        optimizer=optax.sgd(0.01),
     )
     params, _, _ = plain_loop(optax.sgd(0.04), make_data())
     assert largest_difference(summed.params, params) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    "optimiser",
+    "optimizer",
     [
         optax.sgd(0.1),
         optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -145,10 +145,10 @@ def test_sum_is_accumulation_count_times_the_mean():
     ],
     ids=["sgd", "nesterov", "adamw", "lars", "rmsprop", "clip_after_adam"],
 )
-def test_offloading_serves_any_optimiser(optimiser):
-    expected, _, _ = plain_loop(optimiser, make_data())
+def test_offloading_serves_any_optimizer(optimizer):
+    expected, _, _ = plain_loop(optimizer, make_data())
     plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
-    state, _, _ = train_with(plan, optimiser=optimiser)
+    state, _, _ = train_with(plan, optimizer=optimizer)
     assert largest_difference(state.params, expected) < TOLERANCE
 
 
@@ -157,10 +157,10 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
     from millrace.program.training import training_program
 
     together, _, program = train_with(Plan(micro_batch_size=8, num_replicas=4))
-    again = training_program(loss_fn, make_optimiser(), program.plan)
-    from plain_loop import make_carried, make_params, stage
+    again = training_program(loss_fn, make_optimizer(), program.plan)
+    from plain_loop import make_model_state, make_params, stage
 
-    state = again.init(make_params(), make_carried(), seed=3)
+    state = again.init(make_params(), make_model_state(), seed=3)
     for update in range(UPDATES):
         one = {name: leaf[update : update + 1] for name, leaf in make_data().items()}
         state, _ = again.run(state, stage(again, one))

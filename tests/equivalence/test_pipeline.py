@@ -14,7 +14,7 @@ from pipelined import (
     train,
 )
 
-from millrace.program import arrangement, offload
+from millrace.program import offload, state_layout
 from millrace.program.compiling import compiling
 
 TOLERANCE = 1e-5  # float32
@@ -24,7 +24,7 @@ SCHEDULES = ("grouped", "interleaved", "sequential")
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Stream even small state, in several buckets."""
-    monkeypatch.setattr(arrangement, "_BUCKET_BYTES", 2000)
+    monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 2000)
     monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
@@ -149,15 +149,15 @@ def test_concurrent_stages_equal_the_same_graph_run_serially(mapping, schedule):
 
 
 @pytest.mark.devices(3)
-def test_any_optimiser_that_treats_variables_singly_works():
+def test_any_optimizer_that_treats_variables_singly_works():
     masked = optax.masked(
         optax.add_decayed_weights(1e-2),
         lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     )
-    optimiser = optax.chain(masked, optax.sgd(optax.cosine_decay_schedule(0.1, 4), 0.9))
+    optimizer = optax.chain(masked, optax.sgd(optax.cosine_decay_schedule(0.1, 4), 0.9))
     pipeline = {"pipeline_splits": SPLITS, "optimizer_state_offloading": True}
-    got = train(residual_network(), optimiser, **pipeline)
-    check(got, train(residual_network(), optimiser))
+    got = train(residual_network(), optimizer, **pipeline)
+    check(got, train(residual_network(), optimizer))
 
 
 @pytest.mark.devices(3)

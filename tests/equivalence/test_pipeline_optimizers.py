@@ -12,7 +12,7 @@ from pipelined import largest_difference
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import dense, init_layers, relu
 from millrace.plan import Plan
-from millrace.program import arrangement, offload
+from millrace.program import offload, state_layout
 from millrace.program.training import training_program
 
 pytestmark = pytest.mark.devices(4)
@@ -52,7 +52,7 @@ def train(optimizer, **plan):
     }
     state = program.init(*weights())
     state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
-    return jax.device_get(program.whole(state))
+    return jax.device_get(program.unpack_state(state))
 
 
 def first_half(params):
@@ -119,7 +119,7 @@ PIPELINES = {
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Stream even small state, in several buckets."""
-    monkeypatch.setattr(arrangement, "_BUCKET_BYTES", 300)
+    monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 300)
     monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
@@ -132,7 +132,7 @@ def check(name, **plan):
     got = train(OPTIMIZERS[name](), **plan)
     expected = plain(name, plan.get("num_replicas", 1))
     assert largest_difference(got.params, expected.params) < TOLERANCE
-    one, other = (_without_keys(state.optimiser_state) for state in (got, expected))
+    one, other = (_without_keys(state.optimizer_state) for state in (got, expected))
     assert largest_difference(one, other) < 1e-5
     moved = largest_difference(expected.params, weights()[0])
     assert moved > 1e-4, "an optimizer that does nothing proves nothing"

@@ -12,7 +12,7 @@ from plain_loop import (
     GLOBAL_BATCH,
     largest_difference,
     make_data,
-    make_optimiser,
+    make_optimizer,
     plain_loop,
     train_with,
 )
@@ -43,11 +43,11 @@ def test_offloading_lowers_the_devices_peak_by_most_of_the_state():
     state_bytes = 2 * sum(p.nbytes for p in params)
     batch = rng.standard_normal((2, 64, size), np.float32)
 
-    def loss(params, carried, batch, key):
+    def loss(params, model_state, batch, key):
         x = batch
         for p in params:
             x = jnp.tanh(x @ p)
-        return jnp.square(x).mean(), (carried, {})
+        return jnp.square(x).mean(), (model_state, {})
 
     peaks, ends = {}, {}
     for offloading in (True, False):
@@ -79,17 +79,17 @@ def test_recomputation_keeps_one_activation_per_convolution_instead_of_two():
         for layer in (conv(f"c{n}", 64), batch_norm(f"b{n}"), relu(f"r{n}"))
     ]
 
-    def loss(params, carried, batch, key):
-        x, carried = apply_layers(model, params, carried, batch, training=True)
-        return jnp.square(x.astype(jnp.float32)).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        x, model_state = apply_layers(model, params, model_state, batch, training=True)
+        return jnp.square(x.astype(jnp.float32)).mean(), (model_state, {})
 
     images = np.random.default_rng(0).standard_normal((2, 32, 56, 56, 64), np.float32)
-    params, carried = init_layers(model, jax.random.key(0), images[0])
+    params, model_state = init_layers(model, jax.random.key(0), images[0])
     held, weights = {}, {}
     for recomputation in (False, True):
         plan = Plan(micro_batch_size=32, precision="16.32", recomputation=recomputation)
         program = training_program(loss, optax.sgd(0.1), plan)
-        state = program.init(params, carried)
+        state = program.init(params, model_state)
         state, _ = program.run(state, jax.device_put(images, program.chunk_sharding))
         (compiled,) = program._compiled.values()
         held[recomputation] = compiled.memory_analysis().temp_size_in_bytes
@@ -113,7 +113,7 @@ def test_recomputation_keeps_one_activation_per_convolution_instead_of_two():
     ids=str,
 )
 def test_features_give_the_plain_loops_weights_here_too(options):
-    params, _, _ = plain_loop(make_optimiser(), make_data())
+    params, _, _ = plain_loop(make_optimizer(), make_data())
     pieces = options.get("gradient_accumulation_count", 1)
     plan = Plan(micro_batch_size=GLOBAL_BATCH // pieces, **options)
     state, _, _ = train_with(plan)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.autoencoder import kernels
+from millrace.apps.autoencoder.kernels import joint
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model, init_params
 
@@ -20,7 +20,7 @@ USERS, ITEMS, MODELS, RATED = 64, 1777, 16, 20
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_are_as_near_to_the_truth_as_xlas(dtype):
     model = Model(ITEMS, 128, 0.5)
-    assert kernels.are_for(model, USERS, MODELS, dtype, jax.devices()[0])
+    assert joint.are_for(model, USERS, MODELS, dtype, jax.devices()[0])
     random = np.random.default_rng(0)
     batch = {
         "user": jnp.arange(USERS),
@@ -53,6 +53,6 @@ def test_gradients_are_as_near_to_the_truth_as_xlas(dtype):
             ]
         )
 
-    ours = distance(gradients(kernels.joint_loss(model), dtype))
+    ours = distance(gradients(joint.joint_loss(model), dtype))
     xlas = distance(gradients(loss_of(model, "joint"), dtype))
     assert ours < 1.1 * xlas < 0.2

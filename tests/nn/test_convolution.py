@@ -222,10 +222,10 @@ def test_a_residual_block_is_not_computed_again_by_the_blocks_after_it():
         )
     ]
     x = jnp.ones((2, 7, 7, 4))
-    params, carried = init_layers(model, jax.random.key(0), x)
+    params, model_state = init_layers(model, jax.random.key(0), x)
 
     def loss(params):
-        return apply_layers(model, params, carried, x, training=True)[0].sum()
+        return apply_layers(model, params, model_state, x, training=True)[0].sum()
 
     text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
     sized = set(re.findall(r"(%[\w.\-]+) = f32\[2,7,7,4\]", text))

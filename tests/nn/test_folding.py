@@ -26,7 +26,7 @@ def network(name, size=None):
 
 def trained(model, example, seed=0):
     """Weights and statistics as training would leave them: nothing is zero or one."""
-    params, carried = init_layers(model, jax.random.key(seed), example)
+    params, model_state = init_layers(model, jax.random.key(seed), example)
     rng = np.random.default_rng(seed)
 
     def moved(x):
@@ -38,13 +38,13 @@ def trained(model, example, seed=0):
             "mean": moved(np.zeros(own["mean"].shape, np.float32)),
             "var": rng.uniform(0.5, 2, own["var"].shape).astype(np.float32),
         }
-        for name, own in carried.items()
+        for name, own in model_state.items()
     }
     return params, statistics
 
 
-def logits(model, params, carried, x):
-    return apply_layers(model, params, carried, x, training=False)[0]
+def logits(model, params, model_state, x):
+    return apply_layers(model, params, model_state, x, training=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,26 @@ def test_logits_are_equal_and_no_batch_norm_is_left(name, size, norms):
     side = 8 if name == "digits_cnn" else 32
     x = np.random.default_rng(1).standard_normal((2, side, side, channels), np.float32)
     model = network(name, size)
-    params, carried = trained(model, x)
+    params, model_state = trained(model, x)
     if name != "digits_cnn":
-        assert len(carried) == norms
-    folded = fold(model, params, carried, x)
-    assert len(folded[0]) == len(model) - len(carried)
+        assert len(model_state) == norms
+    folded = fold(model, params, model_state, x)
+    assert len(folded[0]) == len(model) - len(model_state)
     assert folded[2] == {}
-    expected, got = logits(model, params, carried, x), logits(*folded, x)
+    expected, got = logits(model, params, model_state, x), logits(*folded, x)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     # The oracle of the test: other statistics would be seen.
-    other = {name: {**own, "var": 2 * own["var"]} for name, own in carried.items()}
+    other = {name: {**own, "var": 2 * own["var"]} for name, own in model_state.items()}
     assert np.abs(logits(model, params, other, x) - expected).max() > 1e-3
 
 
 def test_a_convolution_with_a_bias_keeps_it():
     model = [layers.conv("conv", 4, bias=True), batch_norm("norm")]
     x = np.ones((1, 4, 4, 3), np.float32)
-    params, carried = trained(model, x)
-    folded, weights, left = fold(model, params, carried, x)
+    params, model_state = trained(model, x)
+    folded, weights, left = fold(model, params, model_state, x)
     assert [layer.name for layer in folded] == ["conv"] and left == {}
-    expected = logits(model, params, carried, x)
+    expected = logits(model, params, model_state, x)
     np.testing.assert_allclose(logits(folded, weights, left, x), expected, rtol=1e-5)
 
 
@@ -96,18 +96,18 @@ def test_only_a_norm_right_behind_its_convolution_is_folded():
         batch_norm("after"),
     ]
     x = np.random.default_rng(0).standard_normal((2, 4, 4, 4)).astype(np.float32)
-    params, carried = trained(model, x)
-    folded = fold(model, params, carried, x)
+    params, model_state = trained(model, x)
+    folded = fold(model, params, model_state, x)
     assert len(folded[0]) == len(model)
-    expected = logits(model, params, carried, x)
+    expected = logits(model, params, model_state, x)
     np.testing.assert_allclose(logits(*folded, x), expected, rtol=1e-5)
 
 
 def test_group_norm_stays():
     model = [layers.conv("conv", 4), group_norm("norm", num_groups=2), layers.relu("relu")]
     x = np.ones((1, 4, 4, 3), np.float32)
-    params, carried = init_layers(model, jax.random.key(0), x)
-    folded, weights, _ = fold(model, params, carried, x)
+    params, model_state = init_layers(model, jax.random.key(0), x)
+    folded, weights, _ = fold(model, params, model_state, x)
     assert len(folded) == 3 and set(weights) == {"conv", "norm"}
 
 
@@ -171,8 +171,8 @@ def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
         layers.dropout("dropout", 0.5),
     ]
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)
-    params, carried = trained(model, x)
-    folded = fold(model, params, carried, x)
+    params, model_state = trained(model, x)
+    folded = fold(model, params, model_state, x)
     jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(x))
     assert jaxpr.count("optimization_barrier") == 1
     assert jaxpr.count("conv_general_dilated[") == 2 and "dot_general" in jaxpr
@@ -180,7 +180,7 @@ def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
     jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(large))
     assert jaxpr.count("conv_general_dilated[") == 3 and "barrier" not in jaxpr
     np.testing.assert_allclose(
-        logits(*folded, x), logits(model, params, carried, x), rtol=1e-4, atol=1e-5
+        logits(*folded, x), logits(model, params, model_state, x), rtol=1e-4, atol=1e-5
     )
 
 
@@ -195,12 +195,12 @@ def test_off_the_cpu_narrow_groups_are_merged(monkeypatch):
         closing("add"),
     ]
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)
-    params, carried = trained(model, x)
-    folded = fold(model, params, carried, x)
+    params, model_state = trained(model, x)
+    folded = fold(model, params, model_state, x)
     assert folded[1]["narrow"]["kernel"].shape == (3, 3, 16, 32)
     assert folded[1]["wide"]["kernel"].shape == (3, 3, 16, 64)
     jaxpr = str(jax.make_jaxpr(lambda x: logits(*folded, x))(x))
     assert "dot_general" not in jaxpr and "barrier" not in jaxpr
     np.testing.assert_allclose(
-        logits(*folded, x), logits(model, params, carried, x), rtol=1e-4, atol=1e-4
+        logits(*folded, x), logits(model, params, model_state, x), rtol=1e-4, atol=1e-4
     )

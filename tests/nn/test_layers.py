@@ -16,9 +16,11 @@ def drawn(layer: layers.Layer, shape: tuple[int, ...]):
 
 def test_weights_are_keyed_by_layer_name_and_counted():
     model = models.build("digits_cnn", 10)
-    params, carried = layers.init_layers(model, jax.random.key(0), jnp.zeros((2, 8, 8, 1)))
+    params, model_state = layers.init_layers(
+        model, jax.random.key(0), jnp.zeros((2, 8, 8, 1))
+    )
     assert params["conv1"]["kernel"].shape == (3, 3, 1, 16)
-    assert set(carried) == {"conv1_bn", "conv2_bn", "conv3_bn"}
+    assert set(model_state) == {"conv1_bn", "conv2_bn", "conv3_bn"}
     assert layers.num_parameters(params) == 24_058
 
 
@@ -44,11 +46,11 @@ def test_two_layers_of_one_name_are_refused():
 def test_splitting_a_model_changes_nothing():
     model = models.build("digits_cnn", 10)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
-    params, carried = layers.init_layers(model, jax.random.key(0), x)
-    whole, moved = layers.apply_layers(model, params, carried, x, training=True)
+    params, model_state = layers.init_layers(model, jax.random.key(0), x)
+    whole, moved = layers.apply_layers(model, params, model_state, x, training=True)
     for split in range(1, len(model)):
         first, between = layers.apply_layers(
-            model[:split], params, carried, x, training=True
+            model[:split], params, model_state, x, training=True
         )
         second, after = layers.apply_layers(
             model[split:], params, between, first, training=True
@@ -57,7 +59,7 @@ def test_splitting_a_model_changes_nothing():
         jax.tree.map(np.testing.assert_array_equal, after, moved)
 
 
-def test_he_initialisation_keeps_the_scale_of_activations():
+def test_he_initialization_keeps_the_scale_of_activations():
     params, _ = drawn(layers.conv("c", 256), (1, 16, 16, 64))
     kernel = params["c"]["kernel"]
     assert float(kernel.std()) == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.02)
@@ -103,9 +105,9 @@ def test_a_kernel_may_keep_the_spread_of_what_comes_out():
 def test_batch_norm_agrees_with_numpy(stable):
     x = np.random.default_rng(0).normal(3, 2, (16, 5, 5, 4)).astype(np.float32)
     layer = batch_norm("bn", momentum=0.9, epsilon=1e-3, stable=stable)
-    params, carried = layer.init(x)
+    params, model_state = layer.init(x)
     params = {"scale": jnp.array([1.0, 2, 3, 4]), "bias": jnp.arange(4.0)}
-    y, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    y, moved = layer.apply(params, model_state, jnp.asarray(x), layers.Call(True))
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
     expected = (x - mean) / np.sqrt(var + 1e-3) * [1, 2, 3, 4] + np.arange(4)
     np.testing.assert_allclose(y, expected, atol=2e-4)
@@ -124,8 +126,8 @@ def test_the_stable_variance_survives_a_large_mean():
     errors = {}
     for stable in (False, True):
         layer = batch_norm("bn", momentum=0.0, stable=stable)
-        params, carried = layer.init(x)
-        _, moved = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+        params, model_state = layer.init(x)
+        _, moved = layer.apply(params, model_state, jnp.asarray(x), layers.Call(True))
         errors[stable] = abs(float(moved["var"][0]) - x.var())
     assert errors[True] < 1e-2 < errors[False]
 
@@ -133,15 +135,15 @@ def test_the_stable_variance_survives_a_large_mean():
 def test_group_norm_agrees_with_numpy():
     x = np.random.default_rng(0).normal(1, 3, (3, 4, 4, 8)).astype(np.float32)
     layer = group_norm("gn", num_groups=2, epsilon=1e-3)
-    params, carried = layer.init(x)
-    y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    params, model_state = layer.init(x)
+    y, _ = layer.apply(params, model_state, jnp.asarray(x), layers.Call(True))
     split = x.reshape(3, 4, 4, 2, 4)
     mean = split.mean((1, 2, 4), keepdims=True)
     var = split.var((1, 2, 4), keepdims=True)
     expected = ((split - mean) / np.sqrt(var + 1e-3)).reshape(x.shape)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     same, _ = group_norm("gn", channels_per_group=4, epsilon=1e-3).apply(
-        params, carried, jnp.asarray(x), layers.Call(True)
+        params, model_state, jnp.asarray(x), layers.Call(True)
     )
     np.testing.assert_array_equal(same, y)
     with pytest.raises(ValueError, match="8 channels cannot be divided into 3 groups"):
@@ -191,8 +193,8 @@ def test_an_input_too_small_for_the_model_names_the_layer_where_it_ends():
 def test_norms_that_are_given_nothing_else_have_the_documented_numbers():
     x = jnp.full((2, 4, 4, 2), 0.0).at[0].set(0.01)  # a variance near epsilon
     layer = batch_norm("bn")
-    params, carried = layer.init(x)
-    y, moved = layer.apply(params, carried, x, layers.Call(True))
+    params, model_state = layer.init(x)
+    y, moved = layer.apply(params, model_state, x, layers.Call(True))
     np.testing.assert_allclose(moved["mean"], 0.03 * 0.005, rtol=1e-4)
     np.testing.assert_allclose(moved["var"], 0.97 + 0.03 * 0.005**2, rtol=1e-6)
     expected = 0.005 / np.sqrt(0.005**2 + 1.001e-5)
@@ -212,8 +214,8 @@ def test_norms_that_are_given_nothing_else_have_the_documented_numbers():
 )
 def test_a_norm_with_a_scale_of_zero_starts_silent(layer):
     x = np.random.default_rng(0).standard_normal((4, 3, 3, 2)).astype(np.float32)
-    params, carried = layer.init(x)
-    y, _ = layer.apply(params, carried, jnp.asarray(x), layers.Call(True))
+    params, model_state = layer.init(x)
+    y, _ = layer.apply(params, model_state, jnp.asarray(x), layers.Call(True))
     assert not np.any(y)
 
 

@@ -11,8 +11,8 @@ from millrace.program.training import training_program
 
 
 def trained_state(plan):
-    def loss(params, carried, batch, key):
-        return params["w"].sum(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return params["w"].sum(), (model_state, {})
 
     return training_program(loss, optax.sgd(0.1), plan).init({"w": jnp.array([2.0])})
 
@@ -21,7 +21,7 @@ def source(count):
     return ArraySource({"x": np.arange(count, dtype=np.float32)})
 
 
-def metric(params, carried, batch):
+def metric(params, model_state, batch):
     return {"scaled": batch["x"] * params["w"][0], "odd": batch["x"] % 2}
 
 
@@ -38,7 +38,7 @@ def test_every_sample_counts_once_and_padding_never(count, micro_batch, replicas
 
 
 def test_padding_that_gives_nan_does_not_count():
-    def inverse(params, carried, batch):
+    def inverse(params, model_state, batch):
         return {"inverse": 1 / batch["x"]}
 
     plan = mr.Plan()
@@ -50,10 +50,10 @@ def test_padding_that_gives_nan_does_not_count():
 def test_the_state_stays_usable_and_metrics_are_traced_once():
     traces = 0
 
-    def counted(params, carried, batch):
+    def counted(params, model_state, batch):
         nonlocal traces
         traces += 1
-        return metric(params, carried, batch)
+        return metric(params, model_state, batch)
 
     plan = mr.Plan()
     program, state = mr.EvaluationProgram(counted, plan), trained_state(plan)
@@ -91,11 +91,11 @@ def test_a_state_of_any_number_of_replicas_can_be_evaluated(trained_on, evaluate
 def test_weights_that_lie_there_already_are_not_copied():
     plan = mr.Plan()
     state = trained_state(plan)
-    assert mr.EvaluationProgram(metric, plan).usable(state) is state
+    assert mr.EvaluationProgram(metric, plan).validate_state(state) is state
 
 
 def test_sources_of_equal_shapes_and_other_names_each_have_their_program():
-    def either(params, carried, batch):
+    def either(params, model_state, batch):
         return {"value": batch["x"] if "x" in batch else 10 * batch["y"]}
 
     plan = mr.Plan()
@@ -107,7 +107,7 @@ def test_sources_of_equal_shapes_and_other_names_each_have_their_program():
 
 
 def test_weights_of_another_shape_have_another_program():
-    def total(params, carried, batch):
+    def total(params, model_state, batch):
         return {"total": batch["x"] * 0 + params["w"].sum()}
 
     plan = mr.Plan()
@@ -133,14 +133,16 @@ def test_a_pipelines_packed_state_is_refused_and_its_whole_is_not():
     training = training_program(loss, optax.sgd(0.1), plan)
     state = training.init(*init_layers(layers, jax.random.key(0), np.ones((1, 1))))
 
-    def predict(params, carried, batch):
-        y, _ = apply_layers(layers, params, carried, batch["x"][:, None], training=False)
+    def predict(params, model_state, batch):
+        y, _ = apply_layers(
+            layers, params, model_state, batch["x"][:, None], training=False
+        )
         return {"y": y[:, 0]}
 
     program = mr.EvaluationProgram(predict, mr.Plan())
-    with pytest.raises(ValueError, match=r"Evaluate program.whole\(state\)"):
+    with pytest.raises(ValueError, match=r"Evaluate program.unpack_state\(state\)"):
         mr.evaluate(program, state, source(4), 2)
-    whole = training.whole(state)
+    whole = training.unpack_state(state)
     slope = whole.params["a"]["kernel"] * whole.params["b"]["kernel"]
     got = mr.evaluate(program, whole, source(4), 2)
     assert got["y"] == pytest.approx(1.5 * slope.item(), rel=1e-5)

@@ -238,7 +238,7 @@ def test_a_program_reports_the_schedule():
     schedule = make("stepped", steps, per_epoch=1)
     _, info, _ = train_with(
         Plan(micro_batch_size=GLOBAL_BATCH),
-        optimiser=optax.sgd(schedule),
+        optimizer=optax.sgd(schedule),
         watch={"learning_rate": schedule},
     )
     np.testing.assert_allclose(info["learning_rate"], [0.3, 0.1, 0.2], rtol=1e-6)

@@ -9,8 +9,8 @@ from optax import contrib
 from plain_loop import (
     GLOBAL_BATCH,
     largest_difference,
-    make_carried,
     make_data,
+    make_model_state,
     make_params,
     train_with,
 )
@@ -37,11 +37,11 @@ def test_scalars_of_the_optimizer_stay_in_float32(offloading):
     """In bfloat16 Adam's b2 of 0.999 is 1, and the weights were not numbers."""
     optimizer = optax.inject_hyperparams(optax.adam)(1e-2)
     plan = Plan(**HALF, optimizer_state_offloading=offloading)
-    state, info, _ = train_with(plan, optimiser=optimizer)
+    state, info, _ = train_with(plan, optimizer=optimizer)
     assert np.isfinite(info["loss"]).all()
-    assert types_by_rank(state.optimiser_state) == {(True, "bfloat16"), (False, "float32")}
-    assert state.optimiser_state.hyperparams["b2"] == np.float32(0.999)
-    expected, _, _ = train_with(plan, optimiser=optax.adam(1e-2))
+    assert types_by_rank(state.optimizer_state) == {(True, "bfloat16"), (False, "float32")}
+    assert state.optimizer_state.hyperparams["b2"] == np.float32(0.999)
+    expected, _, _ = train_with(plan, optimizer=optax.adam(1e-2))
     for one, other in zip(
         *map(jax.tree.leaves, (state.params, expected.params)), strict=True
     ):  # equal, but for a last bit
@@ -52,14 +52,14 @@ def test_scalars_of_the_optimizer_stay_in_float32(offloading):
 def test_a_sum_that_the_optimizer_keeps_goes_past_what_bfloat16_counts_to():
     optimizer = contrib.schedule_free_sgd(1.0, weight_lr_power=1.0)
 
-    def loss(params, carried, batch, key):
-        return 1e-6 * (params["w"] * batch).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return 1e-6 * (params["w"] * batch).mean(), (model_state, {})
 
     program = training_program(loss, optimizer, Plan(precision="16.16"))
     chunk = jax.device_put(np.ones((300, 1), np.float32), program.chunk_sharding)
     state, _ = program.run(program.init({"w": jnp.ones(3)}), chunk)
-    assert float(state.optimiser_state.weight_sum) == 300
-    assert state.optimiser_state.z["w"].dtype == jnp.bfloat16
+    assert float(state.optimizer_state.weight_sum) == 300
+    assert state.optimizer_state.z["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.devices(2)
@@ -81,8 +81,8 @@ def test_scalars_stay_in_float32_in_a_pipeline():
         program = training_program(loss, optimizer, plan)
         state = program.init(*init_layers(layers, jax.random.key(0), data[0]))
         state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
-        found.append(program.whole(state))
-    kinds = types_by_rank(found[1].optimiser_state)
+        found.append(program.unpack_state(state))
+    kinds = types_by_rank(found[1].optimizer_state)
     assert kinds == {(True, "bfloat16"), (False, "float32")}
     assert largest_difference(found[0].params, found[1].params) < 1e-2
 
@@ -107,7 +107,7 @@ def test_state_takes_the_weights_type_only_where_it_has_their_shape(half, expect
 def warnings_of(caplog, optimizer, **options):
     caplog.clear()
     program = training_program(plain_loss_fn, optimizer, Plan(**options))
-    program.init(make_params(), make_carried())
+    program.init(make_params(), make_model_state())
     return [r.getMessage() for r in caplog.records if SLOW in r.getMessage()]
 
 
@@ -121,8 +121,8 @@ def test_state_that_cannot_decay_in_bfloat16_is_warned_of_once_and_named(caplog)
 def test_the_warning_is_right():
     """Adam's second moment after a large gradient and many of nothing."""
 
-    def loss(params, carried, batch, key):
-        return (params["w"] * batch).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return (params["w"] * batch).mean(), (model_state, {})
 
     data = np.zeros((1000, 1), np.float32)
     data[0] = 30.0
@@ -133,7 +133,7 @@ def test_the_warning_is_right():
         state = program.init({"w": jnp.ones(50)})
         chunk = jax.device_put(data, program.chunk_sharding)
         state, _ = program.run(state, chunk)
-        moment = state.optimiser_state[0].nu["w"]
+        moment = state.optimizer_state[0].nu["w"]
         moments[precision, stochastic] = float(moment.astype(jnp.float32).mean())
     exact = moments["16.32", False]
     assert moments["16.16", False] > 2 * exact
@@ -167,19 +167,19 @@ NEED_THE_LOSS = {
 
 
 def loop_with_value(optimizer, data):
-    params, carried = make_params(), make_carried()
+    params, model_state = make_params(), make_model_state()
 
     @jax.jit
-    def step(params, carried, state, batch):
+    def step(params, model_state, state, batch):
         function = jax.value_and_grad(plain_loss_fn, has_aux=True)
-        (value, (carried, _)), gradient = function(params, carried, batch, None)
+        (value, (model_state, _)), gradient = function(params, model_state, batch, None)
         updates, state = optimizer.update(gradient, state, params, value=value)
-        return optax.apply_updates(params, updates), carried, state
+        return optax.apply_updates(params, updates), model_state, state
 
     state = jax.jit(optimizer.init)(params)
     for update in range(data["x"].shape[0]):
         batch = {name: leaf[update] for name, leaf in data.items()}
-        params, carried, state = step(params, carried, state, batch)
+        params, model_state, state = step(params, model_state, state, batch)
     return params
 
 
@@ -197,10 +197,10 @@ def loop_with_value(optimizer, data):
 )
 def test_optimizers_that_need_the_loss_get_the_mean_of_the_whole_batch(name, options):
     optimizer, data = NEED_THE_LOSS[name], make_data()
-    state, _, _ = train_with(Plan(**options), optimiser=optimizer)
+    state, _, _ = train_with(Plan(**options), optimizer=optimizer)
     assert largest_difference(state.params, loop_with_value(optimizer, data)) < 1e-5
     if name == "plateau":
-        assert float(state.optimiser_state[1].scale) < 1  # the loss did count
+        assert float(state.optimizer_state[1].scale) < 1  # the loss did count
 
 
 def test_an_optimizer_that_takes_no_loss_is_not_given_one():
@@ -212,7 +212,7 @@ def test_an_optimizer_that_takes_no_loss_is_not_given_one():
         return plain.update(gradients, state, params)
 
     narrow = optax.GradientTransformationExtraArgs(plain.init, update)
-    states = [train_with(Plan(micro_batch_size=GLOBAL_BATCH), optimiser=o)[0]
+    states = [train_with(Plan(micro_batch_size=GLOBAL_BATCH), optimizer=o)[0]
               for o in (plain, narrow)]  # fmt: skip
     assert largest_difference(states[0].params, states[1].params) == 0
 
@@ -227,5 +227,5 @@ def test_an_optimizer_that_takes_no_loss_is_not_given_one():
 def test_optimizers_that_need_more_are_refused_before_compiling(optimizer, what):
     program = training_program(plain_loss_fn, optimizer, Plan())
     with pytest.raises(ConfigurationError, match=what) as refused:
-        program.init(make_params(), make_carried())
+        program.init(make_params(), make_model_state())
     assert "Use optax.adamw" in str(refused.value)

@@ -22,23 +22,23 @@ from pipelined import (
 )
 
 from millrace.config import ConfigurationError
-from millrace.host.pipeline_profile import draw_profile, profile_pipeline
 from millrace.nn.layers import concurrent, dense, flatten, stateless
 from millrace.plan import Plan
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.stages import choose_splits, cut
 from millrace.program.training import TrainingProgram, training_program
+from millrace.run.pipeline_profile import draw_profile, profile_pipeline
 
 
-def program_of(layers=None, optimiser=None, devices=None, **plan) -> TrainingProgram:
+def program_of(layers=None, optimizer=None, devices=None, **plan) -> TrainingProgram:
     given = {
         "micro_batch_size": 2,
         "gradient_accumulation_count": MICRO_BATCHES,
         "pipeline_splits": SPLITS,
     } | plan
     loss = loss_of(layers or residual_network())
-    optimiser = optimiser or optax.sgd(0.1, 0.9)
-    return training_program(loss, optimiser, Plan(**given), devices=devices)
+    optimizer = optimizer or optax.sgd(0.1, 0.9)
+    return training_program(loss, optimizer, Plan(**given), devices=devices)
 
 
 def chunk_for(program: TrainingProgram, updates: int = 1) -> dict[str, jax.Array]:
@@ -105,7 +105,7 @@ def test_a_plan_refuses_splits_that_fit_no_model(plan, message):
 def test_a_loss_without_known_layers_is_refused():
     with pytest.raises(ConfigurationError, match="LayeredLoss, not function"):
         training_program(
-            lambda params, carried, batch, key: None,
+            lambda params, model_state, batch, key: None,
             optax.sgd(0.1),
             Plan(pipeline_splits=["a"], pipeline_schedule="sequential"),
         )
@@ -221,7 +221,7 @@ def test_gradients_cross_replicas_once_per_update(compiled):
 
 
 @pytest.mark.devices(6)
-def test_only_neighbours_exchange_at_each_tick(compiled):
+def test_only_neighbors_exchange_at_each_tick(compiled):
     found = operations_by_loop_depth(
         compiled, "collective-permute|collective-permute-start"
     )
@@ -247,10 +247,10 @@ def test_a_device_holds_only_its_own_stages():
 
 @pytest.mark.devices(3)
 def test_a_state_can_be_unpacked_and_placed_again():
-    program = program_of(optimiser=optax.adam(0.1))
+    program = program_of(optimizer=optax.adam(0.1))
     state = program.init(*make_weights(residual_network()))
-    whole = program.whole(state)
-    plain = program_of(optimiser=optax.adam(0.1), pipeline_splits=[])
+    whole = program.unpack_state(state)
+    plain = program_of(optimizer=optax.adam(0.1), pipeline_splits=[])
     expected = plain.init(*make_weights(residual_network()))
     assert jax.tree.structure(whole) == jax.tree.structure(expected)
     assert largest_difference(whole, expected) == 0
@@ -273,7 +273,7 @@ def test_a_state_of_numpy_arrays_can_be_run_packed_or_whole():
         plain.init(*weights),
     ]
     chunk = chunk_for(program)
-    first, *others = [program.whole(program.run(form, chunk)[0]) for form in forms]
+    first, *others = [program.unpack_state(program.run(form, chunk)[0]) for form in forms]
     for other in others:
         assert largest_difference(first, other) == 0
 
@@ -284,7 +284,7 @@ def test_a_pipelined_state_goes_on_without_a_pipeline():
     weights = make_weights(residual_network())
     pipelined, plain = program_of(), program_of(pipeline_splits=[])
     state, _ = pipelined.run(pipelined.init(*weights), chunk_for(pipelined))
-    state = plain.place(pipelined.whole(state))
+    state = plain.place(pipelined.unpack_state(state))
     state, _ = plain.run(state, chunk_for(plain))
     other = plain.init(*weights)
     for _ in range(2):

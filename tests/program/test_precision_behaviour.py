@@ -15,10 +15,10 @@ from millrace.program.training import training_program
 def run_scalar(weight, slope, plan, *, updates=1, learning_rate=1.0):
     """Gradient descent on slope x weight; the gradient is `slope`."""
 
-    def loss(params, carried, batch, key):
+    def loss(params, model_state, batch, key):
         # The slope's root, twice: what underflows must be the gradient, not the slope.
         seen = params["w"] * batch[:1] * batch[:1]
-        return seen.sum(), (carried, {"product": seen.sum()})
+        return seen.sum(), (model_state, {"product": seen.sum()})
 
     program = training_program(loss, optax.sgd(learning_rate), plan)
     state = program.init({"w": jnp.full(1, weight, jnp.float32)})
@@ -66,7 +66,7 @@ def test_sixteen_bits_train_close_to_thirty_two(precision, half):
         loss_scaling=64.0,
     )
     expected, _, losses = plain_loop(optax.sgd(0.1, momentum=0.9), make_data())
-    state, info, _ = train_with(plan, optimiser=optax.sgd(0.1, momentum=0.9))
+    state, info, _ = train_with(plan, optimizer=optax.sgd(0.1, momentum=0.9))
     assert largest_difference(state.params, expected) < 2e-2
     np.testing.assert_allclose(info["loss"], losses, atol=2e-2)
 
@@ -78,7 +78,7 @@ def test_adams_state_survives_float16_weights():
     assert all(
         np.isfinite(np.asarray(p, np.float32)).all() for p in jax.tree.leaves(state.params)
     )
-    kinds = {str(s.dtype) for s in jax.tree.leaves(state.optimiser_state) if s.ndim}
+    kinds = {str(s.dtype) for s in jax.tree.leaves(state.optimizer_state) if s.ndim}
     assert kinds == {"float32"}
 
 
@@ -168,8 +168,8 @@ def test_a_bfloat16_running_mean_is_not_biased():
     rng = np.random.default_rng(0)
     values = (0.3 + 0.1 * rng.standard_normal((250, 400))).astype(np.float32)
 
-    def loss(params, carried, batch, key):
-        return (params["w"] * batch[0]).sum(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return (params["w"] * batch[0]).sum(), (model_state, {})
 
     plan = Plan(
         gradient_accumulation_count=250,
@@ -188,8 +188,8 @@ def test_a_bfloat16_running_mean_is_not_biased():
 @pytest.mark.parametrize("reduction", ["mean", "running_mean"])
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.devices(2))])
 def test_float64_gradients_are_accumulated_in_float64(replicas, reduction):
-    def loss(params, carried, batch, key):
-        return (params["w"] * batch).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return (params["w"] * batch).mean(), (model_state, {})
 
     with jax.enable_x64(True):
         plan = Plan(

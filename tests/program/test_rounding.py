@@ -25,7 +25,7 @@ def test_the_mean_of_many_draws_is_the_value_within_four_standard_errors(value, 
     drawn = stochastic_round(jnp.full(DRAWS, value), dtype, folded(1))
     drawn = np.asarray(drawn, np.float64)
     standard_error = drawn.std() / np.sqrt(DRAWS)
-    assert len(np.unique(drawn)) <= 2  # the neighbours below and above
+    assert len(np.unique(drawn)) <= 2  # the neighbors below and above
     assert abs(drawn.mean() - value) <= 4 * standard_error + 1e-12 * abs(value)
 
 
@@ -74,8 +74,8 @@ def test_bits_differ_between_keys_elements_and_are_uniform():
 def test_small_updates_move_half_weights_only_with_stochastic_rounding():
     """From 1, 500 updates of -1e-4: exactly 0.95; rounding to nearest stays at 1."""
 
-    def loss(params, carried, batch, key):
-        return params["w"].sum().astype(jnp.float32), (carried, {})
+    def loss(params, model_state, batch, key):
+        return params["w"].sum().astype(jnp.float32), (model_state, {})
 
     from millrace.program.training import training_program
 

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from plain_loop import (
     GLOBAL_BATCH,
     loss_fn,
-    make_carried,
     make_data,
-    make_optimiser,
+    make_model_state,
+    make_optimizer,
     make_params,
     stage,
     train_with,
@@ -91,9 +91,9 @@ def test_the_loss_is_traced_once_however_many_calls_and_lengths(options):
 def test_the_state_is_donated_and_the_callers_weights_are_not():
     params = make_params()
     program = training_program(
-        loss_fn, make_optimiser(), Plan(micro_batch_size=GLOBAL_BATCH)
+        loss_fn, make_optimizer(), Plan(micro_batch_size=GLOBAL_BATCH)
     )
-    state = program.init(params, make_carried())
+    state = program.init(params, make_model_state())
     program.run(state, stage(program, make_data()))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
@@ -101,9 +101,9 @@ def test_the_state_is_donated_and_the_callers_weights_are_not():
 
 def test_a_chunk_that_is_not_on_the_device_is_refused_not_copied():
     program = training_program(
-        loss_fn, make_optimiser(), Plan(micro_batch_size=GLOBAL_BATCH)
+        loss_fn, make_optimizer(), Plan(micro_batch_size=GLOBAL_BATCH)
     )
-    state = program.init(make_params(), make_carried())
+    state = program.init(make_params(), make_model_state())
     program.compile(state, stage(program, make_data()))
     with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
         program.run(state, make_data())
@@ -114,7 +114,7 @@ def test_offloaded_state_rests_in_host_memory_and_counters_do_not():
     state, _, _ = train_with(plan)
     kinds = {
         leaf.size > 1000: leaf.sharding.memory_kind
-        for leaf in jax.tree.leaves(state.optimiser_state)
+        for leaf in jax.tree.leaves(state.optimizer_state)
     }
     assert kinds == {True: "pinned_host", False: "device"}
     assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
@@ -132,7 +132,7 @@ def test_the_update_is_cut_into_buckets_that_own_their_state(monkeypatch):
 
     monkeypatch.setattr(offload, "StreamedUpdate", Spy)
     plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
-    state, _, _ = train_with(plan, optimiser=optax.adam(1e-2))
+    state, _, _ = train_with(plan, optimizer=optax.adam(1e-2))
     (stream,) = made
     owned = offload._owned_positions(state)
     streamed = {p for p, size in owned.items() if size}
@@ -142,20 +142,22 @@ def test_the_update_is_cut_into_buckets_that_own_their_state(monkeypatch):
     assert sorted(every) == list(range(len(every)))
 
 
-def test_an_optimiser_that_mixes_variables_stays_in_one_bucket():
+def test_an_optimizer_that_mixes_variables_stays_in_one_bucket():
     together = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
     adam = optax.adam(1e-2)
     jitted = optax.GradientTransformation(adam.init, jax.jit(adam.update))
-    for optimiser, expected in ((adam, 6), (jitted, 6), (together, 1)):
+    for optimizer, expected in ((adam, 6), (jitted, 6), (together, 1)):
         plan = Plan(micro_batch_size=GLOBAL_BATCH)
-        program = training_program(loss_fn, optimiser, plan)
-        state = program.init(make_params(), make_carried())
+        program = training_program(loss_fn, optimizer, plan)
+        state = program.init(make_params(), make_model_state())
         owned = {p: 1 << 30 for p in offload._owned_positions(state)}
-        gathered = offload.Gathered(state.params, state.carried, {"loss": jnp.float32(0)})
-        step = program._step
-        jaxpr = jax.make_jaxpr(lambda s, g, step=step: offload.steps.apply(step, s, g))(
-            state, gathered
+        gathered = offload.GradientResult(
+            state.params, state.model_state, {"loss": jnp.float32(0)}
         )
+        step = program._step
+        jaxpr = jax.make_jaxpr(
+            lambda s, g, step=step: offload.steps.apply_update(step, s, g)
+        )(state, gathered)
         groups = offload._split(offload.needed_inputs(jaxpr), owned)
         with_weights = [g for g in groups if set(g) & set(owned)]
         assert len(with_weights) == expected
@@ -166,7 +168,7 @@ def test_a_device_without_host_memory_says_that_offloading_is_off(monkeypatch, c
     plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
     state, _, _ = train_with(plan)
     assert "offloading is off" in caplog.text
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimiser_state)}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
     assert kinds == {"device"}
 
 
@@ -205,15 +207,15 @@ def test_on_cpu_recomputation_says_that_it_saves_nothing(caplog):
 def test_more_replicas_than_devices_is_the_users_mistake():
     only = f"num_replicas is 9.*only {jax.device_count()} {jax.default_backend()}"
     with pytest.raises(ConfigurationError, match=only):
-        training_program(loss_fn, make_optimiser(), Plan(num_replicas=9))
+        training_program(loss_fn, make_optimizer(), Plan(num_replicas=9))
 
 
 @pytest.mark.devices(2)
 def test_an_element_of_the_wrong_size_names_both_sizes():
     program = training_program(
-        loss_fn, make_optimiser(), Plan(micro_batch_size=4, num_replicas=2)
+        loss_fn, make_optimizer(), Plan(micro_batch_size=4, num_replicas=2)
     )
-    state = program.init(make_params(), make_carried())
+    state = program.init(make_params(), make_model_state())
     chunk = {"x": np.zeros((1, 6, 12), np.float32), "y": np.zeros((1, 6), np.int32)}
     with pytest.raises(ValueError, match="has 6 samples; this plan needs 8"):
         program.run(state, jax.device_put(chunk, program.chunk_sharding))
@@ -227,13 +229,16 @@ def test_an_element_of_the_wrong_size_names_both_sizes():
             "must be a scalar",
         ),
         (lambda p, c, b, k: (b["x"].mean(), (c, [1.0])), "info a flat dict"),
-        (lambda p, c, b, k: b["x"].mean(), "loss_fn must return (loss, (carried, info))"),
-        (lambda p, c, b, k: (b["x"].mean(), {}), "must return (loss, (carried, info))"),
+        (
+            lambda p, c, b, k: b["x"].mean(),
+            "loss_fn must return (loss, (model_state, info))",
+        ),
+        (lambda p, c, b, k: (b["x"].mean(), {}), "must return (loss, (model_state, info))"),
         (lambda p, c, b, k: (b["x"].mean(1), (c, {})), "got shape (32,). Take the mean"),
-        (lambda p, c, b, k: (b["x"].mean(), ({}, {})), "carried values of the structure"),
+        (lambda p, c, b, k: (b["x"].mean(), ({}, {})), "model state of the structure"),
         (
             lambda p, c, b, k: (b["x"].mean(), ({"mean": b["x"]}, {})),
-            "carried value mean changed its shape",
+            "model state mean changed its shape",
         ),
     ],
 )
@@ -254,25 +259,27 @@ def test_watched_functions_of_the_update_are_reported():
 def test_carried_changes_of_all_micro_batches_can_be_added_up():
     """A table of which each sample owns a row: nobody's change may be diluted."""
 
-    def loss(params, carried, batch, key):
+    def loss(params, model_state, batch, key):
         del key
-        table = carried["table"].at[batch["y"]].add(1)
+        table = model_state["table"].at[batch["y"]].add(1)
         return (params["w"] * 0.0).sum(), ({"table": table}, {})
 
     plan = Plan(micro_batch_size=4, num_replicas=4, gradient_accumulation_count=2)
-    program = training_program(loss, optax.sgd(0.1), plan, carried_reduction="sum")
+    program = training_program(loss, optax.sgd(0.1), plan, model_state_reduction="sum")
     state = program.init({"w": jnp.ones(3)}, {"table": jnp.zeros(5, jnp.int32)})
     data = {"y": make_data()["y"]}
     state, _ = program.run(state, stage(program, data))
-    np.testing.assert_array_equal(state.carried["table"], np.bincount(data["y"].ravel()))
+    np.testing.assert_array_equal(
+        state.model_state["table"], np.bincount(data["y"].ravel())
+    )
 
 
 @pytest.mark.devices(lambda split: split[2])
 @pytest.mark.parametrize("accumulation_dtype", ["float16", None])
 @pytest.mark.parametrize("split", [(24, 1, 1), (3, 8, 1), (3, 1, 8), (1, 3, 8)])
 def test_gradients_that_float16_just_holds_survive_any_split(split, accumulation_dtype):
-    def loss(params, carried, batch, key):
-        return (params["w"] * batch["x"]).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return (params["w"] * batch["x"]).mean(), (model_state, {})
 
     micro, count, replicas = split
     plan = Plan(
@@ -293,8 +300,8 @@ def test_gradients_that_float16_just_holds_survive_any_split(split, accumulation
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(("dtype", "value"), [("bfloat16", 1.297), ("float16", 5000)])
 def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
-    def loss(params, carried, batch, key):
-        return (params["w"] * batch["x"]).mean(), (carried, {})
+    def loss(params, model_state, batch, key):
+        return (params["w"] * batch["x"]).mean(), (model_state, {})
 
     plan = Plan(micro_batch_size=1, gradient_accumulation_count=300, num_replicas=2)
     program = training_program(loss, optax.sgd(0.1), plan)
@@ -302,14 +309,14 @@ def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
     state = program.init({"w": jnp.ones(())}, {"kept": first})
     data = {"x": np.ones((300, 2), np.float32)}
     state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
-    assert state.carried["kept"] == first and state.carried["kept"].dtype == dtype
+    assert state.model_state["kept"] == first and state.model_state["kept"].dtype == dtype
 
 
 @pytest.mark.devices(8)
 def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
-    def noisy(params, carried, batch, key):
+    def noisy(params, model_state, batch, key):
         noise = jax.random.normal(key, ())
-        return (params["layer0"]["bias"] * 0.0).sum(), (carried, {"noise": noise})
+        return (params["layer0"]["bias"] * 0.0).sum(), (model_state, {"noise": noise})
 
     def draws(**options):
         return train_with(Plan(micro_batch_size=4, **options), loss=noisy)[1]["noise"]
@@ -339,24 +346,24 @@ def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
 def test_all_random_keys_of_a_run_differ(options):
     """Over updates, micro-batches and replicas: two alike would drop the same values."""
 
-    def note(params, carried, batch, key):
+    def note(params, model_state, batch, key):
         words = jax.random.key_data(key)
-        seen = carried.at[batch["number"][0]].add(words)
+        seen = model_state.at[batch["number"][0]].add(words)
         return params["w"].sum(), (seen, {})
 
     plan = Plan(**options)
-    program = training_program(note, optax.sgd(0.1), plan, carried_reduction="sum")
+    program = training_program(note, optax.sgd(0.1), plan, model_state_reduction="sum")
     updates, step = 3, plan.batching.samples_per_step
     count = updates * plan.batching.global_batch_size
     state = program.init({"w": jnp.ones(1)}, jnp.zeros((count, 2), jnp.uint32))
     chunk = {"number": np.arange(count, dtype=np.int32).reshape(-1, step)}
     state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
-    keys = {tuple(words) for words in np.asarray(state.carried).tolist()}
+    keys = {tuple(words) for words in np.asarray(state.model_state).tolist()}
     assert len(keys) == count
 
 
 def test_updates_per_call_divides_the_execution_or_reaches_the_limit():
-    program = training_program(loss_fn, make_optimiser(), Plan(micro_batch_size=32))
+    program = training_program(loss_fn, make_optimizer(), Plan(micro_batch_size=32))
     assert program.updates_per_call(100, 1) == 100
     assert program.updates_per_call(100, 16 << 20) == 4
     assert program.updates_per_call(781, 1 << 20) == 64  # 11 x 71: divisors are sparse
@@ -373,8 +380,8 @@ def test_no_warning_is_raised_by_a_run():
 @pytest.mark.parametrize("offloading", [False, True])
 def test_a_state_that_was_used_up_is_refused_plainly(offloading):
     plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
-    program = training_program(loss_fn, make_optimiser(), plan)
-    state = program.init(make_params(), make_carried())
+    program = training_program(loss_fn, make_optimizer(), plan)
+    state = program.init(make_params(), make_model_state())
     chunk = stage(program, make_data())
     program.run(state, chunk)
     with pytest.raises(ValueError, match="used up by an earlier call"):
@@ -384,9 +391,9 @@ def test_a_state_that_was_used_up_is_refused_plainly(offloading):
 @pytest.mark.parametrize("offloading", [False, True])
 def test_a_state_of_numpy_arrays_goes_on_as_it_was(offloading):
     plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
-    program = training_program(loss_fn, make_optimiser(), plan)
+    program = training_program(loss_fn, make_optimizer(), plan)
     chunk = stage(program, make_data())
-    first, _ = program.run(program.init(make_params(), make_carried()), chunk)
+    first, _ = program.run(program.init(make_params(), make_model_state()), chunk)
     saved = jax.device_get(first)
     one, _ = program.run(first, chunk)
     other, _ = program.run(saved, chunk)
@@ -395,8 +402,8 @@ def test_a_state_of_numpy_arrays_goes_on_as_it_was(offloading):
 
 @pytest.mark.parametrize("name", ["loss", "learning_rate"])
 def test_names_the_program_reports_itself_are_refused(name):
-    def loss(params, carried, batch, key):
-        return params["layer0"]["bias"].sum(), (carried, {name: 7.0})
+    def loss(params, model_state, batch, key):
+        return params["layer0"]["bias"].sum(), (model_state, {name: 7.0})
 
     with pytest.raises(ValueError, match=f"cannot be called {name}"):
         train_with(
@@ -405,7 +412,7 @@ def test_names_the_program_reports_itself_are_refused(name):
 
 
 def test_integer_parameters_are_named():
-    program = training_program(loss_fn, make_optimiser(), Plan())
+    program = training_program(loss_fn, make_optimizer(), Plan())
     with pytest.raises(ValueError, match="parameter table is int32, which has no gradient"):
         program.init({"table": jnp.arange(3)})
 
@@ -414,6 +421,6 @@ def test_integer_parameters_are_named():
 @pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
 def test_weights_take_the_plans_type_whatever_they_were(precision, given):
     plan = Plan(precision=precision, half_type="float16")
-    program = training_program(loss_fn, make_optimiser(), plan)
+    program = training_program(loss_fn, make_optimizer(), plan)
     state = program.init({"w": jnp.ones(3, given)})
     assert str(state.params["w"].dtype) == plan.types.weights

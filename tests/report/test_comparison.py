@@ -52,7 +52,7 @@ def test_each_metric_has_one_chart_with_a_curve_for_each_run(runs):
     assert "first" in chart and "second" in chart
 
 
-def test_a_run_keeps_its_colour_where_another_has_nothing_to_show(runs, tmp_path):
+def test_a_run_keeps_its_color_where_another_has_nothing_to_show(runs, tmp_path):
     bare = read_run(make_run(tmp_path / "bare", events=[], metrics={}))
     page = comparison_page([bare, runs[0]])
     (chart,) = re.findall(r'aria-label="train loss">(.*?)</svg>', page)

@@ -13,9 +13,9 @@ from made_runs import add_parts, make_run
 
 from millrace.report import plots
 from millrace.report.comparison import comparison_page
-from millrace.report.page import run_page
-from millrace.report.parts import Drawing
 from millrace.report.record import read_run
+from millrace.report.run_page import run_page
+from millrace.report.sections import Drawing
 
 HTML = "\"'></style></title></h1><script>alert(1)</script><img src=x onerror=alert(2)>"
 OTHERS: list[Any] = [[], {}, "text", None, True, -1, 0, 1.5, 10**400, [[["x"]]], {"a": []}]

@@ -5,8 +5,8 @@ from browser import DESK, PHONE, look_at
 from made_runs import add_parts, make_run
 
 from millrace.report.comparison import comparison_page
-from millrace.report.page import write_report
 from millrace.report.record import read_run
+from millrace.report.run_page import write_report
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def test_dark_is_dark_and_light_is_light(folder, light, tmp_path):
     dark = look_at(folder, [("full/report.html", PHONE)], tmp_path, dark=True)
     assert dark.console == []
 
-    def brightness(colour: str) -> int:
-        return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+    def brightness(color: str) -> int:
+        return sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))
 
     assert brightness(dark.pages[0].background) < 120 < brightness(dark.pages[0].ink)
     assert brightness(light.pages[0].ink) < 120 < brightness(light.pages[0].background)

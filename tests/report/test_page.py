@@ -9,8 +9,8 @@ import pytest
 from made_runs import EVENTS, add_parts, make_run
 
 from millrace.config import ConfigurationError
-from millrace.report.page import write_report
 from millrace.report.record import read_events
+from millrace.report.run_page import write_report
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

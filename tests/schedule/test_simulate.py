@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule.pipelines import schedules, stage_layouts
+from pipelines import schedules, stage_layouts
 
 from millrace.config import ConfigurationError
 from millrace.schedule.costs import Costs, Link

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.apps.autoencoder.convert_options import ConvertConfig
-from millrace.apps.autoencoder.data_options import RECOMMENDED
+from millrace.apps.autoencoder.config.convert import ConvertConfig
+from millrace.apps.autoencoder.config.data import RECOMMENDED
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.raw import read_raw
 from millrace.data.ratings.split import (

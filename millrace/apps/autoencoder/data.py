@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millrace.apps.autoencoder.data_options import DataOptions
+from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.generated import generated_ratings, random_ratings
 from millrace.data.ratings.matrix import Ratings, Unseen, transposed
-from millrace.host.run import Run
+from millrace.run.run import Run
 
 _RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}
 _VALIDATION_SHARE = 13
@@ -127,7 +127,7 @@ def announce(ratings: RatingData, config: DataOptions, run: Run) -> None:
     """Say what a user should know of the ratings before training starts."""
     if config.data_kind == "random":
         run.console.warning(
-            "No --training-data-file: THE RATINGS ARE RANDOM, and nothing can be learnt "
+            "No --training-data-file: THE RATINGS ARE RANDOM, and nothing can be learned "
             "from them. They serve to measure speed; --data generated shows learning."
         )
     say_unseen(ratings, run)

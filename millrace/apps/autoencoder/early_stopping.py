@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.apps.autoencoder.trained import RMSE
-from millrace.host.run_directory import RunDirectory
+from millrace.run.run import Run
 
 Validate = Callable[[Any], dict[str, float]]
 
@@ -19,26 +19,27 @@ class EarlyStopping:
     Args:
         validate: Returns the metrics of a state.
         patience: Validations that may be no better.
-        directory: Of the run.
+        run: The run to stop.
     """
 
-    def __init__(self, validate: Validate, patience: int, directory: RunDirectory) -> None:
+    def __init__(self, validate: Validate, patience: int, run: Run) -> None:
         self._validate = validate
         self._patience = patience
-        self._directory = directory
-        self.stop: Callable[[], None] = lambda: None
+        self._run = run
         self.stopped = False
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Validate; perhaps ask for the end of the run."""
         # Read first: when all processes have validated, one of them writes it down.
         before = [
-            float(event[RMSE]) for event in self._directory.read_metrics() if RMSE in event
+            float(event[RMSE])
+            for event in self._run.directory.read_metrics()
+            if RMSE in event
         ]
         found = self._validate(state)
         if has_stopped_improving([*before, found["rmse"]], self._patience):
             self.stopped = True
-            self.stop()
+            self._run.stop()
         return found
 
 

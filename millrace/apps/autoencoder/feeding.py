@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.reference_steps import Steps
 from millrace.apps.autoencoder.resident import ResidentRatings, fits, table_bytes
-from millrace.apps.autoencoder.steps import Steps
 from millrace.data.parallel import ParallelStream
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import RatingsSource, evaluation_source, training_source
@@ -69,7 +69,7 @@ def _cut(array: np.ndarray, users: int, name: str) -> np.ndarray:
 class Refed:
     """A stream in which every batch is followed by one without ratings.
 
-    That one says that the reconstruction of the batch before is to be learnt.
+    That one says that the reconstruction of the batch before is to be learned.
     """
 
     def __init__(self, stream: Stream) -> None:

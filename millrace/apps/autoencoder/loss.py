@@ -1,4 +1,4 @@
-"""What is minimised: the error on known ratings, and that of re-feeding.
+"""What is minimized: the error on known ratings, and that of re-feeding.
 
 Batches come sparse and become dense rows here, on the device, inside the compiled loop.
 """
@@ -91,13 +91,13 @@ def _rmse(error: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def _once(model: Model, num_replicas: int) -> LossFn:
-    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = known_ratings(batch), batch["user"].shape[0]
         (kept,) = kept_codes(model, key, 1, num_users)
         seen = hidden_ratings(model, known, key)
         output = reconstruct_known(model, params, seen, num_users, kept)
         loss = _error_of_known(known, output, num_users, num_replicas)
-        return loss, (carried, {"rmse": _rmse(loss, num_replicas)})
+        return loss, (model_state, {"rmse": _rmse(loss, num_replicas)})
 
     return loss_fn
 
@@ -112,14 +112,14 @@ def _error_of_known(
 
 
 def _joint(model: Model, num_replicas: int) -> LossFn:
-    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         rows, seen = _rows_and_seen(model, batch, key)
         first, second = kept_codes(model, key, 2, len(rows))
         output = reconstruct(model, params, seen, first)
         error = masked_error(rows, output, num_replicas)
         again = reconstruct(model, params, output, second)
         refed = jnp.square(_wide(again) - _wide(output)).mean()
-        return error + refed, (carried, {"rmse": _rmse(error, num_replicas)})
+        return error + refed, (model_state, {"rmse": _rmse(error, num_replicas)})
 
     return loss_fn
 
@@ -127,7 +127,7 @@ def _joint(model: Model, num_replicas: int) -> LossFn:
 def _joint_of_known(model: Model, num_replicas: int) -> LossFn:
     """Return the same as ``_joint``; only re-feeding makes dense ratings, item by item."""
 
-    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = known_ratings(batch), batch["user"].shape[0]
         first, second = kept_codes(model, key, 2, num_users)
         seen = hidden_ratings(model, known, key)
@@ -137,38 +137,38 @@ def _joint_of_known(model: Model, num_replicas: int) -> LossFn:
         error = _error_of_known(known, of_known, num_users, num_replicas)
         again = reconstruct_by_item(model, params, output, second)
         refed = jnp.square(_wide(again) - _wide(output)).mean()
-        return error + refed, (carried, {"rmse": _rmse(error, num_replicas)})
+        return error + refed, (model_state, {"rmse": _rmse(error, num_replicas)})
 
     return loss_fn
 
 
 def _detached(model: Model) -> LossFn:
-    """Train on a batch and on its reconstruction in turn; the carried values keep that.
+    """Train on a batch and on its reconstruction in turn; the model state keep that.
 
     Both are one kind of update: a rating of the reconstruction is known wherever it is
     not 0. The batch says whose turn it is.
     """
 
-    def loss_fn(params: Any, carried: Any, batch: Any, key: jax.Array) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         is_refed = batch["refed"][0]
         rows, seen = _rows_and_seen(model, batch, key)
-        before = carried["output"].astype(rows.dtype)
+        before = model_state["output"].astype(rows.dtype)
         rows, seen = (jnp.where(is_refed, before, each) for each in (rows, seen))
         (kept,) = kept_codes(model, key, 1, len(rows))
         output = reconstruct(model, params, seen, kept)
         loss = masked_error(rows, output)
         # Of the ratings only: that of the reconstruction says nothing to a reader.
-        rmse = jnp.where(is_refed, carried["rmse"], jnp.sqrt(loss))
-        carried = jax.lax.stop_gradient({"output": output, "rmse": rmse})
-        return loss, (carried, {"rmse": rmse})
+        rmse = jnp.where(is_refed, model_state["rmse"], jnp.sqrt(loss))
+        model_state = jax.lax.stop_gradient({"output": output, "rmse": rmse})
+        return loss, (model_state, {"rmse": rmse})
 
     return loss_fn
 
 
-def first_carried(
+def initial_model_state(
     model: Model, refeeding: Refeeding, batch_size: int, dtype: str
 ) -> dict[str, jax.Array] | None:
-    """Return the carried values before the first update."""
+    """Return the model state before the first update."""
     if refeeding != "detached":
         return None
     output = jnp.zeros((batch_size, model.num_items), dtype)

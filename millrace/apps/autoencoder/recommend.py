@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.autoencoder.columns import columns_of, foretold
+from millrace.apps.autoencoder.config.recommend import RecommendConfig
+from millrace.apps.autoencoder.evaluate import ratings_for, said_of_unknown
 from millrace.apps.autoencoder.feeding import ByUser
+from millrace.apps.autoencoder.item_rows import columns_of, foretold
 from millrace.apps.autoencoder.loss import dense_rows
 from millrace.apps.autoencoder.model import reconstruct
-from millrace.apps.autoencoder.recommend_options import RecommendConfig
 from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
-from millrace.apps.autoencoder.validate import ratings_for, said_of_unknown
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
 from millrace.data.ratings.source import active_users, evaluation_source
@@ -29,9 +29,9 @@ from millrace.data.stream import EvaluationBatches
 from millrace.durable import replacing
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
-from millrace.host.console import Console
-from millrace.host.loops import repeat
+from millrace.loop.repeat import repeat
 from millrace.program.step import narrow
+from millrace.run.console import Console
 
 
 class Recommendation(NamedTuple):

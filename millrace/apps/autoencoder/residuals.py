@@ -14,7 +14,7 @@ from millrace.data.ratings.matrix import Biases
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
 from millrace.program.step import narrow
-from millrace.report.parts import Histogram, save_part
+from millrace.report.sections import Histogram, save_part
 
 _MOST_RATINGS = 1_000_000
 """Ratings that are looked at; the shape of their distribution is known long before."""

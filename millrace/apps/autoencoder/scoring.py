@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from millrace.apps.autoencoder.columns import Columns, foretold
 from millrace.apps.autoencoder.feeding import ForEvaluation
+from millrace.apps.autoencoder.item_rows import Columns, foretold
 from millrace.apps.autoencoder.loss import dense_rows, known_ratings
 from millrace.apps.autoencoder.model import Model, reconstruct
 from millrace.data.ratings.matrix import Biases
-from millrace.host.beside import Beside
-from millrace.host.finite import NotFinite
-from millrace.host.validation import evaluate
+from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import evaluate
+from millrace.loop.nan_guard import NonFiniteError
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 
@@ -24,7 +24,7 @@ class Weights(NamedTuple):
     """The part of a training state that is needed to foretell."""
 
     params: Any
-    carried: Any = None
+    model_state: Any = None
 
 
 class Ranking(NamedTuple):
@@ -82,10 +82,10 @@ class Validator:
         """Return the metrics of a training state's weights, which must not be lost."""
         return _finite(self.of_weights(state.params), int(state.update))
 
-    def beside_training(self) -> Beside:
+    def beside_training(self) -> AsyncValidation:
         """Return the same, to be done while training goes on."""
 
-        def put_aside(state: Any) -> tuple[Any, int]:
+        def snapshot(state: Any) -> tuple[Any, int]:
             copied = jax.tree.map(jnp.copy, state.params)
             return self._program.place(Weights(copied)), int(state.update)
 
@@ -93,7 +93,7 @@ class Validator:
             placed, update = kept
             return _finite(scores(self._means(placed)), update)
 
-        return Beside(put_aside, validate)
+        return AsyncValidation(snapshot, validate)
 
     def of_weights(self, params: Any) -> dict[str, float]:
         """Return the metrics of weights."""
@@ -102,7 +102,7 @@ class Validator:
 
 def _finite(found: dict[str, float], update: int) -> dict[str, float]:
     if not math.isfinite(found["rmse"]):
-        raise NotFinite(
+        raise NonFiniteError(
             f"The validation RMSE is {found['rmse']:g} after update {update}: training has "
             "diverged. Start again with a smaller learning rate."
         )
@@ -120,8 +120,8 @@ def errors_of(
         biases: What the ratings are without; only rankings depend on it.
     """
 
-    def metric_fn(params: Any, carried: Any, batch: Any) -> dict[str, jax.Array]:
-        del carried
+    def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+        del model_state
         rows = dense_rows(batch, model.num_items)
         output = reconstruct(model, params, rows).astype(jnp.float32)
         found = rating_errors(output, batch)
@@ -139,8 +139,8 @@ def rankings_of(model: Model, ranking: Ranking, biases: Biases | None = None) ->
     without.
     """
 
-    def metric_fn(columns: Columns, carried: Any, batch: Any) -> dict[str, jax.Array]:
-        del carried
+    def metric_fn(columns: Columns, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+        del model_state
         output = foretold(model, columns, batch["user"]).astype(jnp.float32)
         rows = dense_rows(batch, output.shape[1])
         return ranking_quality(output, rows, batch, ranking, biases)

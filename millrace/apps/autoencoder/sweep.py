@@ -10,17 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.config.sweep import SweepConfig
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
-from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.recipe import model_of
-from millrace.apps.autoencoder.scoring import Validator
-from millrace.apps.autoencoder.spread import SpreadProgram, parts_of, shapes
-from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
-from millrace.apps.autoencoder.sweep_options import SweepConfig
-from millrace.apps.autoencoder.sweep_report import report, trials_of
-from millrace.apps.autoencoder.train import first_weights
-from millrace.apps.autoencoder.trials import (
+from millrace.apps.autoencoder.joint_training import (
     Means,
     first_state,
     label,
@@ -28,14 +21,20 @@ from millrace.apps.autoencoder.trials import (
     trials_program,
     trials_scores,
 )
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.multi_device import SpreadProgram, parts_of, shapes
+from millrace.apps.autoencoder.program import model_of
+from millrace.apps.autoencoder.reference_steps import Steps, schedule_of, steps_of
+from millrace.apps.autoencoder.scoring import Validator
+from millrace.apps.autoencoder.sweep_report import report, trials_of
+from millrace.apps.autoencoder.train import first_weights
+from millrace.checkpoint.store import Checkpoints
 from millrace.config import ConfigurationError
 from millrace.data.ratings.source import active_users
-from millrace.host import group
-from millrace.host.checkpoint import Checkpoints
-from millrace.host.run import Run
-from millrace.host.runner import Runner
+from millrace.distributed import coordination
 from millrace.nn.layers import num_parameters
 from millrace.program.training import TrainingProgram
+from millrace.run.run import Run
 
 
 def sweep(config: SweepConfig, run: Run) -> None:
@@ -47,22 +46,19 @@ def sweep(config: SweepConfig, run: Run) -> None:
     steps = steps_of(config, len(active_users(ratings.training)))
     model = model_of(config, ratings.training.num_items)
     shares = _shares(config.exponents, len(devices))
-    here = [device.process_index == group.process_id() for device in devices]
+    here = [device.process_index == coordination.process_id() for device in devices]
     program, state = _started(config, model, steps, shares, devices)
     _describe(config, run, devices, ratings, model, steps)
     opened = Checkpoints(run.directory.checkpoints, keep=config.keep_checkpoints)
     with contextlib.closing(opened) as checkpoints:
-        runner = Runner(
+        state = run.train(
             program,
+            state,
             open_infeed(ratings.training, config, steps, devices[here.index(True)]),
             schedule_of(steps, config.steps_per_log),
-            directory=run.directory,
-            console=run.console,
-            writers=run.writers,
-            checkpoints=checkpoints,
             validate=_validator(config, model, ratings, shares, devices),
+            checkpoints=checkpoints,
         )
-        state = run.train(runner, state)
     if run.summary["status"] == "completed":
         _finish(config, run, state)
 
@@ -79,7 +75,7 @@ def _started(
     programs: list[TrainingProgram | None] = []
     states = []
     for share, device in zip(shares, devices, strict=True):
-        is_own = device.process_index == group.process_id()
+        is_own = device.process_index == coordination.process_id()
         # Of another process's models the shapes are found out here.
         where = device if is_own else jax.local_devices()[0]
         program = trials_program(config, model, steps, share, where)
@@ -94,13 +90,13 @@ def _started(
 
 def _devices_of(config: SweepConfig) -> list[Any]:
     # One of each process, then another of each: all of them get some.
-    processes = range(group.num_processes())
+    processes = range(coordination.num_processes())
     each = [[d for d in jax.devices() if d.process_index == p] for p in processes]
     devices = [device for row in zip(*each, strict=True) for device in row]
     wanted = config.num_devices
     if wanted is None:
         # A CPU's virtual devices share its cores: one program does the same work faster.
-        several = devices[0].platform != "cpu" or group.num_processes() > 1
+        several = devices[0].platform != "cpu" or coordination.num_processes() > 1
         wanted = min(len(devices), len(config.exponents)) if several else 1
     if wanted > len(devices):
         platform = devices[0].platform
@@ -109,10 +105,10 @@ def _devices_of(config: SweepConfig) -> list[Any]:
             f"--num-devices is {wanted}, but there are only {len(devices)} {platform} "
             f"devices.{advice if platform == 'cpu' else ''}"
         )
-    if wanted < group.num_processes():
+    if wanted < coordination.num_processes():
         raise ConfigurationError(
             f"{len(config.exponents)} models on {wanted} devices leave some of the "
-            f"{group.num_processes()} processes without one. Start fewer."
+            f"{coordination.num_processes()} processes without one. Start fewer."
         )
     return devices[:wanted]
 
@@ -137,7 +133,7 @@ def _validator(
     rows = validation_users(ratings.training, ratings.validation, batch_size)
     validators = []
     for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
-        if device.process_index == group.process_id():
+        if device.process_index == coordination.process_id():
             own = [label(exponent) for exponent in share]
             errors, plan = trials_errors(model, own), config.plan
             validator = Validator(errors, plan, rows, batch_size, device, by_itself=True)
@@ -148,7 +144,9 @@ def _validator(
         for place, own, validator in validators:
             means = validator.means(parts_of(state)[place].params)
             found |= trials_scores(means, own)
-        return {n: v for each in group.gather("sweep", found) for n, v in each.items()}
+        return {
+            n: v for each in coordination.gather("sweep", found) for n, v in each.items()
+        }
 
     return validate
 
@@ -194,11 +192,11 @@ def _finish(config: SweepConfig, run: Run, state: Any) -> None:
 def _means_of_all(state: Any) -> list[Means]:
     """Return every device's means, also of other processes'."""
     own = {
-        str(place): [np.asarray(value).tolist() for value in part.carried.means]
+        str(place): [np.asarray(value).tolist() for value in part.model_state.means]
         for place, part in enumerate(parts_of(state))
         if isinstance(part.update, jax.Array)
     }
-    each = {n: v for found in group.gather("means", own) for n, v in found.items()}
+    each = {n: v for found in coordination.gather("means", own) for n, v in found.items()}
     return [Means(*map(jnp.asarray, each[str(place)])) for place in range(len(each))]
 
 

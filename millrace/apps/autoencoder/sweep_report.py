@@ -10,15 +10,15 @@ import numpy as np
 import yaml
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.data_options import Rows
-from millrace.apps.autoencoder.sweep_options import SweepConfig
-from millrace.apps.autoencoder.trials import Means, label
+from millrace.apps.autoencoder.config.data import Rows
+from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.joint_training import Means, label
 from millrace.config import as_plain
-from millrace.host.finite import NotFinite
-from millrace.host.run import Run
-from millrace.host.run_directory import finite_json, write_atomically
-from millrace.report.parts import Points, save_part
+from millrace.durable import finite_json, write_atomically
+from millrace.loop.nan_guard import NonFiniteError
 from millrace.report.plots import Picture
+from millrace.report.sections import Points, save_part
+from millrace.run.run import Run
 
 
 class Trial(NamedTuple):
@@ -71,7 +71,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     """Print, draw and write what was found.
 
     Raises:
-        NotFinite: Every model diverged.
+        NonFiniteError: Every model diverged.
     """
     for line in table(trials, config.rows):
         run.console.line(line)
@@ -87,7 +87,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     run.closing_facts["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
-        raise NotFinite(
+        raise NonFiniteError(
             "Every model diverged, so there is no best learning rate. Start again with "
             "smaller ones, which have larger numbers in base_learning_rates."
         )

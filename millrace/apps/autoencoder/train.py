@@ -10,17 +10,17 @@ from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingOptions
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.early_stopping import EarlyStopping
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
-from millrace.apps.autoencoder.loss import first_carried, loss_of
+from millrace.apps.autoencoder.loss import initial_model_state, loss_of
 from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.recipe import (
+from millrace.apps.autoencoder.program import (
     COMPILER_OPTIONS,
     learning_rate_of,
     model_of,
-    optimiser_of,
+    optimizer_of,
 )
+from millrace.apps.autoencoder.reference_steps import Steps, schedule_of, steps_of
 from millrace.apps.autoencoder.residuals import keep_residuals, residuals
 from millrace.apps.autoencoder.scoring import Validator, errors_of
-from millrace.apps.autoencoder.steps import Steps, schedule_of, steps_of
 from millrace.apps.autoencoder.trained import (
     best_checkpoint,
     better,
@@ -29,23 +29,22 @@ from millrace.apps.autoencoder.trained import (
     keep_ratings,
     weights_in,
 )
+from millrace.checkpoint.store import Checkpoints, checkpoints_in
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
-from millrace.host import group
-from millrace.host.beside import Beside
-from millrace.host.checkpoint import Checkpoints, checkpoints_in
-from millrace.host.run import Run
-from millrace.host.runner import Runner
+from millrace.distributed import coordination
+from millrace.loop.async_validation import AsyncValidation
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram, training_program
+from millrace.run.run import Run
 
 
 def train(config: AutoencoderConfig, run: Run) -> None:
     """Train and validate as `config` says; results go to the run directory."""
     if config.testing_on_checkpoint is not None:
-        from millrace.apps.autoencoder.validate import test_checkpoint
+        from millrace.apps.autoencoder.evaluate import test_checkpoint
 
         return test_checkpoint(config, run)
     if _already_stopped(run):
@@ -69,21 +68,16 @@ def train(config: AutoencoderConfig, run: Run) -> None:
         if config.build_init:
             return _write_first(checkpoints, state, run)
         infeed = open_infeed(ratings.training, config, steps, training_device)
-        runner = Runner(
+        stopping = _stopping_early(config, validator, run)
+        run.train(
             program,
+            state,
             infeed,
             schedule_of(steps, config.steps_per_log),
-            directory=run.directory,
-            console=run.console,
-            writers=run.writers,
+            validate=stopping or _beside_training(config, validator, run),
             checkpoints=checkpoints,
-            validate=(stopping := _stopping_early(config, validator, run))
-            or _beside_training(config, validator, run),
             stops_diverged=True,
         )
-        if stopping is not None:
-            stopping.stop = runner.stop
-        run.train(runner, state)
     if stopping is not None and stopping.stopped:
         _say_stopped(config, run)
     if run.summary["status"] == "completed":
@@ -93,11 +87,11 @@ def train(config: AutoencoderConfig, run: Run) -> None:
 def program_of(
     config: AutoencoderConfig, model: Model, steps: Steps, device: Any
 ) -> TrainingProgram:
-    """Return the training loop: the model's loss, the optimiser and the plan."""
+    """Return the training loop: the model's loss, the optimizer and the plan."""
     learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
     return training_program(
         loss_of(model, config.refeeding, config.num_replicas, platform=device.platform),
-        optimiser_of(config, learning_rate),
+        optimizer_of(config, learning_rate),
         config.plan,
         watch={"learning_rate": learning_rate},
         devices=[device] if config.num_replicas == 1 else None,
@@ -106,11 +100,13 @@ def program_of(
 
 
 def first_weights(config: TrainingOptions, model: Model) -> tuple[Any, Any]:
-    """Return the weights and the carried values before the first update."""
+    """Return the weights and the model state before the first update."""
     params = init_params(model, jax.random.key(config.seed))
     compute = config.plan.types.compute
-    carried = first_carried(model, config.refeeding, config.resolved_batch_size, compute)
-    return params, carried
+    model_state = initial_model_state(
+        model, config.refeeding, config.resolved_batch_size, compute
+    )
+    return params, model_state
 
 
 def validator_of(
@@ -187,11 +183,11 @@ def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
 
 def _beside_training(
     config: AutoencoderConfig, validator: Validator | None, run: Run
-) -> Validator | Beside | None:
+) -> Validator | AsyncValidation | None:
     """Have the model validated while it is trained further, if that is asked for."""
     if validator is None or not config.validates_beside_training:
         return validator
-    if group.num_processes() > 1:
+    if coordination.num_processes() > 1:
         run.console.line("Several processes validate together, between two steps.")
         return validator
     return validator.beside_training()
@@ -204,7 +200,7 @@ def _stopping_early(
         return None
     if validator is None:
         raise ConfigurationError("--early-stopping needs validation, and there is none.")
-    return EarlyStopping(validator, config.early_stopping, run.directory)
+    return EarlyStopping(validator, config.early_stopping, run)
 
 
 def _say_stopped(config: AutoencoderConfig, run: Run) -> None:

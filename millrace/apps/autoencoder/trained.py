@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.data_options import Rows
+from millrace.apps.autoencoder.config.data import Rows
 from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.recipe import model_of
+from millrace.apps.autoencoder.program import model_of
+from millrace.checkpoint.store import Checkpoints, checkpoints_in, restore_part
 from millrace.config import ConfigurationError, build, load_yaml
 from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
 from millrace.durable import replacing
-from millrace.host.checkpoint import Checkpoints, checkpoints_in, restore_part
-from millrace.host.run_directory import write_atomically
+from millrace.run.directory import write_atomically
 
 RMSE = "validation_rmse"
 """The metric that the best checkpoint is chosen by."""

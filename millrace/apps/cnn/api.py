@@ -3,27 +3,27 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.host.calling import Callee, Finished, run_application
+from millrace.commands.calling import AppCommand, RunResult, run_application
 
 if TYPE_CHECKING:
-    from millrace.apps.cnn.trained import TrainedCnn
+    from millrace.apps.cnn.predictor import TrainedCnn
 
 __all__ = ["load", "train", "validate"]
 
-_TRAIN = Callee(
+_TRAIN = AppCommand(
     "cnn train",
     "millrace.apps.cnn.config:CnnConfig",
     "millrace.apps.cnn.train:train",
     "millrace.apps.cnn:runs.yml",
 )
-_VALIDATE = Callee(
+_VALIDATE = AppCommand(
     "cnn validate",
-    "millrace.apps.cnn.validate_options:ValidateConfig",
-    "millrace.apps.cnn.validate:validate",
+    "millrace.apps.cnn.config.inference:ValidateConfig",
+    "millrace.apps.cnn.inference.command:validate",
 )
 
 
-def train(**options: Any) -> "Finished[TrainedCnn]":
+def train(**options: Any) -> "RunResult[TrainedCnn]":
     """Train an image classifier; the options are those of ``millrace cnn train``.
 
     Args:
@@ -32,13 +32,13 @@ def train(**options: Any) -> "Finished[TrainedCnn]":
     return run_application(_TRAIN, options, load)
 
 
-def validate(**options: Any) -> Finished[None]:
+def validate(**options: Any) -> RunResult[None]:
     """Measure inference; the options are those of ``millrace cnn validate``."""
     return run_application(_VALIDATE, options, lambda _: None)
 
 
 def load(run: Path | str) -> "TrainedCnn":
     """Return the network that a run has trained."""
-    from millrace.apps.cnn.trained import load_trained
+    from millrace.apps.cnn.predictor import load_trained
 
     return load_trained(run)

@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.validation import Weights, report_event
-from millrace.host.checkpoint import checkpoints_in
-from millrace.host.events import Schedule
-from millrace.host.run import Run
-from millrace.host.weight_averaging import (
+from millrace.apps.cnn.evaluate import Weights, report_event
+from millrace.checkpoint.averaging import (
     exponential_average,
     mean_of,
     of_last_epochs,
     save_average,
 )
+from millrace.checkpoint.store import checkpoints_in
+from millrace.loop.event_schedule import EventSchedule
+from millrace.run.run import Run
 
 
-def warnings_about(config: CnnConfig, schedule: Schedule) -> list[str]:
+def warnings_about(config: CnnConfig, schedule: EventSchedule) -> list[str]:
     """Say where there is only one checkpoint to average."""
     executions = range(0, schedule.total_updates, schedule.updates_per_execution)
     several = any(schedule.due("checkpoint", update) for update in executions[1:])

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.preparation import Preparation, as_float, preparation
+from millrace.apps.cnn.preprocessing import Preparation, as_float, preparation
 from millrace.data import augment, cifar, mnist, synthetic
 from millrace.data.cache import fetched_folder
-from millrace.data.catalogue import CATALOGUE, DatasetNotFound
+from millrace.data.catalog import CATALOG, DatasetNotFound
 from millrace.data.digits import load_digits
 from millrace.data.image_source import ImageSource
 from millrace.data.imagenet import Pictures, load_folders, load_imagenet
@@ -77,18 +77,18 @@ def load(config: CnnConfig) -> ImageData:
     name = config.resolved_dataset
     if config.synthetic:
         return _synthetic(name, config)
-    steps = preparation(name, normalise=config.normalise_input)
+    steps = preparation(name, normalize=config.normalize_input)
     if name in _PICTURES:
         return _pictures(name, config, steps)
     (training, validation), folder = _find(name, config, _ARRAYS[name])
     loaded = ImageData(
         training,
         validation,
-        CATALOGUE[name].num_classes,
-        CATALOGUE[name].image_shape,
+        CATALOG[name].num_classes,
+        CATALOG[name].image_shape,
         None,
         _on_device(steps, config),
-        folder if CATALOGUE[name].files else None,
+        folder if CATALOG[name].files else None,
     )
     if config.eight_bit_transfer:
         return loaded
@@ -146,7 +146,7 @@ def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
 
 def _synthetic(name: str, config: CnnConfig) -> ImageData:
     """Return random samples in the form that travels, as many as the real set has."""
-    known = CATALOGUE["imagenet" if name in _PICTURES else name]
+    known = CATALOG["imagenet" if name in _PICTURES else name]
     steps = synthetic_preparation(config)
     shape = known.image_shape
     if name in _PICTURES:
@@ -181,7 +181,7 @@ def synthetic_preparation(config: CnnConfig) -> Preparation:
     """Return what is done to random bytes; those of real digits end at 16."""
     dataset = config.resolved_dataset
     like = "mnist" if dataset == "digits" else dataset
-    return preparation(like, normalise=config.normalise_input)
+    return preparation(like, normalize=config.normalize_input)
 
 
 def _on_wire(steps: Preparation, config: CnnConfig) -> Callable[[np.ndarray], np.ndarray]:

@@ -14,8 +14,8 @@ PAD = 4
 _STREAM = 0x5EED  # sets these random numbers apart from those of the layers
 
 
-def standardise(images: jax.Array) -> jax.Array:
-    """Give each picture mean 0 and standard deviation 1, as `augment.standardise` does."""
+def standardize(images: jax.Array) -> jax.Array:
+    """Give each picture mean 0 and standard deviation 1, as `augment.standardize` does."""
     images = images.astype(jnp.float32)
     axes = (1, 2, 3)
     floor = 1 / math.sqrt(math.prod(images.shape[1:]))
@@ -23,8 +23,8 @@ def standardise(images: jax.Array) -> jax.Array:
     return (images - images.mean(axes, keepdims=True)) / std
 
 
-def normalise(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
-    """Scale bytes to 0–1 and normalise each channel, as `augment.normalise` does."""
+def normalize(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
+    """Scale bytes to 0–1 and normalize each channel, as `augment.normalize` does."""
     scale = jnp.array([1 / (255 * s) for s in std], jnp.float32)
     offset = jnp.array([m / s for m, s in zip(mean, std, strict=True)], jnp.float32)
     return images.astype(jnp.float32) * scale - offset

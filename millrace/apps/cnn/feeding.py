@@ -14,7 +14,7 @@ from millrace.data import synthetic
 from millrace.data.parallel import ParallelStream
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.resident import ResidentInfeed
-from millrace.host.run import Run
+from millrace.run.run import Run
 
 _MAX_NAMES_SHOWN = 3
 

@@ -3,16 +3,16 @@
 import dataclasses
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.device import compiler_options
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.device_options import compiler_options
 from millrace.apps.cnn.feeding import open_infeed
-from millrace.apps.cnn.recipe import program_of
+from millrace.apps.cnn.program import program_of
 from millrace.config import ConfigurationError
-from millrace.host.events import Schedule
-from millrace.host.memory_fit import memory_limit, too_large
-from millrace.host.staging import compile_calls
+from millrace.loop.event_schedule import EventSchedule
+from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree
 from millrace.program.compiling import compiling, peak_bytes
+from millrace.program.memory_fit import memory_limit, too_large
 
 
 def check_memory(
@@ -20,7 +20,7 @@ def check_memory(
     images: ImageData,
     model: list[Layer],
     weights: tuple[Tree, Tree],
-    schedule: Schedule,
+    schedule: EventSchedule,
     needed: int,
     device: object,
 ) -> None:
@@ -30,7 +30,7 @@ def check_memory(
         config: What was asked for.
         images: To make smaller batches of.
         model: The network.
-        weights: Its parameters and carried values.
+        weights: Its parameters and model state.
         schedule: How many updates are made at a time.
         needed: Bytes that the compiled programs take on a device.
         device: One of the devices.

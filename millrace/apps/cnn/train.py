@@ -12,16 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn import data, device_options, ipu_options
+from millrace.apps.cnn import data
 from millrace.apps.cnn.averaging import average_checkpoints, warnings_about
-from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config import CnnConfig, device, ipu
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
-from millrace.apps.cnn.memory import check_memory
-from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
-from millrace.apps.cnn.predictions import report_predictions
-from millrace.apps.cnn.recipe import metrics_of, model_of, program_of, warnings_about_rate
-from millrace.apps.cnn.validation import (
+from millrace.apps.cnn.evaluate import (
     ACCURACY,
     Validator,
     Weights,
@@ -31,19 +26,23 @@ from millrace.apps.cnn.validation import (
     time_span,
     validate_checkpoints,
 )
+from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
+from millrace.apps.cnn.memory import check_memory
+from millrace.apps.cnn.mistakes import report_predictions
+from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
+from millrace.apps.cnn.program import metrics_of, model_of, program_of, warnings_about_rate
+from millrace.checkpoint.store import checkpoints_in, restore_part
 from millrace.config import ConfigurationError
 from millrace.feeds.infeed import Infeed
-from millrace.host.checkpoint import checkpoints_in, restore_part
-from millrace.host.events import Schedule, schedule_events
-from millrace.host.pipeline_profile import draw_profile, profile_part, profile_pipeline
-from millrace.host.run import Run
-from millrace.host.runner import Runner
-from millrace.host.staging import compile_calls
+from millrace.loop.event_schedule import EventSchedule, schedule_events
+from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
-from millrace.report.parts import save_part
+from millrace.report.sections import save_part
+from millrace.run.pipeline_profile import draw_profile, profile_part, profile_pipeline
+from millrace.run.run import Run
 
 
 def train(config: CnnConfig, run: Run) -> None:
@@ -51,7 +50,7 @@ def train(config: CnnConfig, run: Run) -> None:
     if _cleaned_up(config, run):
         return
     pretrained = read_pretrained(config.pretrained) if config.pretrained else {}
-    with compiling(device_options.compiler_options(config)) as programs:
+    with compiling(device.compiler_options(config)) as programs:
         images = data.load(config)
         model = model_of(config, images)
         validator = None
@@ -63,15 +62,15 @@ def train(config: CnnConfig, run: Run) -> None:
                 return _validate_only(config, run, images, model, validator)
         schedule = plan_events(config, len(images.training))
         program = program_of(config, images, model, schedule)
-        params, carried, notes = _first_weights(config, images, model, pretrained)
+        params, model_state, notes = _first_weights(config, images, model, pretrained)
         _describe(config, run, program.devices, images, params, schedule)
         for note in notes:
             run.console.line(note)
-        state = program.init(params, carried, seed=config.seed)
+        state = program.init(params, model_state, seed=config.seed)
         batches = _batches_per_epoch(config, schedule, len(images.training))
         infeed = open_infeed(images, config, batches)
         fits = functools.partial(
-            check_memory, config, images, model, (params, carried), schedule
+            check_memory, config, images, model, (params, model_state), schedule
         )
         if config.compile_only:
             run.console.status("compiling")
@@ -93,18 +92,18 @@ def train(config: CnnConfig, run: Run) -> None:
                 lambda: fits(peak_bytes(programs), program.devices[0]),
             )
             if run.summary["status"] == "completed":
-                report_predictions(config, run, images, model, program.whole(state))
+                report_predictions(config, run, images, model, program.unpack_state(state))
 
 
 def _first_weights(
     config: CnnConfig, images: ImageData, model: list[Layer], pretrained: Tree
 ) -> tuple[Tree, Tree, list[str]]:
-    """Return weights and carried values to start from, and what to say of them."""
+    """Return weights and model state to start from, and what to say of them."""
     example = np.zeros((1, *images.image_shape), np.float32)
-    params, carried = init_layers(model, jax.random.key(config.seed), example)
+    params, model_state = init_layers(model, jax.random.key(config.seed), example)
     if config.pretrained is None:
-        return params, carried, []
-    return fit_pretrained(config.pretrained, pretrained, params, carried)
+        return params, model_state, []
+    return fit_pretrained(config.pretrained, pretrained, params, model_state)
 
 
 def _train(
@@ -113,53 +112,50 @@ def _train(
     program: TrainingProgram,
     state: TrainState,
     infeed: Infeed,
-    schedule: Schedule,
+    schedule: EventSchedule,
     validator: Validator | None,
     when_compiled: Callable[[], None],
 ) -> TrainState:
     folder = _checkpoint_folder(config, run)
-    whole = program.whole(state)
-    like = Weights(*_shapes((whole.params, whole.carried)))
+    whole = program.unpack_state(state)
+    like = Weights(*_shapes((whole.params, whole.model_state)))
     # To be validated or averaged afterwards, every checkpoint must still be there.
     all_needed = config.validates == "every" or config.averages_weights
     keep = sys.maxsize if all_needed else config.keep_checkpoints
     opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
     with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
-        runner = Runner(
+        state = run.train(
             program,
+            state,
             infeed,
             schedule,
-            directory=run.directory,
-            console=run.console,
-            writers=run.writers,
-            checkpoints=checkpoints,
             validate=validator if config.validates == "during" else None,
+            checkpoints=checkpoints,
             when_compiled=when_compiled,
         )
-        state = run.train(runner, state)
     if run.summary["status"] != "completed":
         return state
     events = run.directory.read_metrics()
     if validator is not None:
         if config.validates != "during":
             paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
-            events = validate_checkpoints(paths, validator, like, run, runner.elapsed)
-        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run, runner)
+            events = validate_checkpoints(paths, validator, like, run, run.elapsed)
+        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run)
         run.closing_facts["time to train"] = time_span(seconds)
     if config.averages_weights:
-        average_checkpoints(config, run, folder, like, validator, runner.elapsed)
+        average_checkpoints(config, run, folder, like, validator, run.elapsed)
     report_target(config.target_accuracy, events, run)
     if config.clean_dir:
         delete_checkpoints(folder)
     return state
 
 
-def _time_to_train(run: Run, runner: Runner) -> float:
+def _time_to_train(run: Run) -> float:
     """Return the run's clock, or what it showed at the end if that was before a resume."""
     before = run.summary_before()
     if any(before.get(name) != run.summary[name] for name in ("status", "updates")):
-        return runner.elapsed()
-    return before.get("time_to_train_seconds", runner.elapsed())
+        return run.elapsed()
+    return before.get("time_to_train_seconds", run.elapsed())
 
 
 def _profile_pipeline(
@@ -184,19 +180,19 @@ def _validate_only(
 ) -> None:
     started = time.perf_counter()
     paths = find_checkpoints(config)
-    params, carried = init_shapes(model, np.zeros((1, *images.image_shape), np.float32))
+    params, model_state = init_shapes(model, np.zeros((1, *images.image_shape), np.float32))
     weights = jnp.dtype(config.types.weights)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, weights), params)
     _describe(config, run, validator.devices, images, params, None)
     events = validate_checkpoints(
         paths,
         validator,
-        Weights(params, carried),
+        Weights(params, model_state),
         run,
         lambda: time.perf_counter() - started,
     )
     report_target(config.target_accuracy, events, run)
-    newest, _ = restore_part(paths[-1], Weights(params, carried))
+    newest, _ = restore_part(paths[-1], Weights(params, model_state))
     report_predictions(config, run, images, model, newest)
     run.closing_facts["checkpoints"] = f"{len(events)} validated"
     run.summary["status"] = "completed"
@@ -230,7 +226,7 @@ def _describe(
     devices: list[Any],
     images: ImageData,
     params: Any,
-    schedule: Schedule | None,
+    schedule: EventSchedule | None,
 ) -> None:
     run.describe(
         devices,
@@ -243,9 +239,9 @@ def _describe(
         for warning in warn(config, schedule) if schedule else ():
             run.console.warning(warning)
     announce(images, config, run)
-    for line in ipu_options.lines_about(config):
+    for line in ipu.lines_about(config):
         run.console.line(line)
-    for line in device_options.lines_about(config, devices[0].platform):
+    for line in device.lines_about(config, devices[0].platform):
         run.console.line(line)
 
 
@@ -262,7 +258,7 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:
+def plan_events(config: CnnConfig, dataset_size: int) -> EventSchedule:
     """Work out the run in whole updates."""
     updates = config.weight_updates_per_epoch
     if updates == -1:
@@ -278,7 +274,9 @@ def plan_events(config: CnnConfig, dataset_size: int) -> Schedule:
     )
 
 
-def _batches_per_epoch(config: CnnConfig, schedule: Schedule, dataset_size: int) -> int:
+def _batches_per_epoch(
+    config: CnnConfig, schedule: EventSchedule, dataset_size: int
+) -> int:
     """After how many batches the order is drawn anew: never more than there are."""
     batching = config.batching
     whole = batching.updates_per_epoch(dataset_size)

@@ -3,9 +3,9 @@
 import dataclasses
 
 from millrace.apps.cnn import data
+from millrace.apps.cnn.config.datasets import VerifyDatasetConfig
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.dataset_options import VerifyDatasetConfig
-from millrace.data.catalogue import CATALOGUE, Dataset
+from millrace.data.catalog import CATALOG, Dataset
 from millrace.data.source import DatasetError
 from millrace.data.verify import verify
 
@@ -39,10 +39,10 @@ def verify_dataset(config: VerifyDatasetConfig) -> int:
 
 def _expected(name: str, images: ImageData) -> Dataset:
     """Return the published sizes or, for anyone's own pictures, those that are there."""
-    if name in CATALOGUE:
-        return CATALOGUE[name]
+    if name in CATALOG:
+        return CATALOG[name]
     return dataclasses.replace(
-        CATALOGUE["imagenet"],
+        CATALOG["imagenet"],
         name=name,
         num_training=len(images.training),
         num_validation=len(images.validation),

@@ -3,32 +3,32 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.host.calling import Callee, Finished, run_application
+from millrace.commands.calling import AppCommand, RunResult, run_application
 
 if TYPE_CHECKING:
-    from millrace.apps.vcd.generator import Generator
+    from millrace.apps.vcd.predictor import Generator
 
 __all__ = ["evaluate", "load", "sample", "train"]
 
-_TRAIN = Callee(
+_TRAIN = AppCommand(
     "vcd train",
     "millrace.apps.vcd.config:VcdConfig",
     "millrace.apps.vcd.train:train",
     "millrace.apps.vcd:runs.yml",
 )
-_EVALUATE = Callee(
+_EVALUATE = AppCommand(
     "vcd evaluate",
-    "millrace.apps.vcd.checkpoint_options:EvaluateConfig",
+    "millrace.apps.vcd.config.commands:EvaluateConfig",
     "millrace.apps.vcd.evaluate:evaluate",
 )
-_SAMPLE = Callee(
+_SAMPLE = AppCommand(
     "vcd sample",
-    "millrace.apps.vcd.checkpoint_options:SampleConfig",
+    "millrace.apps.vcd.config.commands:SampleConfig",
     "millrace.apps.vcd.sample:sample",
 )
 
 
-def train(**options: Any) -> "Finished[Generator]":
+def train(**options: Any) -> "RunResult[Generator]":
     """Train a VAE refined by Markov chains; options as of ``millrace vcd train``.
 
     Args:
@@ -37,18 +37,18 @@ def train(**options: Any) -> "Finished[Generator]":
     return run_application(_TRAIN, options, load)
 
 
-def evaluate(**options: Any) -> Finished[None]:
+def evaluate(**options: Any) -> RunResult[None]:
     """Estimate a log-likelihood; the options are those of ``millrace vcd evaluate``."""
     return run_application(_EVALUATE, options, lambda _: None)
 
 
-def sample(**options: Any) -> Finished[None]:
+def sample(**options: Any) -> RunResult[None]:
     """Draw pictures into a run directory, as ``millrace vcd sample`` does."""
     return run_application(_SAMPLE, options, lambda _: None)
 
 
 def load(run: Path | str) -> "Generator":
     """Return the model that a run has trained."""
-    from millrace.apps.vcd.generator import load_generator
+    from millrace.apps.vcd.predictor import load_generator
 
     return load_generator(run)

@@ -32,40 +32,40 @@ def init(settings: ControlVariateSettings, num_samples: int) -> dict[str, jax.Ar
     """
     if settings.kind == "none":
         return {}
-    carried = {"shared": jnp.float32(0.0)}
+    model_state = {"shared": jnp.float32(0.0)}
     if settings.kind == "local":
-        carried |= {LOCAL: jnp.zeros(num_samples), "updates": jnp.float32(0.0)}
-    return carried
+        model_state |= {LOCAL: jnp.zeros(num_samples), "updates": jnp.float32(0.0)}
+    return model_state
 
 
-def value(carried: dict[str, jax.Array], index: jax.Array) -> jax.Array:
+def value(model_state: dict[str, jax.Array], index: jax.Array) -> jax.Array:
     """Return the control variate of the samples at `index`."""
-    if not carried:
+    if not model_state:
         return jnp.zeros(index.shape)
-    shared = jnp.broadcast_to(carried["shared"], index.shape)
-    return shared + carried[LOCAL][index] if LOCAL in carried else shared
+    shared = jnp.broadcast_to(model_state["shared"], index.shape)
+    return shared + model_state[LOCAL][index] if LOCAL in model_state else shared
 
 
 def moved(
-    carried: dict[str, jax.Array],
+    model_state: dict[str, jax.Array],
     index: jax.Array,
     g: jax.Array,
     settings: ControlVariateSettings,
 ) -> dict[str, Any]:
     """Move towards the G of a minibatch, in which no sample comes twice."""
-    if not carried:
+    if not model_state:
         return {}
     rate = 1.0 - settings.decay
-    change = rate * (g.mean() - carried["shared"])
-    if LOCAL not in carried:
-        return {"shared": carried["shared"] + change}
-    shares = carried["updates"] < settings.shared_updates
-    own = rate * (g - value(carried, index))
+    change = rate * (g.mean() - model_state["shared"])
+    if LOCAL not in model_state:
+        return {"shared": model_state["shared"] + change}
+    shares = model_state["updates"] < settings.shared_updates
+    own = rate * (g - value(model_state, index))
     return {
-        "shared": carried["shared"] + jnp.where(shares, change, 0.0),
-        LOCAL: carried[LOCAL]
+        "shared": model_state["shared"] + jnp.where(shares, change, 0.0),
+        LOCAL: model_state[LOCAL]
         .at[index]
         .add(jnp.where(shares, 0.0, own), unique_indices=True),
         # Counted no further than it matters: a float counts exactly up to 2**24.
-        "updates": jnp.minimum(carried["updates"] + 1, settings.shared_updates),
+        "updates": jnp.minimum(model_state["updates"] + 1, settings.shared_updates),
     }

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.vcd.options import DataOptions
+from millrace.apps.vcd.config.common import DataOptions
 from millrace.config import ConfigurationError
 from millrace.data import digits, mnist
-from millrace.data.binarised_mnist import load_binarised_mnist
+from millrace.data.binarized_mnist import load_binarized_mnist
 from millrace.data.cache import fetched_folder
-from millrace.data.catalogue import DatasetNotFound
+from millrace.data.catalog import DatasetNotFound
 from millrace.data.source import ArraySource, DatasetError
 
 _SHIFTS = np.arange(8, dtype=np.uint8)[::-1]  # as np.packbits: the highest bit comes first
 _HALF_OF_BYTE = 127  # pixels above it are above a half
 
 _LOADERS: dict[str, tuple[Callable[[Path], tuple[ArraySource, ArraySource]], int]] = {
-    "binarized-mnist": (load_binarised_mnist, 0),
+    "binarized-mnist": (load_binarized_mnist, 0),
     "fashion-mnist": (mnist.load_fashion_mnist, _HALF_OF_BYTE),
     "mnist": (mnist.load_mnist, _HALF_OF_BYTE),
     "digits": (lambda _: digits.load_digits(), digits.LARGEST // 2),
@@ -78,7 +78,7 @@ def load(options: DataOptions, *, num_validation: int = 0) -> PictureData:
     name = options.resolved_dataset
     load_from, threshold = _LOADERS[name]
     sources, folder = _find(name, options.dataset_path, load_from)
-    training, test = (binarise(source.arrays["image"], threshold) for source in sources)
+    training, test = (binarize(source.arrays["image"], threshold) for source in sources)
     validation = None
     if num_validation:
         if num_validation >= len(training):
@@ -108,7 +108,7 @@ def _find(
         raise error
 
 
-def binarise(images: np.ndarray, threshold: int) -> BinaryPictures:
+def binarize(images: np.ndarray, threshold: int) -> BinaryPictures:
     """Make (pictures, height, width, 1) binary: 1 where above the threshold."""
     if not len(images):
         raise DatasetError("There are no pictures in the data set.")

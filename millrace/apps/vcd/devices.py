@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from millrace.apps.vcd.options import DeviceOptions
+from millrace.apps.vcd.config.common import DeviceOptions
 from millrace.config import ConfigurationError
 
 

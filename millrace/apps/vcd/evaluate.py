@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.apps.vcd.checkpoint_options import EvaluateConfig
+from millrace.apps.vcd.config.commands import EvaluateConfig
+from millrace.apps.vcd.config.common import TestOptions
 from millrace.apps.vcd.data import BinaryPictures
 from millrace.apps.vcd.devices import chosen_devices
 from millrace.apps.vcd.likelihood import LogLikelihoods, Progress, log_likelihoods
-from millrace.apps.vcd.options import TestOptions
 from millrace.apps.vcd.trained import load_trained
-from millrace.host.console import Console
-from millrace.host.run import Run
-from millrace.host.run_directory import finite_json, write_atomically
+from millrace.durable import finite_json, write_atomically
 from millrace.plan import Plan
+from millrace.run.console import Console
+from millrace.run.run import Run
 
 _LINES = 10  # without a terminal, how often the progress is told
 

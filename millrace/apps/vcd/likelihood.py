@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from millrace.apps.vcd.config.common import TestOptions
 from millrace.apps.vcd.data import BinaryPictures, unpack
 from millrace.apps.vcd.model import Gaussian, Model, bernoulli_vae, log_prior
-from millrace.apps.vcd.options import TestOptions
 from millrace.apps.vcd.sampler import HmcSettings, draw_noise, sample, start
 from millrace.data.source import ArraySource
 from millrace.data.stream import EvaluationBatches

@@ -1,12 +1,12 @@
-"""``millrace vcd sample``: pictures of what a trained model has learnt."""
+"""``millrace vcd sample``: pictures of what a trained model has learned."""
 
-from millrace.apps.vcd.checkpoint_options import SampleConfig
+from millrace.apps.vcd.config.commands import SampleConfig
 from millrace.apps.vcd.devices import chosen_devices
-from millrace.apps.vcd.pictures import FOLDER, grids, save_grids
-from millrace.apps.vcd.recipe import hmc_of
+from millrace.apps.vcd.images import FOLDER, grids, save_grids
+from millrace.apps.vcd.program import hmc_of
 from millrace.apps.vcd.trained import load_trained
-from millrace.host.run import Run
 from millrace.plan import Plan
+from millrace.run.run import Run
 
 
 def sample(config: SampleConfig, run: Run) -> None:

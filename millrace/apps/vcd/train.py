@@ -8,20 +8,20 @@ from typing import Any
 
 import jax
 
-from millrace.apps.vcd import data, recipe
+from millrace.apps.vcd import data
 from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.data import PictureData
 from millrace.apps.vcd.devices import chosen_devices
 from millrace.apps.vcd.evaluate import measure
+from millrace.apps.vcd.monitoring import ELBO, Watch
+from millrace.apps.vcd.program import init, program_of
 from millrace.apps.vcd.shuffle import ShuffledIndices
-from millrace.apps.vcd.watching import ELBO, Watch
-from millrace.host import group
-from millrace.host.events import Schedule, schedule_events
-from millrace.host.interrupts import INTERRUPTED
-from millrace.host.run import Run, run_command
-from millrace.host.runner import Runner
+from millrace.distributed import coordination
+from millrace.distributed.interrupts import INTERRUPTED
+from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
+from millrace.run.run import Run, run_command
 
 
 class RepeatFailed(RuntimeError):
@@ -36,31 +36,28 @@ def train(config: VcdConfig, run: Run) -> None:
         held_out = config.num_validation if config.validation else 0
         pictures = data.load(config, num_validation=held_out)
         schedule = plan_events(config, len(pictures.training))
-        program = recipe.program_of(config, pictures.training, devices)
-        params, carried = recipe.init(config, pictures.training)
+        program = program_of(config, pictures.training, devices)
+        params, model_state = init(config, pictures.training)
         _describe(config, run, program.devices, pictures, params, schedule)
-        state = program.init(params, carried, seed=config.seed)
+        state = program.init(params, model_state, seed=config.seed)
         infeed = ShuffledIndices(
             len(pictures.training), config.batching.samples_per_step, seed=config.seed
         )
         opened = run.checkpoints(best=ELBO, keep=config.keep_checkpoints)
         with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
-            runner = Runner(
+            state = run.train(
                 program,
+                state,
                 infeed,
                 schedule,
-                directory=run.directory,
-                console=run.console,
-                writers=run.writers,
-                checkpoints=checkpoints,
                 validate=Watch(config, pictures, program.devices, run.directory.path),
+                checkpoints=checkpoints,
             )
-            state = run.train(runner, state)
         if run.summary["status"] == "completed":
-            _measure(config, run, pictures, program.whole(state))
+            _measure(config, run, pictures, program.unpack_state(state))
 
 
-def plan_events(config: VcdConfig, num_samples: int) -> Schedule:
+def plan_events(config: VcdConfig, num_samples: int) -> EventSchedule:
     """Work out the run in whole updates."""
     return schedule_events(
         updates_per_epoch=config.batching.updates_per_epoch(num_samples),
@@ -76,7 +73,7 @@ def _describe(
     devices: list[Any],
     pictures: PictureData,
     params: Any,
-    schedule: Schedule,
+    schedule: EventSchedule,
 ) -> None:
     chains = (
         f"{config.num_burn_in_steps} + {config.num_hmc_steps} HMC steps of "
@@ -100,7 +97,7 @@ def _describe(
 
 def _measure(config: VcdConfig, run: Run, pictures: PictureData, state: TrainState) -> None:
     """Estimate log-likelihoods of what was not trained on."""
-    if not group.is_first():
+    if not coordination.is_first():
         return  # on one device, and the result is the first process's to write
     params = jax.device_put(jax.device_get(state.params))  # of many replicas' copies, one
     wanted = {

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from millrace.apps.vcd import data, recipe
-from millrace.apps.vcd.checkpoint_options import CheckpointOptions
+from millrace.apps.vcd import data
+from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
+from millrace.apps.vcd.config.commands import CheckpointOptions
 from millrace.apps.vcd.data import BinaryPictures
+from millrace.checkpoint.store import checkpoints_in, restore_part
 from millrace.config import ConfigurationError, build, load_yaml
-from millrace.host.checkpoint import checkpoints_in, restore_part
 
 
 class Weights(NamedTuple):
@@ -45,7 +46,7 @@ def load_trained(options: CheckpointOptions) -> Trained:
         raise ConfigurationError(
             "There is no validation split: the model was trained without --validation."
         )
-    like = jax.eval_shape(lambda: recipe.weights_of(config, pictures.num_pixels))
+    like = jax.eval_shape(lambda: vcd_program.weights_of(config, pictures.num_pixels))
     restored = restore_part(path, Weights(like))
     manifest = restored.manifest
     return Trained(

@@ -37,7 +37,7 @@ class ColumnBiases:
 
         Args:
             ratings: Of the rows and columns of `known`.
-            known: The ratings that the rows' biases are learnt from.
+            known: The ratings that the rows' biases are learned from.
         """
         biases = Biases(self.mean, self.of_rows(known), self.of_column)
         left = np.float32(ratings.values) - biases.of(_rows(ratings), ratings.items)

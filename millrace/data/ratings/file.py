@@ -7,8 +7,8 @@ import numpy as np
 
 from millrace.config import ConfigurationError
 from millrace.data.ratings.cache import cached, file_hash
+from millrace.data.ratings.chunks import check_plain_file
 from millrace.data.ratings.matrix import Ratings, Unseen, align, from_events
-from millrace.data.ratings.pieces import check_plain_file
 from millrace.data.ratings.text import read_events
 from millrace.data.source import DatasetError
 

@@ -1,4 +1,4 @@
-"""Made-up ratings: some with a truth that can be learnt, some of pure chance."""
+"""Made-up ratings: some with a truth that can be learned, some of pure chance."""
 
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ def random_ratings(
     *,
     seed: int = 0,
 ) -> Ratings:
-    """Return ratings of 1 to 5 by chance, to measure speed with; nothing can be learnt.
+    """Return ratings of 1 to 5 by chance, to measure speed with; nothing can be learned.
 
     The defaults are the reference's training data; its validation data are a million more.
     A user and item drawn twice count once.

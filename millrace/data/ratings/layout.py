@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings.lines import Layout, is_number, shown, split_line
+from millrace.data.ratings.parser import Layout, is_number, shown, split_line
 
 DELIMITERS = {b"\t": "tab", b"::": "'::'", b",": "comma", b";": "semicolon"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.config import ConfigurationError
-from millrace.data.ratings.pieces import check_plain_file
-from millrace.data.ratings.sections import is_sectioned, read_sections
+from millrace.data.ratings.chunks import check_plain_file
+from millrace.data.ratings.netflix import is_sectioned, read_sections
 from millrace.data.ratings.text import Events, read_events
 from millrace.data.source import DatasetError
 

@@ -8,21 +8,21 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from millrace.config import ConfigurationError
+from millrace.data.ratings.chunks import (
+    LONGEST_LINE,
+    in_parallel,
+    open_text,
+    read_chunks,
+)
+from millrace.data.ratings.fast_parser import parse_quickly
 from millrace.data.ratings.layout import NAME_COLUMNS, Start, find_layout
-from millrace.data.ratings.lines import (
+from millrace.data.ratings.parser import (
     BadLine,
     Layout,
     Lines,
     TextIdentifiers,
     parse_lines,
 )
-from millrace.data.ratings.pieces import (
-    LONGEST_LINE,
-    in_parallel,
-    open_text,
-    read_chunks,
-)
-from millrace.data.ratings.quick import parse_quickly
 from millrace.data.source import DatasetError
 
 _log = logging.getLogger("millrace")

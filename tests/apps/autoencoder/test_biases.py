@@ -26,7 +26,7 @@ from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.file import load_ratings
 from millrace.data.ratings.matrix import align, transposed
 from millrace.program.step import narrow
-from millrace.report.parts import read_parts
+from millrace.report.sections import read_parts
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "

@@ -9,11 +9,11 @@ import pytest
 from image_files import real_data
 
 from millrace.apps.autoencoder import convert as module
+from millrace.apps.autoencoder.config.convert import ConvertConfig
 from millrace.apps.autoencoder.convert import convert
-from millrace.apps.autoencoder.convert_options import ConvertConfig
 from millrace.cli import main
 from millrace.config import ConfigurationError
-from millrace.data.ratings import pieces
+from millrace.data.ratings import chunks
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.split import PERIODS
 from millrace.data.source import DatasetError
@@ -65,7 +65,7 @@ def lines(path):
 def test_the_netflix_prize_is_split_at_a_published_period(
     tmp_path, monkeypatch, capsys, kind, chunk_bytes
 ):
-    monkeypatch.setattr(pieces, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk_bytes)
     out = tmp_path / "out" / "deeper"
     # With the first seed the coin falls once on each side.
     config = ConvertConfig(input=write_netflix(tmp_path, kind), period="3m", output_dir=out)

@@ -7,8 +7,8 @@ import pytest
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
 from millrace.apps.autoencoder.loss import dense_rows
+from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.resident import ResidentRatings
-from millrace.apps.autoencoder.steps import steps_of
 from millrace.config import build
 from millrace.data.ratings.generated import random_ratings
 from millrace.program.replicas import replica_mesh, split_batch

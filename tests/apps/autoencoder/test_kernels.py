@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from plain_loop import rounding
 
-from millrace.apps.autoencoder import kernels, tiles
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.joint_training import first_state, trials_program
+from millrace.apps.autoencoder.kernels import joint, tiles
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.recipe import model_of
-from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.program import model_of
+from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights
-from millrace.apps.autoencoder.trials import first_state, trials_program
 
 USERS, ITEMS = 16, 77
 MODEL = Model(ITEMS, 128, 0.5)
@@ -27,8 +27,8 @@ MODEL = Model(ITEMS, 128, 0.5)
 def small_tiles(monkeypatch):
     """Several tiles in each of several parts, the last one not full."""
     monkeypatch.setattr(tiles, "TILE", 16)
-    few = {each: tiles.Tiling(2, reads_ahead=True) for each in kernels._TILINGS}
-    monkeypatch.setattr(kernels, "_TILINGS", few)
+    few = {each: tiles.Tiling(2, reads_ahead=True) for each in joint._TILINGS}
+    monkeypatch.setattr(joint, "_TILINGS", few)
 
 
 def batch(dtype, num_updates=None):
@@ -95,7 +95,7 @@ def distances(found):
 
 
 def test_loss_and_gradient_are_exact_to_what_float32_can_say():
-    found = values_and_grads(kernels.joint_loss(MODEL, interpret=True), jnp.float32)
+    found = values_and_grads(joint.joint_loss(MODEL, interpret=True), jnp.float32)
     for (ours, _), (theirs, _) in zip(found, truths(), strict=True):
         (loss, (_, told)), (exact, (_, expected)) = ours, theirs
         np.testing.assert_allclose(loss, exact, rtol=1e-6)
@@ -107,17 +107,17 @@ def test_loss_and_gradient_are_exact_to_what_float32_can_say():
     "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
 )
 def test_in_sixteen_bits_the_gradient_is_on_the_whole_as_exact_as_xlas(dtype):
-    ours = distances(values_and_grads(kernels.joint_loss(MODEL, interpret=True), dtype))
+    ours = distances(values_and_grads(joint.joint_loss(MODEL, interpret=True), dtype))
     xlas = distances(values_and_grads(loss_of(MODEL, "joint"), dtype))
     assert np.mean(ours) < 1.05 * np.mean(xlas)
 
 
 def test_in_float16_a_reconstruction_stops_at_the_largest_number():
-    """Where both passes are at the end, only the bias of what is not can be learnt."""
+    """Where both passes are at the end, only the bias of what is not can be learned."""
     params = jax.tree.map(lambda x: jnp.asarray(50 * x, jnp.float16), weights())
     params["decoder"]["fc_3"]["bias"] = jnp.full(ITEMS, 6e4, jnp.float16)
     ours = value_and_grad(
-        kernels.joint_loss(MODEL, interpret=True), jnp.float16, params=params
+        joint.joint_loss(MODEL, interpret=True), jnp.float16, params=params
     )
     xlas = value_and_grad(loss_of(MODEL, "joint"), jnp.float16, params=params)
     assert 0 < xlas[0][1][1]["rmse"] < 7e4
@@ -125,7 +125,7 @@ def test_in_float16_a_reconstruction_stops_at_the_largest_number():
 
 
 def test_what_overflows_is_seen_to():
-    loss_fn = kernels.joint_loss(MODEL, interpret=True)
+    loss_fn = joint.joint_loss(MODEL, interpret=True)
     _, gradient = value_and_grad(loss_fn, jnp.float16, scale=2.0**24)
     assert not all(np.isfinite(each).all() for each in jax.tree.leaves(gradient))
 
@@ -150,14 +150,14 @@ def test_models_trained_together_become_what_they_become_without(monkeypatch, pr
         return jax.device_get(program.run(state, chunk)[0].params)
 
     expected = trained()
-    joint_loss, calls = kernels.joint_loss, []
+    joint_loss, calls = joint.joint_loss, []
 
     def interpreted(model):
         calls.append(model)
         return joint_loss(model, interpret=True)
 
-    monkeypatch.setattr(kernels, "are_for", lambda *_: True)
-    monkeypatch.setattr(kernels, "joint_loss", interpreted)
+    monkeypatch.setattr(joint, "are_for", lambda *_: True)
+    monkeypatch.setattr(joint, "joint_loss", interpreted)
     found = trained()
     assert calls == [model]
 
@@ -182,7 +182,7 @@ def test_models_trained_together_become_what_they_become_without(monkeypatch, pr
 def test_they_are_for_what_they_can_do_on_the_gpu_they_were_measured_on():
     hopper = types.SimpleNamespace(compute_capability="9.0")
     usual = {"num_users": 64, "num_models": 16, "compute": "bfloat16"}
-    are_for = functools.partial(kernels.are_for, **usual)
+    are_for = functools.partial(joint.are_for, **usual)
     assert are_for(MODEL, device=hopper)
     assert not are_for(MODEL, device=jax.devices("cpu")[0])
     assert not are_for(MODEL, device=types.SimpleNamespace(compute_capability="8.9"))

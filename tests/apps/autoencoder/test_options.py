@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.sweep_options import SweepConfig
-from millrace.apps.autoencoder.validate_options import ValidateConfig
+from millrace.apps.autoencoder.config.evaluate import ValidateConfig
+from millrace.apps.autoencoder.config.sweep import SweepConfig
 from millrace.config import (
     ConfigurationError,
     as_plain,

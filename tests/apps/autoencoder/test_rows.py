@@ -20,7 +20,7 @@ from autoencoder_runs import (
 )
 
 import millrace as mr
-from millrace.apps.autoencoder.columns import columns_of, foretold
+from millrace.apps.autoencoder.item_rows import columns_of, foretold
 from millrace.apps.autoencoder.model import Model, init_params, reconstruct
 from millrace.apps.autoencoder.trained import find_trained
 from millrace.data.ratings.file import load_ratings

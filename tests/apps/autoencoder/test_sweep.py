@@ -12,18 +12,18 @@ import yaml
 from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.steps import steps_of
-from millrace.apps.autoencoder.sweep_options import SweepConfig
-from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
-from millrace.apps.autoencoder.trials import (
+from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.joint_training import (
     each_if_finite,
     label,
     mean_of_models,
     trials_program,
 )
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.reference_steps import steps_of
+from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
 from millrace.config import as_plain, parse
-from millrace.report.drawings import points_chart
+from millrace.drawing.charts import points_chart
 from millrace.report.plots import Picture
 
 OPTIONS = f"{SMALL} --epochs 2 --batches-per-step 3 --no-dense-refeeding "

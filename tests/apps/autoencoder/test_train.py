@@ -11,7 +11,7 @@ from autoencoder_runs import SMALL, command, events_of, summary_of, write_rating
 from millrace.apps.autoencoder.early_stopping import has_stopped_improving
 from millrace.apps.autoencoder.trained import find_trained
 
-# A learning rate at which these few users are learnt, as Graphcore writes it.
+# A learning rate at which these few users are learned, as Graphcore writes it.
 LEARN = f"train {SMALL} --base-learning-rate -10 --batches-per-step 3 --untied-decoder "
 
 

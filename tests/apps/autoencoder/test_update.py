@@ -8,8 +8,8 @@ import pytest
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.loss import known_ratings
 from millrace.apps.autoencoder.model import hidden_ratings, kept_codes
-from millrace.apps.autoencoder.recipe import model_of
-from millrace.apps.autoencoder.steps import steps_of
+from millrace.apps.autoencoder.program import model_of
+from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
 from millrace.config import build
 

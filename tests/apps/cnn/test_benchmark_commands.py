@@ -12,7 +12,7 @@ import pytest
 
 from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.recipe import norm_factory
+from millrace.apps.cnn.program import norm_factory
 from millrace.apps.cnn.train import plan_events
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
@@ -40,7 +40,7 @@ RESNEXT = (
 )
 EFFICIENTNET = (
     "--model=efficientnet --model-size=4 --data-dir $DATASETS_DIR/ --precision=16.32 "
-    "--group-dim=16 --expand-ratio=4 --dataset=imagenet --groups=4 --optimiser=RMSprop "
+    "--group-dim=16 --expand-ratio=4 --dataset=imagenet --groups=4 --optimizer=RMSprop "
     "--lr-schedule=exponential --xla-recompute --enable-conv-dithering "
     "--available-memory-proportion=0.15 --pipeline-schedule Grouped "
     "--internal-exchange-optimisation-target balanced --weight-avg-exp 0.97 "
@@ -179,7 +179,7 @@ def test_the_validation_commands_words_are_understood():
         ("--model resnet --logs-per-epoch 2", {"logs_per_epoch": 2}),
         ("--model efficientnet --dataset imagenet --label-smoothing 0",
          {"label_smoothing": 0, "num_epochs": 350}),
-        ("--model resnet --optimiser lars --base-learning-rate -9 --momentum 0.8",
+        ("--model resnet --optimizer lars --base-learning-rate -9 --momentum 0.8",
          {"optimizer_params": {"momentum": 0.8, "weight_decay": 1e-6, "eeta": 0.001,
                                "epsilon": 0}, "l2_regularization": 0}),
         ("--model resnet --lr-schedule polynomial --epochs 45", {
@@ -218,8 +218,8 @@ def test_words_stand_for_options_and_families_have_recipes(words, options):
         ("--groups 0", "groups must be at least 1"),
         ("--generated-data --synthetic-data", "got synthetic_data device as well"),
         ("--eight-bit-io --eight-bit-transfer False", "eight_bit_transfer True; got"),
-        ("--model resnet --dataset imagenet --optimiser lars", "give base_learning_rate"),
-        ("--normalise-input False", "normalise_input is for imagenet"),
+        ("--model resnet --dataset imagenet --optimizer lars", "give base_learning_rate"),
+        ("--normalise-input False", "normalize_input is for imagenet"),
     ],
     ids=str,
 )

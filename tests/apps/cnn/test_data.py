@@ -4,7 +4,7 @@ import pytest
 
 from millrace.apps.cnn import data, device_images
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.preparation import preparation
+from millrace.apps.cnn.preprocessing import preparation
 from millrace.config import ConfigurationError, build
 from millrace.data import cifar as cifar_files
 
@@ -31,7 +31,7 @@ def images(folder, **options):
     return data.load(CnnConfig(dataset="cifar10", dataset_path=folder, **options))
 
 
-def standardised(image):
+def standardized(image):
     image = image.astype(np.float64)
     mean = image.mean((1, 2, 3), keepdims=True)
     return (image - mean) / image.std((1, 2, 3), keepdims=True)
@@ -49,12 +49,12 @@ def test_validation_images_are_the_same_wherever_they_are_prepared(cifar_folder)
     assert [str(dtype) for dtype, _ in prepared] == ["float32", "float32", "uint8"]
     raw = images(cifar_folder, **BYTES).validation[np.arange(8)]["image"]
     for _, image in prepared:
-        np.testing.assert_allclose(image, standardised(raw), atol=1e-4)
+        np.testing.assert_allclose(image, standardized(raw), atol=1e-4)
 
 
 def cut_out(raw, top, left, flipped):
-    """The oracle: pad the standardised picture with zeros, cut, mirror; one at a time."""
-    padded = np.pad(standardised(raw), ((0, 0), (4, 4), (4, 4), (0, 0)))
+    """The oracle: pad the standardized picture with zeros, cut, mirror; one at a time."""
+    padded = np.pad(standardized(raw), ((0, 0), (4, 4), (4, 4), (0, 0)))
     cut = [p[t : t + 32, x : x + 32] for p, t, x in zip(padded, top, left, strict=True)]
     return np.stack([c[:, ::-1] if f else c for c, f in zip(cut, flipped, strict=True)])
 
@@ -75,7 +75,7 @@ def test_the_device_crops_and_flips_where_it_is_told(cifar_folder):
     raw = images(cifar_folder, **BYTES).training[np.arange(81)]["image"]
     top, left = np.divmod(np.arange(81), 9)
     flipped = np.arange(81) % 2 == 0
-    cut = device_images.crop_and_flip(device_images.standardise(raw), top, left, flipped)
+    cut = device_images.crop_and_flip(device_images.standardize(raw), top, left, flipped)
     np.testing.assert_allclose(cut, cut_out(raw, top, left, flipped), atol=1e-4)
     assert np.all(np.asarray(cut)[0, :4] == 0)  # the padding is the picture's mean
 
@@ -114,13 +114,13 @@ def test_the_device_prepares_in_single_precision_for_the_compute_type(cifar_fold
     raw = loaded.validation[np.arange(8)]["image"]
     prepared = loaded.prepare(raw, None)
     assert prepared.dtype == np.float16 or str(prepared.dtype) == "bfloat16"
-    exact = np.asarray(device_images.standardise(raw)).astype(prepared.dtype)
+    exact = np.asarray(device_images.standardize(raw)).astype(prepared.dtype)
     np.testing.assert_array_equal(np.asarray(prepared), exact)
 
 
 def test_an_even_picture_becomes_zeros():
     even = np.full((1, 32, 32, 3), 7, np.uint8)
-    np.testing.assert_array_equal(device_images.standardise(even), 0)
+    np.testing.assert_array_equal(device_images.standardize(even), 0)
 
 
 def test_mnist_and_digits_are_scaled():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from image_files import encode, example, picture, write_folders, write_records
 
-from millrace.apps.cnn import benchmark_dataset
+from millrace.apps.cnn import datasets
 from millrace.cli import main
 from millrace.data import cifar as cifar_files
 
@@ -137,7 +137,7 @@ def test_the_benchmark_prints_one_line_and_keeps_the_figures(command, tmp_path):
 def test_the_first_epochs_are_left_out(epochs, counted):
     figures = [{"elements_per_second": float(number)} for number in range(epochs)]
     expected = np.mean(np.arange(epochs)[-counted:])
-    assert benchmark_dataset._throughput(figures) == expected
+    assert datasets._throughput(figures) == expected
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ def test_a_network_can_be_split_before_any_layer(family):
     else:
         model = efficientnet(Scaled(0.25, 0.5, 0.2, 32), 10, batch_norm, group_dim=4)
     x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
-    params, carried = init_shapes(model, x)
+    params, model_state = init_shapes(model, x)
 
     def run(layers, x):
-        def apply(params, carried, x):
+        def apply(params, model_state, x):
             key = jax.random.key(0)
-            return apply_layers(layers, params, carried, x, training=True, key=key)[0]
+            return apply_layers(layers, params, model_state, x, training=True, key=key)[0]
 
-        return jax.eval_shape(apply, params, carried, x)
+        return jax.eval_shape(apply, params, model_state, x)
 
     for layer in model:  # what flows between any two layers is arrays, all the way
         x = run([layer], x)
@@ -122,16 +122,16 @@ def test_halves_of_a_network_give_what_the_whole_gives():
     model = efficientnet(Scaled(0.25, 1.0, 0.2, 32), 10, GROUP_NORM)
     model = [layer for layer in model if layer.name.startswith("block2b")]
     x = jax.random.normal(jax.random.key(1), (4, 4, 4, 8))
-    params, carried = init_layers(model, jax.random.key(0), x)
+    params, model_state = init_layers(model, jax.random.key(0), x)
     run = functools.partial(apply_layers, training=True, key=jax.random.key(2))
     inside = next(n for n, layer in enumerate(model) if layer.name == "block2b/SE")
 
     @jax.jit
     def both(params, x):
-        first, _ = run(model[:inside], params, carried, x)
+        first, _ = run(model[:inside], params, model_state, x)
         assert set(first) == {"main", "skip"}
-        second, _ = run(model[inside:], params, carried, first)
-        return run(model, params, carried, x)[0], second
+        second, _ = run(model[inside:], params, model_state, first)
+        return run(model, params, model_state, x)[0], second
 
     np.testing.assert_allclose(*both(params, x), atol=1e-6)
 
@@ -183,10 +183,10 @@ def test_squeeze_and_excite_weighs_channels_by_their_means():
     random = np.random.default_rng(0)
     x = random.standard_normal((3, 4, 5, 6)).astype(np.float32)
     layer = squeeze_excite("SE", 2)
-    params, carried = layer.init(x)
+    params, model_state = layer.init(x)
     params = jax.tree.map(lambda p: random.standard_normal(p.shape, np.float32), params)
     found = jax.jit(lambda *values: layer.apply(*values, Call(False))[0])(
-        params, carried, x
+        params, model_state, x
     )
 
     def sigmoid(v):

@@ -7,8 +7,8 @@ import pytest
 
 from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.inference import ValidateConfig
 from millrace.apps.cnn.families import FAMILIES, SINGLE_MODELS
-from millrace.apps.cnn.validate_options import ValidateConfig
 from millrace.config import ConfigurationError, parse
 from millrace.nn.layers import apply_layers, init_layers, init_shapes, num_parameters
 from millrace.nn.norms import batch_norm, group_norm
@@ -64,10 +64,10 @@ def test_the_references_split_points_are_layer_names_in_order(name, splits):
 def test_a_residual_network_can_be_split_before_any_layer():
     model = models.build("cifar_resnet8", 10)
     x = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
-    params, carried = init_layers(model, jax.random.key(0), x)
-    whole, _ = apply_layers(model, params, carried, x, training=True)
+    params, model_state = init_layers(model, jax.random.key(0), x)
+    whole, _ = apply_layers(model, params, model_state, x, training=True)
     for split in range(2, len(model), 9):
-        first, between = apply_layers(model[:split], params, carried, x, training=True)
+        first, between = apply_layers(model[:split], params, model_state, x, training=True)
         second, _ = apply_layers(model[split:], params, between, first, training=True)
         np.testing.assert_allclose(second, whole, atol=1e-5)
 
@@ -103,8 +103,8 @@ def test_group_norm_takes_batch_norms_place():
     norm = functools.partial(group_norm, num_groups=4)
     model = models.build("cifar_resnet8", 10, norm)
     x = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
-    params, carried = init_layers(model, jax.random.key(0), x)
-    assert not carried
+    params, model_state = init_layers(model, jax.random.key(0), x)
+    assert not model_state
     assert num_parameters(params) == 75_290
     one, _ = apply_layers(model, params, {}, x[:1], training=True)
     both, _ = apply_layers(model, params, {}, x, training=True)

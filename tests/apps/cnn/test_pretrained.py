@@ -13,19 +13,19 @@ import pytest
 
 from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.evaluate import Weights
 from millrace.apps.cnn.models.pretrained import (
     _is_source,
     _sources,
     fit_pretrained,
     read_pretrained,
 )
-from millrace.apps.cnn.recipe import norm_factory
+from millrace.apps.cnn.program import norm_factory
 from millrace.apps.cnn.train import train
-from millrace.apps.cnn.validation import Weights
+from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError, build
-from millrace.host.checkpoint import restore_part
-from millrace.host.run import run_command
 from millrace.nn.layers import apply_layers, init_layers, init_shapes
+from millrace.run.run import run_command
 
 
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> Path:
@@ -82,7 +82,7 @@ def load(path, num_classes=10, **options):
 
 def test_weights_are_turned_into_our_order(tmp_path):
     path, arrays = resnet8_file(tmp_path)
-    params, carried, notes = load(path)
+    params, model_state, notes = load(path)
     assert not notes
     kernel = arrays["layer2.0.conv1.weight"].astype(np.float32)
     np.testing.assert_array_equal(
@@ -93,7 +93,7 @@ def test_weights_are_turned_into_our_order(tmp_path):
     )
     scale, mean = arrays["layer3.0.bn2.weight"], arrays["layer3.0.bn2.running_mean"]
     np.testing.assert_allclose(params["b3/0/norm2"]["scale"], scale)
-    np.testing.assert_allclose(carried["b3/0/norm2"]["mean"], mean)
+    np.testing.assert_allclose(model_state["b3/0/norm2"]["mean"], mean)
 
 
 def small_efficientnet():
@@ -111,7 +111,7 @@ def names_by_layer(params):
 
 
 def test_timms_names_of_an_efficientnet_are_found():
-    params, carried = _sources(*small_efficientnet())
+    params, model_state = _sources(*small_efficientnet())
     found = names_by_layer(params)
     assert found["block0/conv"] == ["conv_stem.weight"]
     assert found["block1a/b/norm"] == ["blocks.0.0.bn1.bias", "blocks.0.0.bn1.weight"]
@@ -123,14 +123,14 @@ def test_timms_names_of_an_efficientnet_are_found():
     assert params["block7a/SE"]["reduce"]["kernel"].shape[2:] == (1, 1)
     assert found["Top/norm"] == ["bn2.bias", "bn2.weight"]
     assert found["fc1"] == ["classifier.bias", "classifier.weight"]
-    assert carried["Top/norm"]["var"].name == "bn2.running_var"
+    assert model_state["Top/norm"]["var"].name == "bn2.running_var"
 
 
 def test_torchvisions_names_of_an_efficientnet_are_found():
-    params, carried = _sources(*small_efficientnet(), torchvision=True)
+    params, model_state = _sources(*small_efficientnet(), torchvision=True)
     found = names_by_layer(params)
     assert found["block0/conv"] == ["features.0.0.weight"]
-    assert carried["block0/norm"]["mean"].name == "features.0.1.running_mean"
+    assert model_state["block0/norm"]["mean"].name == "features.0.1.running_mean"
     first = "features.1.0.block"
     assert found["block1a/b/conv"] == [f"{first}.0.0.weight"]
     assert f"{first}.1.fc1.weight" in found["block1a/SE"]
@@ -141,7 +141,7 @@ def test_torchvisions_names_of_an_efficientnet_are_found():
     assert f"{inner}.2.fc2.bias" in found["block3b/SE"]
     assert found["block3b/c/conv"] == [f"{inner}.3.0.weight"]
     assert found["Top/conv"] == ["features.8.0.weight"]
-    assert carried["Top/norm"]["var"].name == "features.8.1.running_var"
+    assert model_state["Top/norm"]["var"].name == "features.8.1.running_var"
     assert found["fc1"] == ["classifier.1.bias", "classifier.1.weight"]
 
 
@@ -314,13 +314,13 @@ def test_logits_are_those_of_the_model_that_the_weights_come_from(make, options,
     torch, theirs = torchs(make)
     arrays = {name: value.numpy() for name, value in theirs.state_dict().items()}
     path = write_safetensors(tmp_path / "theirs.safetensors", arrays)
-    model, params, carried = model_and_weights(**options)
+    model, params, model_state = model_and_weights(**options)
     found = read_pretrained(path)
-    params, carried, notes = fit_pretrained(path, found, params, carried)
+    params, model_state, notes = fit_pretrained(path, found, params, model_state)
     assert not notes
     images = np.random.default_rng(1).standard_normal((2, 224, 224, 3), np.float32)
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2))).numpy()
-    found, _ = apply_layers(model, params, carried, images, training=False)
+    found, _ = apply_layers(model, params, model_state, images, training=False)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

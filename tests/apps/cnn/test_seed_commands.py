@@ -251,7 +251,7 @@ EVERY_OPTION = """
 --lr-schedule-params '{"initial_learning_rate": 0.0001, "epochs_to_total_decay": 2}'
 --lr-staircase True --bn-momentum 0.9 --label-smoothing 0.1
 --pipeline-num-parallel 48 --half-partials True
---internal-exchange-optimization-target balanced --max-cross-replica-buffer-size 100
+--internal-exchange-optimisation-target balanced --max-cross-replica-buffer-size 100
 --max-reduce-many-buffer-size 100 --gather-conv-output True --stable-norm True
 --available-memory-proportion 15 15 20 20 --wandb False --validation True
 --validation-micro-batch-size 8 --validation-num-replicas 2

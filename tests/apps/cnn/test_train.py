@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import ipu_options, models
-from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.recipe import norm_factory, warnings_about_rate
+from millrace.apps.cnn import models
+from millrace.apps.cnn.config import CnnConfig, ipu
+from millrace.apps.cnn.program import norm_factory, warnings_about_rate
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
-from millrace.host.run import run_command
+from millrace.run.run import run_command
 
 SEEDS = {"num_epochs": 6, "micro_batch_size": 8, "gradient_accumulation_count": 8}
 
@@ -82,7 +82,7 @@ def test_every_named_configuration_makes_a_schedule_and_fits_its_model(name):
     model = models.build(config.resolved_model, 10, norm, **config.network)
     splits = models.split_points(model, config.pipeline_splits)
     assert set(splits) <= {layer.name for layer in model}
-    for line in ipu_options.lines_about(config):
+    for line in ipu.lines_about(config):
         pytest.fail(line)  # what changes nothing is left out
 
 

@@ -9,13 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import data, inference, validate
-from millrace.apps.cnn.validate_data import calls_of, feed_of
-from millrace.apps.cnn.validate_figures import latency_figures, supported_figures
-from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.apps.cnn import data
+from millrace.apps.cnn.config.inference import ValidateConfig
+from millrace.apps.cnn.inference import command
+from millrace.apps.cnn.inference import network as networks
+from millrace.apps.cnn.inference.feed import calls_of, feed_of
+from millrace.apps.cnn.inference.latency import latency_figures, supported_figures
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
-from millrace.host import group
+from millrace.distributed import coordination
 from millrace.nn import layers
 from millrace.nn.folding import SMALL_BATCH
 from millrace.program.compiling import deterministic
@@ -63,7 +65,7 @@ def test_what_trains_nothing_says_no_update_and_no_epoch(tmp_path, capsys):
 
 
 def test_a_slow_network_is_called_for_half_a_minute_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.apps.cnn.validate._LATENCY_SECONDS", 0.0)
+    monkeypatch.setattr("millrace.apps.cnn.inference.command._LATENCY_SECONDS", 0.0)
     found = run("--synthetic-data --num-batches 2", tmp_path / "a")
     (result,) = found["results"]
     assert result["latency_calls"] == 1
@@ -112,12 +114,12 @@ def test_a_network_is_compiled_for_one_cuda_graph(
         if "CONVOLUTION" in asked[-1]:
             assert preferred["gpu"]["xla_gpu_per_fusion_autotune_cache_dir"] == ""
 
-    monkeypatch.setattr(inference, "compile_for", compile_for)
+    monkeypatch.setattr(networks, "compile_for", compile_for)
     shape = jax.ShapeDtypeStruct((batch, 8, 8, 4), np.float32)
     model = [layers.conv("conv", 4, groups=groups)]
     params = {"conv": {"kernel": np.zeros((3, 3, 4 // groups, 4), np.float32)}}
-    network = inference.Network(model, params, {})
-    made = inference.Inference(network, None, shape, num_replicas=replicas)
+    network = networks.Network(model, params, {})
+    made = networks.Inference(network, None, shape, num_replicas=replicas)
     made.compile_one()
     made.compile_many(1, 2)
     assert "CONVOLUTION" in asked[0]
@@ -128,13 +130,13 @@ def test_deterministic_networks_are_no_graphs(monkeypatch):
     """XLA times nothing for them, and cuDNN cannot record what it has never run."""
     asked = []
     monkeypatch.setattr(
-        inference, "compile_for", lambda *_, preferred, **__: asked.append(preferred)
+        networks, "compile_for", lambda *_, preferred, **__: asked.append(preferred)
     )
     params = {"conv": {"kernel": np.zeros((3, 3, 4, 4), np.float32)}}
-    network = inference.Network([layers.conv("conv", 4)], params, {})
+    network = networks.Network([layers.conv("conv", 4)], params, {})
     shape = jax.ShapeDtypeStruct((1, 8, 8, 4), np.float32)
     with deterministic():
-        made = inference.Inference(network, None, shape)
+        made = networks.Inference(network, None, shape)
         made.compile_one()
         made.compile_many(1, 2)
     assert asked == [{}, {}]
@@ -143,8 +145,8 @@ def test_deterministic_networks_are_no_graphs(monkeypatch):
 def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
     shape = jax.ShapeDtypeStruct((2, 8, 8, 4), np.float32)
     kernel = np.random.default_rng(0).standard_normal((3, 3, 4, 4), np.float32)
-    network = inference.Network([layers.conv("conv", 4)], {"conv": {"kernel": kernel}}, {})
-    made = inference.Inference(network, lambda images, _: images, shape)
+    network = networks.Network([layers.conv("conv", 4)], {"conv": {"kernel": kernel}}, {})
+    made = networks.Inference(network, lambda images, _: images, shape)
     made.compile_one()
     made.compile_many(1, 2)
     made.place_weights()
@@ -174,18 +176,18 @@ def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
 def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
     folds, tmp_path, monkeypatch
 ):
-    networks = []
+    seen = []
 
-    class Watched(inference.Inference):
+    class Watched(networks.Inference):
         def __init__(self, network, *arguments, **options):
-            networks.append(network)
+            seen.append(network)
             super().__init__(network, *arguments, **options)
 
-    monkeypatch.setattr(validate, "Inference", Watched)
+    monkeypatch.setattr(command, "Inference", Watched)
     words = f"--synthetic-data --num-batches 2 --latency-calls 1 --fold-batch-norm {folds}"
     run(words, tmp_path / "a")
-    (network,) = networks
-    statistics = [name for name, values in network.carried.items() if values]
+    (network,) = seen
+    statistics = [name for name, values in network.model_state.items() if values]
     scales = [name for name, values in network.params.items() if "scale" in values]
     norms = [] if folds else ["conv1_bn", "conv2_bn", "conv3_bn"]
     assert sorted(statistics) == sorted(scales) == norms
@@ -193,11 +195,11 @@ def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
 
 
 @pytest.mark.parametrize("where", ["", "--eight-bit-io"])
-def test_pictures_that_are_not_normalised_only_lose_their_mean(where):
+def test_pictures_that_are_not_normalized_only_lose_their_mean(where):
     words = "--dataset imagenet --model resnet18 --generated-data --image-size 16"
     found = []
-    for normalises in (True, False):
-        config = parsed(f"{words} {where} --normalise-input {normalises}")
+    for normalizes in (True, False):
+        config = parsed(f"{words} {where} --normalise-input {normalizes}")
         images = data.load(config.training)
         with feed_of(config, images, 2) as feed:
             found.append(np.asarray(images.prepare(feed.one_batch(), None)))
@@ -255,8 +257,8 @@ def test_latency_is_of_as_many_calls_as_asked_for_round_over_the_batches(
         seen.append(np.asarray(images).tobytes())
         return plain(self, images)
 
-    plain = inference.Inference.one
-    monkeypatch.setattr(inference.Inference, "one", one)
+    plain = networks.Inference.one
+    monkeypatch.setattr(networks.Inference, "one", one)
     found = run(f"--batch-size 64 --latency-calls 99 {pictures}", tmp_path / "a")
     (result,) = found["results"]
     assert result["latency_calls"] == 99
@@ -291,7 +293,7 @@ def test_speeds_of_processes_are_added_up_and_the_longest_latency_is_told(
             return [value, {kind: 2 * figure for kind, figure in value.items()}]
         return [value, 3 * value] if name == "rate" else [value]
 
-    monkeypatch.setattr(group, "gather", gather)
+    monkeypatch.setattr(coordination, "gather", gather)
     words = "--synthetic-data --num-batches 2 --repeat 2 --latency-calls 3"
     summary = run(words, tmp_path / "a")
     (result,) = summary["results"]
@@ -336,17 +338,17 @@ def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
 
 def test_logits_that_are_not_finite_are_not_passed_over(tmp_path, capsys, monkeypatch):
     def broken(*arguments):
-        params, carried, about = weights_of(*arguments)
-        return jax.tree.map(lambda x: np.full_like(x, np.nan), params), carried, about
+        params, model_state, about = weights_of(*arguments)
+        return jax.tree.map(lambda x: np.full_like(x, np.nan), params), model_state, about
 
-    weights_of = validate.weights_of
-    monkeypatch.setattr(validate, "weights_of", broken)
+    weights_of = command.weights_of
+    monkeypatch.setattr(command, "weights_of", broken)
     run("--synthetic-data --num-batches 2", tmp_path / "a", status=1)
     assert "logits are not finite" in capsys.readouterr().err
 
 
 def test_a_batch_too_large_for_memory_says_what_would_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(validate, "memory_limit", lambda _: 1 << 18)
+    monkeypatch.setattr(command, "memory_limit", lambda _: 1 << 18)
     words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
     run(words, tmp_path / "a", status=2)
     said = capsys.readouterr().err

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from millrace.apps.cnn.validate_options import ValidateConfig
+from millrace.apps.cnn.config.inference import ValidateConfig
 from millrace.cli import main
 from millrace.config import parse
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
-from millrace.apps.cnn import data, device_options, ipu_options
-from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn import data
+from millrace.apps.cnn.config import CnnConfig, device, ipu
 from millrace.apps.cnn.feeding import open_infeed
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, parse
-from millrace.host.run import run_command
+from millrace.run.run import run_command
 
 RECIPE = {
     "micro_batch_size": 32,
@@ -174,7 +174,7 @@ def test_an_average_can_be_validated_like_any_checkpoint(trained, tmp_path):
     "options",
     [
         {},
-        # Neither the replicas nor the optimiser that trained are needed to validate.
+        # Neither the replicas nor the optimizer that trained are needed to validate.
         {"validation_num_replicas": 3, "validation_micro_batch_size": 7, "optimizer_params":
             {"momentum": 0}},
     ],
@@ -363,9 +363,9 @@ def test_a_share_of_an_ipus_memory_does_not_limit_the_run(shares, tmp_path, monk
     )
     for given in (words, ["--config", "own"]):
         config, _ = parse(CnnConfig, given, program="", named_configs=file)
-        (line,) = ipu_options.lines_about(config)
+        (line,) = ipu.lines_about(config)
         assert line.startswith("--available-memory-proportion changes nothing here: ")
-    assert not device_options.compiler_options(config)["gpu"]
+    assert not device.compiler_options(config)["gpu"]
 
 
 def test_training_leaves_the_memory_of_the_device_alone(tmp_path, monkeypatch, capsys):
@@ -380,17 +380,17 @@ def test_training_leaves_the_memory_of_the_device_alone(tmp_path, monkeypatch, c
 def test_what_xla_is_told_and_what_the_user_is_told():
     options = {"max_cross_replica_buffer_size": 0}
     config = build(CnnConfig, options)
-    assert device_options.compiler_options(config)["gpu"] == {
+    assert device.compiler_options(config)["gpu"] == {
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     }
-    assert device_options.lines_about(config, "gpu") == []
-    assert len(device_options.lines_about(config, "cpu")) == 1
-    assert device_options.lines_about(CnnConfig(), "cpu") == []
+    assert device.lines_about(config, "gpu") == []
+    assert len(device.lines_about(config, "cpu")) == 1
+    assert device.lines_about(CnnConfig(), "cpu") == []
 
 
 def test_every_option_without_effect_is_on_the_documented_list():
     config = CnnConfig(on_demand=False, nanoo=True, scheduling_algorithm="CHOOSE_BEST")
-    lines = ipu_options.lines_about(config)
+    lines = ipu.lines_about(config)
     assert [line.split()[0] for line in lines] == [
         "--on-demand",
         "--scheduling-algorithm",
@@ -398,5 +398,5 @@ def test_every_option_without_effect_is_on_the_documented_list():
     ]
     readme = (resources.files("millrace.apps.cnn") / "README.md").read_text()
     listed = readme.split("## Without effect")[1].split("\n## ")[0]
-    names = {name.replace("_", "-") for name in ipu_options.IpuOptions.__annotations__}
+    names = {name.replace("_", "-") for name in ipu.IpuOptions.__annotations__}
     assert set(re.findall(r"^\| `--([a-z-]+)`", listed, re.M)) == names

@@ -24,12 +24,12 @@ def batches():
 
 def run(settings):
     """Return the value of every sample before and after each update."""
-    carried = init(settings, NUM_SAMPLES)
+    model_state = init(settings, NUM_SAMPLES)
     everyone = jnp.arange(NUM_SAMPLES)
-    values = [np.asarray(value(carried, everyone))]
+    values = [np.asarray(value(model_state, everyone))]
     for index, g in batches():
-        carried = moved(carried, jnp.asarray(index), jnp.asarray(g), settings)
-        values.append(np.asarray(value(carried, everyone)))
+        model_state = moved(model_state, jnp.asarray(index), jnp.asarray(g), settings)
+        values.append(np.asarray(value(model_state, everyone)))
     return np.array(values)
 
 
@@ -65,7 +65,7 @@ def test_none_is_nothing():
 
 def test_the_count_stops_where_it_no_longer_matters():
     settings = ControlVariateSettings("local", 0.9, SHARED)
-    carried = init(settings, NUM_SAMPLES)
+    model_state = init(settings, NUM_SAMPLES)
     for index, g in batches():
-        carried = moved(carried, jnp.asarray(index), jnp.asarray(g), settings)
-    assert carried["updates"] == pytest.approx(SHARED)
+        model_state = moved(model_state, jnp.asarray(index), jnp.asarray(g), settings)
+    assert model_state["updates"] == pytest.approx(SHARED)

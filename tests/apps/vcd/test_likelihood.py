@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from millrace.apps.vcd import likelihood
-from millrace.apps.vcd.data import BinaryPictures, binarise
+from millrace.apps.vcd.config.common import TestOptions
+from millrace.apps.vcd.data import BinaryPictures, binarize
 from millrace.apps.vcd.likelihood import PROPOSALS, add_groups, log_likelihoods, proposals
 from millrace.apps.vcd.model import Gaussian, init_params
-from millrace.apps.vcd.options import TestOptions
 from millrace.apps.vcd.sampler import HmcSettings
 
 OPTIONS = TestOptions(
@@ -27,7 +27,7 @@ OPTIONS = TestOptions(
 
 def some_pictures(count, shape=(2, 3)) -> BinaryPictures:
     drawn = np.random.default_rng(0).integers(0, 2, (count, *shape, 1))
-    return binarise(drawn.astype(np.uint8), 0)
+    return binarize(drawn.astype(np.uint8), 0)
 
 
 def test_it_agrees_with_the_exact_likelihood_of_a_linear_model():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from millrace.apps.vcd.recipe import average_over
+from millrace.apps.vcd.program import average_over
 from millrace.apps.vcd.sampler import (
     HmcSettings,
     Noise,
@@ -41,8 +41,8 @@ def differentiated(log_density):
 @differentiated
 def gaussian(z):
     precision = jnp.asarray(np.linalg.inv(COVARIANCE), jnp.float32)
-    centred = z - jnp.asarray(MEAN, jnp.float32)
-    return -0.5 * jnp.einsum("ni,ij,nj->n", centred, precision, centred)
+    centered = z - jnp.asarray(MEAN, jnp.float32)
+    return -0.5 * jnp.einsum("ni,ij,nj->n", centered, precision, centered)
 
 
 @differentiated
@@ -73,8 +73,8 @@ def test_hmc_leaves_a_gaussian_as_it_is():
     exact = MEAN + noise @ np.linalg.cholesky(COVARIANCE).T
     z = after_steps(gaussian, jnp.asarray(exact, jnp.float32), jnp.float32(0.6), 1)
     within_errors(z, MEAN)
-    centred = z - MEAN
-    products = np.stack([centred[:, 0] ** 2, centred[:, 1] ** 2, centred.prod(1)], 1)
+    centered = z - MEAN
+    products = np.stack([centered[:, 0] ** 2, centered[:, 1] ** 2, centered.prod(1)], 1)
     within_errors(products, [1.0, 2.0, 0.6])
 
 
@@ -101,8 +101,8 @@ def test_a_wrong_acceptance_would_be_seen():
     found = run()
     assert found.acceptance == 1
     with pytest.raises(AssertionError):
-        centred = np.asarray(found.chain.position, np.float64) - MEAN
-        within_errors(np.stack([centred[:, 0] ** 2, centred[:, 1] ** 2], 1), [1.0, 2.0])
+        centered = np.asarray(found.chain.position, np.float64) - MEAN
+        within_errors(np.stack([centered[:, 0] ** 2, centered[:, 1] ** 2], 1), [1.0, 2.0])
 
 
 @pytest.mark.parametrize("first", [0.05, 2.0])

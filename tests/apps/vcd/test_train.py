@@ -15,17 +15,17 @@ import pytest
 import yaml
 from PIL import Image
 
-from millrace.apps.vcd import recipe
+from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import TUNED_LEARNING_RATES, VcdConfig
-from millrace.apps.vcd.data import binarise, load
+from millrace.apps.vcd.data import binarize, load
 from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.apps.vcd.train import plan_events
+from millrace.checkpoint.store import checkpoints_in, restore
 from millrace.cli import main
 from millrace.config import ConfigurationError, build, load_named
-from millrace.host.checkpoint import checkpoints_in, restore
 from millrace.program.training import training_program
 
-RUNS = Path(recipe.__file__).with_name("runs.yml")
+RUNS = Path(vcd_program.__file__).with_name("runs.yml")
 SMALL = [
     *("--dataset", "digits", "--z-dim", "2", "--num-hidden", "8", "-b", "100"),
     *("--num-burn-in-steps", "2", "--num-leapfrog-steps", "2"),
@@ -80,8 +80,8 @@ def state_at(path, number=-1):
     checkpoint = checkpoints_in(path / "checkpoints")[number]
     config = dataclasses.replace(load_config(path), run_dir=None)
     pictures = load(config, num_validation=config.num_validation).training
-    program = recipe.program_of(config, pictures, jax.devices())
-    like = program.init(*recipe.init(config, pictures))
+    program = vcd_program.program_of(config, pictures, jax.devices())
+    like = program.init(*vcd_program.init(config, pictures))
     return restore(checkpoint, like).state
 
 
@@ -136,8 +136,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(trained, command, tm
     assert status == 0 and "Resuming after update 28" in said
     one, other = state_at(trained.path), state_at(again)
     assert int(one.update) == 56
-    assert np.unique(one.carried["control_variate"]["local"]).size > 100
-    assert float(one.carried["step_size"]) != pytest.approx(0.05)
+    assert np.unique(one.model_state["control_variate"]["local"]).size > 100
+    assert float(one.model_state["step_size"]) != pytest.approx(0.05)
     jax.tree.map(np.testing.assert_array_equal, one, other)
     assert without_times(events_of(again)) == without_times(events_of(trained.path))
 
@@ -218,7 +218,7 @@ def gradients_over(num_replicas, updates=500):
         num_replicas=num_replicas,
     )
     rng = np.random.default_rng(0)
-    pictures = binarise(rng.integers(0, 2, (16, 2, 2, 1)).astype(np.uint8), 0)
+    pictures = binarize(rng.integers(0, 2, (16, 2, 2, 1)).astype(np.uint8), 0)
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, (params, params))
@@ -230,21 +230,21 @@ def gradients_over(num_replicas, updates=500):
         return jax.tree.map(jnp.zeros_like, gradients), (total, squares)
 
     program = training_program(
-        recipe.loss_of(config, pictures),
+        vcd_program.loss_of(config, pictures),
         optax.GradientTransformation(init, update),
         config,
         devices=jax.devices(),
     )
-    params, carried = recipe.init(config, pictures)
+    params, model_state = vcd_program.init(config, pictures)
     # Wide, so that the few huge gradients of a narrow q do not hide all others.
     params["encoder"]["std"]["output"]["bias"] = jnp.full(2, 1.0)
     params["encoder"]["std"]["output"]["kernel"] *= 0.05
-    state = program.init(params, carried, seed=num_replicas)
+    state = program.init(params, model_state, seed=num_replicas)
     infeed = ShuffledIndices(16, 16, seed=0)
     state, info = program.run(state, infeed.chunk(updates, program.chunk_sharding).data)
     total, squares = (
         np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-        for tree in state.optimiser_state
+        for tree in state.optimizer_state
     )
     mean = total / updates
     return mean, np.sqrt((squares / updates - mean**2) / updates), info
@@ -314,7 +314,7 @@ def test_the_named_configurations_are_the_references(name, updates, objective, v
     if name in ("default", "plain_vae", "hoffman"):
         assert config.updates_per_decay(50_000, batch) == 15_000
         assert schedule.updates_per_execution == 500
-        hmc = recipe.hmc_of(config)
+        hmc = vcd_program.hmc_of(config)
         assert (hmc.total_steps, hmc.num_leapfrog_steps, hmc.adaption_rate) == (8, 5, 0.01)
 
 
@@ -327,7 +327,7 @@ def test_the_batch_experiment_has_a_tuned_learning_rate(batch, rate):
         "encoder/std": rate / 2,
         "decoder": rate,
     }
-    assert recipe.hmc_of(config).adaption_rate == pytest.approx(batch / 10_000)
+    assert vcd_program.hmc_of(config).adaption_rate == pytest.approx(batch / 10_000)
 
 
 def test_a_batch_without_a_tuned_learning_rate_lists_those_that_have_one():

@@ -35,7 +35,7 @@ def build(
     Args:
         name: Such as ``cifar_resnet20``, or of a family, such as ``resnext``.
         num_classes: Outputs of the last layer.
-        norm: Makes a normalisation layer from its name; ``zero_scale=True`` asks for
+        norm: Makes a normalization layer from its name; ``zero_scale=True`` asks for
             one that starts at zero.
         options: Of a family, its shape and more; ``ModelOptions.network`` has them.
     """

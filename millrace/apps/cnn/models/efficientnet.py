@@ -21,7 +21,7 @@ from millrace.apps.cnn.efficientnet_blocks import (
 from millrace.apps.cnn.families import Scaled
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
-from millrace.nn.drawing import Draw
+from millrace.nn.initializers import Init
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
 
@@ -99,15 +99,15 @@ def squeeze_excite(name: str, reduced: int) -> Layer:
     """Weigh each channel by what two small layers make of all channels' means."""
 
     def part(before: int, after: int) -> Tree:
-        kernel = Draw("truncated_normal", (before, after), (2 / after) ** 0.5)
+        kernel = Init("truncated_normal", (before, after), (2 / after) ** 0.5)
         return {"kernel": kernel, "bias": jnp.zeros(after)}
 
     def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
         return {"reduce": part(channels, reduced), "expand": part(reduced, channels)}, {}
 
-    def apply(params: Tree, carried: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
-        del carried, call
+    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+        del model_state, call
         reduce, expand = params["reduce"], params["expand"]
         pooled = x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
         squeezed = jax.nn.silu(pooled @ reduce["kernel"] + reduce["bias"])
@@ -123,7 +123,7 @@ def _classifier(name: str, num_classes: int) -> Layer:
 
     def init(x: Any) -> tuple[Tree, Tree]:
         shape = (x.shape[-1], num_classes)
-        kernel = Draw("uniform", shape, (6 / sum(shape)) ** 0.5)
+        kernel = Init("uniform", shape, (6 / sum(shape)) ** 0.5)
         return {"kernel": kernel, "bias": jnp.zeros(num_classes)}, {}
 
     return layer._replace(init=init)

@@ -105,22 +105,22 @@ def _refusal_of_pickle(path: Path) -> str:
 
 
 def fit_pretrained(
-    path: Path, found: Tree, params: Tree, carried: Tree
+    path: Path, found: Tree, params: Tree, model_state: Tree
 ) -> tuple[Tree, Tree, list[str]]:
-    """Return a model's weights and carried values, and what there is to say of them.
+    """Return a model's weights and model state, and what there is to say of them.
 
     Args:
         path: Where the arrays come from.
         found: The arrays.
         params: The model's own, whose names and shapes are wanted.
-        carried: Likewise.
+        model_state: Likewise.
     """
-    if not carried:
+    if not model_state:
         raise ConfigurationError(
             "--pretrained: published weights have batch norm, and this model has another "
             "norm. Give --batch-norm."
         )
-    sources = _sources(params, carried, torchvision=_OF_TORCHVISION in found)
+    sources = _sources(params, model_state, torchvision=_OF_TORCHVISION in found)
     last = sources[0][_CLASSIFIER]
     notes = []
     if _has_other_classes(found, last):
@@ -130,20 +130,20 @@ def fit_pretrained(
     loaded = jax.tree.map(
         lambda source, own: _ours(found[source.name], own),
         sources,
-        (params, carried),
+        (params, model_state),
         is_leaf=_is_source,
     )
     return *loaded, notes
 
 
 def _sources(
-    params: Tree, carried: Tree, *, torchvision: bool = False
+    params: Tree, model_state: Tree, *, torchvision: bool = False
 ) -> tuple[Tree, Tree]:
     """Return where each variable is found, as trees like those of the variables.
 
     Args:
         params: The model's own.
-        carried: Likewise.
+        model_state: Likewise.
         torchvision: Whether names of an EfficientNet are torchvision's and not timm's.
     """
     widening = {layer.split("/")[0] for layer in params if "/a/" in layer}
@@ -162,7 +162,7 @@ def _sources(
         return _Source(f"{prefix}.{_VARIABLES[variable]}", tuple(shape))
 
     mapped = jax.tree_util.tree_map_with_path
-    return mapped(source, params), mapped(source, carried)
+    return mapped(source, params), mapped(source, model_state)
 
 
 def _prefix(layer: str, widening: Collection[str]) -> str:

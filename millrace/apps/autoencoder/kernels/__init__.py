@@ -1,0 +1,1 @@
+"""GPU kernels for training many small models at once."""

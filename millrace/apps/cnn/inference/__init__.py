@@ -1,0 +1,1 @@
+"""``millrace cnn validate``: throughput, latency and accuracy of inference."""

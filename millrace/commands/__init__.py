@@ -1,0 +1,1 @@
+"""The command registry, and the commands that belong to no application."""

@@ -1,0 +1,19 @@
+"""``millrace launch``: its words, parted from those of the command it starts."""
+
+from collections.abc import Sequence
+
+from millrace.config import ConfigurationError, parse
+from millrace.distributed.launcher import Launcher
+from millrace.distributed.options import LaunchConfig, split_command
+
+
+def launch(words: Sequence[str]) -> int:
+    """Start what `words` ask for; return the exit status."""
+    own, command = split_command(words)
+    config, _ = parse(LaunchConfig, own, program="millrace launch")
+    if not command:
+        raise ConfigurationError(
+            "launch needs a command to start: millrace launch --num-instances 2 -- "
+            "millrace cnn train ..."
+        )
+    return Launcher(config, command).run()

@@ -1,0 +1,1 @@
+"""Charts, timelines and pages: SVG, PNG and HTML. Never imports JAX."""

@@ -1,1 +1,0 @@
-"""The miller: what happens around and between runs of the compiled program."""

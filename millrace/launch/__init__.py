@@ -1,1 +1,0 @@
-"""Several processes as one run: started here, or by a cluster's own launcher."""

@@ -1,0 +1,1 @@
+"""Loops on the host around compiled programs: training, evaluation, repeat."""

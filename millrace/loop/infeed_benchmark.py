@@ -1,0 +1,57 @@
+"""How fast an infeed can stage a dataset on the device, as JSON."""
+
+import json
+import time
+
+import jax
+
+from millrace.data.benchmark import epoch_figures
+from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.loop.repeat import check_infeed
+
+
+def infeed_benchmark(
+    infeed: Infeed,
+    number_of_epochs: int,
+    elements_per_epoch: int,
+    *,
+    print_stats: bool = True,
+) -> str:
+    """Take elements from an infeed as fast as they reach the device.
+
+    The JSON has the fields of ``dataset_benchmark``; the difference between the two is
+    the price of staging and transfer.
+    """
+    check_infeed(infeed)
+    for name, value in (
+        ("number_of_epochs", number_of_epochs),
+        ("elements_per_epoch", elements_per_epoch),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    epochs = []
+    for epoch in range(number_of_epochs):
+        started = time.perf_counter()
+        size = _take(infeed, elements_per_epoch)
+        elapsed = time.perf_counter() - started
+        epochs.append(epoch_figures(epoch, elements_per_epoch, size, elapsed, print_stats))
+    return json.dumps({"epochs": epochs})
+
+
+def _take(infeed: Infeed, count: int) -> int:
+    """Take `count` elements and return their size in bytes."""
+    size = taken = 0
+    while taken < count:
+        chunk = infeed.chunk()
+        if chunk is None:
+            raise DatasetEnded(
+                f"The dataset ended after {infeed.position} elements; a benchmark needs "
+                f"{count} per epoch without end. Repeat the dataset."
+            )
+        jax.block_until_ready(chunk.data)
+        here = min(count - taken, chunk.stop - chunk.start)
+        leaves = jax.tree.leaves(chunk.data)
+        size += here * sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
+        infeed.took(here)
+        taken += here
+    return size

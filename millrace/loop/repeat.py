@@ -1,0 +1,278 @@
+"""``repeat`` and ``while_loop``: a body, an infeed and an outfeed, joined."""
+
+import collections
+import contextlib
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.feeds.outfeed import Outfeed
+from millrace.feeds.stager import Chunk
+from millrace.loop.staging import MAX_IN_FLIGHT
+from millrace.program.loop import LoopBody, LoopResult, loop_program
+from millrace.program.training import no_silent_copies
+
+_CAPACITY = 256
+_OUTPUT_BYTES = 16 << 20
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.02, 0.1
+
+
+def repeat(
+    n: int,
+    body: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    *,
+    infeed: Infeed | None = None,
+    outfeed: Outfeed | None = None,
+    steps_per_execution: int | None = None,
+) -> Any:
+    """Run `body` `n` times on the device and return the final carry.
+
+    Args:
+        n: How many times.
+        body: ``(carry, element) -> (carry, output)``, or ``(carry) -> (carry, output)``
+            without an infeed. Traced once per shape, whatever `n` is.
+        carry: Any pytree of arrays or numbers.
+        infeed: Gives each step an element.
+        outfeed: Receives each step's output; without one the output is dropped.
+        steps_per_execution: Steps the device makes without returning to the host. If
+            not given, as many as take a few hundredths of a second, so that outputs
+            can be read soon after they are made.
+
+    >>> import millrace as mr
+    >>> int(mr.repeat(10, lambda carry: (carry + 1, None), 0))
+    10
+    """
+    loop = LoopBody(body, None, infeed is not None, outfeed is not None)
+    with filling(outfeed):
+        check_infeed(infeed)
+        n = whole_number("n", n)
+        if steps_per_execution is not None and steps_per_execution < 1:
+            raise ValueError(
+                f"steps_per_execution must be at least 1, got {steps_per_execution}."
+            )
+        return _Loop(loop, infeed, outfeed, steps_per_execution).run(carry, n)
+
+
+def while_loop(
+    condition: Callable[[Any], Any],
+    body: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    *,
+    infeed: Infeed | None = None,
+    outfeed: Outfeed | None = None,
+    maximum_iterations: int | None = None,
+) -> Any:
+    """Run `body` on the device while ``condition(carry)`` holds; see ``repeat``.
+
+    >>> import millrace as mr
+    >>> int(mr.while_loop(lambda c: c < 100, lambda c: (c * 2, None), 1))
+    128
+    """
+    loop = LoopBody(body, condition, infeed is not None, outfeed is not None)
+    with filling(outfeed):
+        check_infeed(infeed)
+        if maximum_iterations is not None:
+            maximum_iterations = whole_number("maximum_iterations", maximum_iterations)
+        return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a number of steps, whatever type of whole number it is."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.") from None
+    if count < 0:
+        raise ValueError(f"{name} must not be negative, got {count}.")
+    return count
+
+
+def filling(outfeed: Outfeed | None) -> contextlib.AbstractContextManager[Any]:
+    """Mark the time in which a loop fills its outfeed, if it has one."""
+    return outfeed.feeding() if outfeed is not None else contextlib.nullcontext()
+
+
+def check_infeed(infeed: Any) -> None:
+    """A dataset in an infeed's place is the likeliest mistake; say what to do."""
+    if infeed is not None and not isinstance(infeed, Infeed):
+        raise TypeError(
+            f"infeed must be a millrace.Infeed, got {type(infeed).__name__}. Wrap the "
+            "dataset: Infeed(dataset)."
+        )
+
+
+class _Loop:
+    """One call of ``repeat`` or ``while_loop``."""
+
+    def __init__(
+        self,
+        body: LoopBody,
+        infeed: Infeed | None,
+        outfeed: Outfeed | None,
+        steps_per_execution: int | None,
+    ) -> None:
+        self._body = body
+        self._program = loop_program(body)
+        self._programs: dict[int | None, Any] = {}
+        self._infeed = infeed
+        self._outfeed = outfeed
+        self._length = steps_per_execution
+        self._pace = _Pace()
+        self._capacity = _CAPACITY
+        self._in_flight: collections.deque[jax.Array] = collections.deque()
+
+    def run(self, carry: Any, limit: int | None) -> Any:
+        _check_not_traced(carry)
+        self._place = _place_of(carry)
+        carry = jax.tree.map(lambda leaf: _own_array(leaf, self._place), carry)
+        _check_not_traced(carry)  # inside a jit, so are copies of what was not
+        done, more = 0, True
+        if self._body.condition is not None:
+            more = bool(jax.device_get(self._program.holds(carry)(carry)))
+        while more and (limit is None or done < limit):
+            chunk = None
+            if self._infeed is not None:
+                chunk = self._infeed.chunk(self._length, self._place)
+                if chunk is None:
+                    self._check_end(done, limit)
+                    break
+            self._limit_outputs(carry, chunk)
+            asked = self._steps(chunk, None if limit is None else limit - done)
+            result = self._execute(carry, chunk, asked)
+            carry = result.carry
+            done += self._settle(asked, result)
+            if self._body.condition is not None:
+                more = bool(jax.device_get(result.more))
+        return carry
+
+    def _limit_outputs(self, carry: Any, chunk: Chunk | None) -> None:
+        """Before the first step: let one execution's outputs take at most 16 MiB."""
+        if self._outfeed is not None and self._length is None and not self._in_flight:
+            data = None if chunk is None else chunk.data
+            size = self._program.output_bytes(carry, data)
+            self._capacity = max(1, min(_CAPACITY, _OUTPUT_BYTES // max(1, size)))
+
+    def _steps(self, chunk: Chunk | None, left: int | None) -> int:
+        steps = self._length or min(self._pace.count, self._capacity)
+        if chunk is not None:
+            steps = min(steps, chunk.stop - chunk.start)
+        return steps if left is None else min(steps, left)
+
+    def _execute(self, carry: Any, chunk: Chunk | None, count: int) -> LoopResult:
+        data = None if chunk is None else chunk.data
+        start = self._number(0 if chunk is None else chunk.start)
+        execute = self._compiled(carry, data, start, count)
+        counted = () if self._length is not None else (self._number(count),)
+        with no_silent_copies():
+            return execute(carry, data, start, *counted)
+
+    def _compiled(self, carry: Any, data: Any, start: jax.Array, count: int) -> Any:
+        """Look a program up once per loop: carry and chunks stay what they are."""
+        length = None if self._length is None else count
+        if length not in self._programs:
+            if length is not None:
+                found = self._program.exactly(carry, data, start, length)
+            else:
+                capacity = self._capacity if self._outfeed is not None else 1
+                found = self._program.up_to(carry, data, start, capacity)
+            self._programs[length] = found
+        return self._programs[length]
+
+    def _number(self, value: int) -> jax.Array:
+        return jax.device_put(np.int32(value), self._place)
+
+    def _settle(self, asked: int, result: LoopResult) -> int:
+        """Hand on what an execution made, and wait if enough of them are under way."""
+        steps = asked
+        if self._body.condition is not None:
+            steps = int(jax.device_get(result.steps))
+        if self._infeed is not None:
+            self._infeed.took(steps)
+        if self._outfeed is not None:
+            self._outfeed.put(result.outputs, steps)
+        self._in_flight.append(result.steps)
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
+            self._pace.finished()
+        return steps
+
+    def _check_end(self, done: int, limit: int | None) -> None:
+        """The dataset has ended; unless that was allowed for, it is an error."""
+        assert self._infeed is not None
+        if self._infeed.on_end == "stop":
+            return
+        wanted = f"asked for {limit}" if limit is not None else "was not done"
+        raise DatasetEnded(
+            f"The dataset ended after {self._infeed.position} elements; the loop made "
+            f"{done} steps and {wanted}. Repeat the dataset, ask for fewer steps, or "
+            "use Infeed(..., on_end='stop')."
+        )
+
+
+class _Pace:
+    """Chooses how many steps to run before the host looks in again."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._last: float | None = None
+
+    def finished(self) -> None:
+        """Note that an execution has ended; aim at 20 to 100 ms for each."""
+        now = time.perf_counter()
+        if self._last is not None:
+            if now - self._last < _SHORTEST_SECONDS:
+                self.count = min(self.count * 2, _CAPACITY)
+            elif now - self._last > _LONGEST_SECONDS:
+                self.count = max(self.count // 2, 1)
+        self._last = now
+
+
+def _place_of(carry: Any) -> Sharding | None:
+    """Return where numbers and elements go: to all devices that the carry lies on.
+
+    Where it lies on none in particular, that is the device in force, which the infeed's
+    thread does not see; None for JAX's own choice.
+    """
+    for leaf in jax.tree.leaves(carry):
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return _on_all_devices(leaf)
+    chosen = getattr(jax.config, "jax_default_device", None)
+    return SingleDeviceSharding(chosen) if isinstance(chosen, jax.Device) else None
+
+
+def _on_all_devices(array: jax.Array) -> Sharding:
+    """Return the sharding of a full copy on every device of an array."""
+    if len(array.devices()) == 1:
+        return SingleDeviceSharding(next(iter(array.devices())))
+    if isinstance(array.sharding, NamedSharding):
+        return NamedSharding(array.sharding.mesh, PartitionSpec())
+    devices = list(array.sharding.devices_indices_map(array.shape))
+    return NamedSharding(Mesh(devices, ("device",)), PartitionSpec())
+
+
+def _own_array(leaf: Any, place: Sharding | None) -> jax.Array:
+    """Return a copy of our own, for the loop will use its memory again."""
+    if isinstance(leaf, jax.Array):
+        copied = jnp.copy(leaf)
+        return copied if leaf.committed or place is None else jax.device_put(copied, place)
+    array = np.asarray(leaf)
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.device_put(array, place)
+
+
+def _check_not_traced(carry: Any) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(carry)):
+        raise TypeError(
+            "repeat and while_loop run compiled loops from the host and cannot be called "
+            "inside jax.jit, jax.grad or jax.vmap. Call them outside, or use jax.lax.scan, "
+            "jax.lax.fori_loop or jax.lax.while_loop there."
+        )

@@ -1,0 +1,1 @@
+"""One run: its directory, console, writers and provenance."""

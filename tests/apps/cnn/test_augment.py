@@ -1,0 +1,195 @@
+"""Mixup and CutMix against NumPy, in which they are a few lines."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+from millrace.apps.cnn import augment
+from millrace.apps.cnn.augment import Draw, Mixing
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.program import loss_of
+from millrace.config import ConfigurationError, build
+from millrace.nn.layers import dense, flatten, init_layers
+from millrace.nn.losses import cross_entropy
+from millrace.program.training import training_program
+
+HEIGHT, WIDTH, CLASSES = 12, 10, 7
+KEY = jax.random.key(5)
+IMAGES: Any = types.SimpleNamespace(
+    image_shape=(HEIGHT, WIDTH, 3), prepare=lambda image, key: image
+)
+
+draw = jax.jit(augment.draw, static_argnums=(0, 2, 3, 4))
+mix_images = jax.jit(augment.mix_images)
+mix_labels = jax.jit(augment.mix_labels, static_argnums=(2, 3))
+
+
+def samples(count):
+    random = np.random.default_rng(0)
+    images = random.standard_normal((count, HEIGHT, WIDTH, 3)).astype(np.float32)
+    return images, random.integers(0, CLASSES, count).astype(np.int32)
+
+
+def drawn(count, *, mixup=False, cutmix=False):
+    random = np.random.default_rng(1)
+    shares = random.uniform(0.5, 1, count).astype(np.float32) if mixup else None
+    return Draw(shares, np.array([2, 9, 0, 4]) if cutmix else None)
+
+
+def oracle(images, labels, chosen):
+    """Blend pictures and one-hot labels alike, sample by sample."""
+    count = len(images)
+    blended, soft = images.astype(np.float64), np.eye(CLASSES)[labels]
+    if chosen.shares is not None:
+        m = chosen.shares
+        blended = np.stack([m[i] * blended[i] + (1 - m[i]) * blended[i - 1]
+                            for i in range(count)])  # fmt: skip
+        soft = np.stack([m[i] * soft[i] + (1 - m[i]) * soft[i - 1] for i in range(count)])
+    if chosen.box is not None:
+        top, bottom, left, right = chosen.box
+        back = 2 if count > 2 else 1
+        whole, blended = blended, blended.copy()
+        for i in range(count):
+            blended[i, top:bottom, left:right] = whole[i - back, top:bottom, left:right]
+        part = (bottom - top) * (right - left) / (HEIGHT * WIDTH)
+        soft = (1 - part) * soft + part * np.stack([soft[i - back] for i in range(count)])
+    return blended, soft
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("kinds", [{"mixup": True}, {"cutmix": True},
+                                   {"mixup": True, "cutmix": True}], ids=str)  # fmt: skip
+def test_pictures_and_labels_are_blended_alike(count, kinds):
+    images, labels = samples(count)
+    chosen = drawn(count, **kinds)
+    blended, soft = oracle(images, labels, chosen)
+    np.testing.assert_allclose(mix_images(images, chosen), blended, atol=1e-6)
+    parts = mix_labels(labels, chosen, HEIGHT, WIDTH)
+    assert len(parts) == 2 ** len(kinds)
+    found = sum(share[:, None] * np.eye(CLASSES)[label] for label, share in parts)
+    np.testing.assert_allclose(found, soft, atol=1e-6)
+
+
+def test_the_four_shares_are_those_of_the_reference():
+    count, m = 5, np.linspace(0.5, 1, 5, dtype=np.float32)
+    parts = mix_labels(jnp.arange(count), Draw(m, np.array([0, 6, 0, 5])), HEIGHT, WIDTH)
+    kept, rolled = 1 - 30 / (HEIGHT * WIDTH), np.roll(m, 2)
+    shares = [m * kept, (1 - m) * kept, rolled * (1 - kept), (1 - rolled) * (1 - kept)]
+    for (label, share), back, wanted in zip(parts, range(4), shares, strict=True):
+        np.testing.assert_array_equal(label, (np.arange(count) - back) % count)
+        np.testing.assert_allclose(share, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
+def test_shares_come_from_a_beta_distribution_the_larger_first(alpha):
+    shares = np.sort(draw(Mixing(alpha, 1.0), KEY, 20_000, 8, 8).shares)
+    assert shares[0] >= 0.5
+    # The larger of x and 1 - x is below y with probability F(y) - F(1 - y).
+    y, exact = np.linspace(0.5, 0.9999, 500), stats.beta(alpha, alpha)
+    found = np.searchsorted(shares, y) / len(shares)
+    distance = np.abs(found - (exact.cdf(y) - exact.cdf(1 - y))).max()
+    assert distance < 1.6 / len(shares) ** 0.5  # Kolmogorov and Smirnov's, 99 %
+
+
+def test_boxes_lie_anywhere_and_are_cut_off_at_the_edges():
+    every = jax.jit(jax.vmap(lambda key: draw(Mixing(0.0, 0.75), key, 4, 40, 20).box))
+    boxes = every(jax.random.split(KEY, 2000))
+    top, bottom, left, right = np.asarray(boxes).T
+    assert top.min() == left.min() == 0
+    assert (bottom.max(), right.max()) == (40, 20)
+    assert (bottom - top).max() == 20 and (right - left).max() == 10  # half of each side
+    assert (bottom - top).min() < 20  # cut off
+    whole = (bottom - top == 20) & (right - left == 10)
+    assert 0.15 < whole.mean() < 0.4  # a quarter of the centers is that far inside
+    assert abs((top + bottom).mean() - 40) < 1
+
+
+def test_one_key_gives_one_draw_and_another_another():
+    both = Mixing(0.4, 0.5)
+    first, again = (draw(both, KEY, 8, 32, 32) for _ in range(2))
+    other = draw(both, jax.random.key(6), 8, 32, 32)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first.shares, other.shares)
+    assert draw(Mixing(), KEY, 8, 32, 32) == Draw(None, None)
+
+
+@pytest.mark.parametrize("over", ["all", "others"])
+def test_smoothing_gives_to_all_classes_or_to_the_others(over):
+    logits = np.random.default_rng(0).standard_normal((6, CLASSES)).astype(np.float32)
+    labels = np.arange(6) % CLASSES
+    s, one_hot = 0.2, np.eye(CLASSES)[labels]
+    soft = one_hot * (1 - s) + s / CLASSES
+    if over == "others":
+        soft = np.where(one_hot > 0, 1 - s, s / (CLASSES - 1))
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = -(soft * log_p).sum(-1)
+    found = cross_entropy(jnp.array(logits), jnp.array(labels), s, over=over)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_the_loss_is_the_cross_entropy_with_the_blended_labels():
+    count, s, over = 6, 0.1, "others"
+    config = build(CnnConfig, {
+        "micro_batch_size": count, "mixup_alpha": 0.3, "cutmix_lambda": 0.6,
+        "label_smoothing": s, "label_smoothing_over": over})  # fmt: skip
+    images, labels = samples(count)
+    model = [flatten("flatten")]  # the pixels are the logits
+    loss_fn = loss_of(model, IMAGES, config)
+    loss, (_, info) = jax.jit(lambda *values: loss_fn({}, {}, *values))(
+        {"image": images, "label": labels}, KEY
+    )
+    chosen = draw(Mixing(0.3, 0.6), KEY, count, HEIGHT, WIDTH)
+    blended, soft = oracle(images, labels, jax.tree.map(np.asarray, chosen))
+    logits = blended.reshape(count, -1)
+    soft = np.pad(soft, ((0, 0), (0, logits.shape[1] - CLASSES)))
+    classes = logits.shape[1]
+    spread = s * classes / (classes - 1)
+    soft = (1 - spread) * soft + spread / classes
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert float(loss) == pytest.approx(-(soft * log_p).sum(-1).mean(), rel=1e-5)
+    right = (logits.argmax(-1) == labels).mean()
+    assert float(info["accuracy"]) == pytest.approx(right)
+
+
+@pytest.mark.slow
+def test_a_pipeline_blends_the_labels_that_go_with_its_pictures():
+    """Pictures are blended in the first stage, labels in the last."""
+    options = {"micro_batch_size": 3, "gradient_accumulation_count": 4}
+    config = build(CnnConfig, options | {"cutmix_lambda": 0.4})
+    images, labels = samples(12)
+    chunk = {
+        "image": images.reshape(4, 3, *images.shape[1:]),
+        "label": labels.reshape(4, 3),
+    }
+    model = [flatten("flatten"), dense("hidden", 5), dense("out", CLASSES)]
+    params, _ = init_layers(model, KEY, images)
+    weights = []
+    for splits in ([], ["out"]):
+        plan = dataclasses.replace(config, pipeline_splits=splits)
+        program = training_program(loss_of(model, IMAGES, plan), optax.sgd(0.1), plan)
+        staged = jax.device_put(chunk, program.chunk_sharding)
+        state, _ = program.run(program.init(params, {}), staged)
+        weights.append(program.unpack_state(state).params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *weights)
+    assert not np.allclose(weights[0]["out"]["kernel"], params["out"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mixup_alpha": 0.2}, "micro_batch_size must be at least 2, got 1"),
+        ({"mixup_alpha": -1, "micro_batch_size": 4}, "mixup_alpha must be 0 or more"),
+        ({"cutmix_lambda": 0, "micro_batch_size": 4}, "more than 0 and at most 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_blended_is_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        build(CnnConfig, options)

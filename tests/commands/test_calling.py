@@ -1,0 +1,262 @@
+"""The applications as Python calls: the same options, a summary and a model."""
+
+import json
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from browser import PHONE, look_at
+from sklearn.datasets import load_digits
+
+import millrace as mr
+from millrace.commands.calling import AppCommand, command_line
+from millrace.config import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("called")
+
+
+@pytest.fixture(scope="module")
+def cnn(folder):
+    return mr.cnn.train(
+        config="digits_demo",
+        epochs=3,  # another spelling of num_epochs, as on the command line
+        run_dir=folder / "cnn",
+        quiet=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def autoencoder(folder):
+    return mr.autoencoder.train(
+        data="generated",
+        num_users=200,
+        num_items=40,
+        epochs=8,
+        batch_size=16,
+        learning_rate=0.01,
+        precision="32.32",
+        loss_scaling=1,
+        untied_decoder=True,
+        no_dropout=True,
+        no_dense_refeeding=True,
+        run_dir=folder / "autoencoder",
+        quiet=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def vcd(folder):
+    return mr.vcd.train(
+        config="test",
+        testing=False,
+        num_hidden=16,
+        num_hmc_steps=1,
+        num_leapfrog_steps=1,
+        checkpoints=True,
+        run_dir=folder / "vcd",
+        quiet=True,
+    )
+
+
+def test_a_call_leaves_what_the_command_leaves(cnn, folder):
+    assert cnn.path == folder / "cnn"
+    names = {path.name for path in cnn.path.iterdir()}
+    assert {"config.yml", "metrics.jsonl", "summary.json", "report.html"} <= names
+    kept = json.loads((cnn.path / "summary.json").read_text())
+    assert kept["metrics"] == cnn.metrics == cnn.summary["metrics"]
+    assert kept["status"] == "completed"
+    assert cnn.events[-1]["validation_accuracy"] == cnn.metrics["validation_accuracy"]
+    assert kept["command"].startswith("millrace cnn train --config digits_demo --epochs 3")
+
+
+def test_the_trained_network_knows_digits_it_has_not_seen(cnn):
+    digits = load_digits()
+    images = digits.images[-300:].astype(np.uint8)[..., None]
+    names, shares = cnn.model.predict(images)
+    truth = [str(label) for label in digits.target[-300:]]
+    assert np.mean([a == b for a, b in zip(names, truth, strict=True)]) > 0.85
+    assert ((shares > 0.1) & (shares <= 1)).all()
+    with pytest.raises(ValueError, match=r"shape \(number, 8, 8, 1\), got"):
+        cnn.model.predict(images[..., 0])
+
+
+def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
+    from millrace.data.digits import load_digits as splits
+
+    _, validation = splits()
+    held_out = validation[np.arange(len(validation))]
+    predicted = cnn.model.logits(held_out["image"]).argmax(1)
+    accuracy = (predicted == held_out["label"]).mean()
+    assert accuracy == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
+
+
+def test_pictures_that_are_scaled_already_are_warned_of(cnn):
+    shape = (2, *cnn.model.image_shape)
+    with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
+        cnn.model.predict(np.full(shape, 0.5, np.float32))
+    cnn.model.predict(np.ones(shape, np.uint8))
+    cnn.model.predict(np.full(shape, 8.0))
+
+
+def test_the_confusion_matrix_counts_every_validation_sample_once(cnn):
+    part = json.loads((cnn.path / "report" / "1-confusion.json").read_text())
+    total = sum(number for _, _, number in part["counts"])
+    right = sum(number for true, taken, number in part["counts"] if true == taken)
+    assert total == 360
+    assert right / total == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
+    mistakes = json.loads((cnn.path / "report" / "2-mistakes.json").read_text())
+    assert len(mistakes["pictures"]) == min(24, total - right)
+
+
+def test_a_recommender_foretells_and_recommends(autoencoder):
+    model = autoencoder.model
+    items = model.item_ids.tolist()
+    rated = {items[0]: 5.0, items[1]: 1.0}
+    foretold = model.predict(rated)
+    assert list(foretold) == items
+    best = model.recommend(rated, top=3)
+    assert len(best) == 3 and not set(rated) & {item for item, _ in best}
+    assert [r for _, r in best] == sorted((r for _, r in best), reverse=True)
+    with pytest.raises(ValueError, match="trained without the item 12345"):
+        model.predict({12345: 3.0})
+
+
+def test_items_rated_by_the_text_of_their_names_are_not_recommended(autoencoder):
+    model = autoencoder.model
+    rated = {str(item): 5.0 for item in model.item_ids[:2].tolist()}
+    best = model.recommend(rated, top=len(model.item_ids))
+    assert len(best) == len(model.item_ids) - 2
+    assert not set(rated) & {str(item) for item, _ in best}
+
+
+@pytest.mark.parametrize("rating", [float("nan"), float("inf"), None])
+def test_a_rating_that_is_no_number_is_refused(autoencoder, rating):
+    model = autoencoder.model
+    first = model.item_ids[0].item()
+    with pytest.raises(ValueError, match=f"rating of the item {first} is .*, not a number"):
+        model.recommend({first: rating})
+
+
+def test_the_residuals_have_the_rmse_that_was_reported(autoencoder):
+    part = json.loads((autoencoder.path / "report" / "residuals.json").read_text())
+    assert f"RMSE {autoencoder.metrics['test_rmse']:.4f}" in part["note"]
+    assert len(part["counts"]) + 1 == len(part["edges"])
+    assert {place for place, _ in part["quantiles"]} <= {1, 2, 3, 4, 5}
+
+
+def test_a_generator_draws_and_reconstructs(vcd):
+    drawn = vcd.model.sample(5, seed=1)
+    assert drawn.shape == (5, 8, 8)
+    assert ((drawn >= 0) & (drawn <= 1)).all()
+    assert np.array_equal(drawn, vcd.model.sample(5, seed=1))
+    assert not np.array_equal(drawn, vcd.model.sample(5, seed=2))
+    assert vcd.model.reconstruct(drawn > 0.5).shape == (5, 8, 8)
+
+
+def test_every_picture_of_a_report_can_be_had_by_itself(cnn, autoencoder, vcd, tmp_path):
+    plots = [
+        mr.plots.curve(cnn),
+        mr.plots.curve(cnn.path, "accuracy"),
+        mr.plots.throughput(cnn),
+        mr.plots.confusion(cnn),
+        mr.plots.residuals(autoencoder),
+        mr.plots.curve(autoencoder, "rmse"),
+        mr.plots.curve(vcd, "acceptance"),
+        mr.plots.curve(vcd, "step_size"),
+    ]
+    for number, plot in enumerate(plots):
+        assert "<svg" in plot._repr_html_()
+        path = plot.save(tmp_path / f"{number}.svg")
+        drawing = ElementTree.parse(path).getroot()
+        assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+    for plot in (mr.plots.mistakes(cnn), mr.plots.pictures(vcd, "reconstructions")):
+        assert "data:image/png;base64," in plot._repr_html_()
+        assert "data:image/png" in plot.save(tmp_path / "page.html").read_text()
+
+
+def test_the_reports_of_real_runs_open_on_a_phone(cnn, autoencoder, vcd, folder, tmp_path):
+    pages = [f"{run.path.name}/report.html" for run in (cnn, autoencoder, vcd)]
+    looked = look_at(folder, [(page, PHONE) for page in pages], tmp_path)
+    assert looked.console == []
+    assert [(seen.overflow, seen.missing) for seen in looked.pages] == [(0, [])] * 3
+    assert "Most confident mistakes" in looked.pages[0].text
+    assert "Rating residuals" in looked.pages[1].text
+    assert "Samples from the prior" in looked.pages[2].text
+
+
+def test_a_picture_that_is_not_there_is_an_error_that_says_what_is(cnn, vcd, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"not logged los.*Did you mean loss"):
+        mr.plots.curve(cnn, "los")
+    with pytest.raises(ConfigurationError, match="has not kept a sweep"):
+        mr.plots.sweep(cnn)
+    with pytest.raises(ConfigurationError, match="it has drawn chain, prior, recon"):
+        mr.plots.pictures(vcd, "cats")
+    with pytest.raises(ConfigurationError, match=r"as \.html or \.svg"):
+        mr.plots.curve(cnn).save(tmp_path / "x.bmp")
+    with pytest.raises(ConfigurationError, match=r"save it as \.html"):
+        mr.plots.mistakes(cnn).save(tmp_path / "x.svg")
+
+
+def test_a_mistake_in_the_options_is_raised_before_anything_is_made(folder):
+    before = set(folder.iterdir())
+    with pytest.raises(ConfigurationError, match="Did you mean micro_batch_size"):
+        mr.cnn.train(micro_batch=3, run_dir=folder / "x")
+    with pytest.raises(ConfigurationError, match="takes a whole number"):
+        mr.cnn.train(num_epochs="many", run_dir=folder / "x")
+    assert set(folder.iterdir()) == before
+
+
+def test_a_failure_in_a_run_is_raised_and_still_reported(folder, monkeypatch):
+    def gone(config):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("millrace.apps.cnn.data.load", gone)
+    with pytest.raises(OSError, match="the disk is gone"):
+        mr.cnn.train(config="digits_demo", run_dir=folder / "failing", quiet=True)
+    page = (folder / "failing" / "report.html").read_text()
+    assert "ended with an error" in page and "the disk is gone" in page
+
+
+def test_a_failure_before_the_run_begins_is_raised_too(folder, monkeypatch):
+    def refuse(*_):
+        raise ConfigurationError("nobody listens")
+
+    monkeypatch.setattr("millrace.run.run.open_writers", refuse)
+    with pytest.raises(ConfigurationError, match="nobody listens"):
+        mr.cnn.train(config="digits_demo", run_dir=folder / "unheard", quiet=True)
+    assert not (folder / "unheard").exists()
+
+
+def test_a_notebook_shows_the_figures(cnn):
+    shown = cnn._repr_html_()
+    assert "validation accuracy" in shown and "completed" in shown
+
+
+def test_a_call_is_the_command_of_that_name():
+    from millrace.apps.autoencoder import api as autoencoder
+    from millrace.apps.vcd import api as vcd
+    from millrace.cli import _COMMANDS
+
+    found = [
+        value for module in (mr.cnn, autoencoder, vcd) for value in vars(module).values()
+    ]
+    callees = [value for value in found if isinstance(value, AppCommand)]
+    assert len(callees) == 9
+    for callee in callees:
+        application, verb = callee.command.split()
+        command = _COMMANDS[application, verb]
+        assert (callee.config, callee.function) == (command.config, command.function)
+        assert callee.named_configs == command.named_configs
+
+
+def test_a_call_is_written_as_the_command_that_does_the_same():
+    words = command_line(
+        "cnn train", {"num_epochs": 2, "wandb_tags": ["a b"], "norm_layer": {"name": "x"}}
+    )
+    assert words == (
+        "millrace cnn train --num-epochs 2 --wandb-tags 'a b' "
+        """--norm-layer '{"name": "x"}'"""
+    )

@@ -1,0 +1,197 @@
+"""``millrace schedule`` as a user meets it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from millrace.cli import main
+from millrace.commands.schedule_options import ScheduleConfig
+from millrace.config import ConfigurationError, parse
+
+
+def configure(words: str) -> ScheduleConfig:
+    return parse(ScheduleConfig, words.split(), program="millrace schedule")[0]
+
+
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    """Run a command in an empty folder; return its status and what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["schedule", *words.split()])
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, said.out, said.err
+
+    return command
+
+
+# What is printed and drawn
+
+
+def test_a_timeline_and_its_figures_are_printed(call):
+    status, out, err = call("--schedule grouped --stages 4 --gradient-accumulation-count 8")
+    assert (status, err) == (0, "")
+    assert "4 stages on 4 devices, 8 micro-batches per weight update" in out
+    assert "0>1>2>3>····4>····5>····6>0<<<7>1<<<" in out
+    assert "time          33 forward passes, of which the busiest device works 24" in out
+    assert "7, 5, 3, 1 micro-batches" in out
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_a_drawing_is_written_where_asked_for(call, tmp_path, suffix):
+    status, out, _ = call(f"--out drawing.{suffix}")
+    assert status == 0
+    assert f"drawing       drawing.{suffix}" in out
+    assert [path.name for path in tmp_path.iterdir()] == [f"drawing.{suffix}"]
+    assert (tmp_path / f"drawing.{suffix}").stat().st_size > 1000
+
+
+def test_samples_per_second_are_those_of_all_replicas(call):
+    _, out, _ = call(
+        "--stages 2 --gradient-accumulation-count 4 --stage-times 10 --backward-ratio 1 "
+        "--micro-batch-size 5 --devices 8"
+    )
+    # 5 x 4 samples on each of 4 replicas in (4 + 2 - 1) x 20 ms.
+    assert "throughput    800 samples/s with 4 replicas on 8 devices" in out
+
+
+def test_summing_gradients_over_replicas_takes_the_time_of_a_ring(call):
+    words = (
+        "--stages 2 --gradient-accumulation-count 4 --stage-times 10 --backward-ratio 1 "
+        "--micro-batch-size 5 --parameter-bytes 1e9 --link-gbytes-per-second 50 --devices"
+    )
+    assert "100 ms" in call(f"{words} 2")[1]  # one replica has nothing to sum
+    assert "130 ms" in call(f"{words} 8")[1]  # 2 x 3/4 x 1 GB at 50 GB/s
+
+
+def test_inference_has_no_backward_and_no_update(call):
+    _, out, _ = call("--inference --gradient-accumulation-count 4 --stage-times 2")
+    assert "4 micro-batches of inference" in out
+    assert "time  14 ms" in out
+    assert "held" not in out
+    assert "<" not in out
+
+
+def test_devices_may_run_freely(call):
+    words = "--schedule interleaved --gradient-accumulation-count 8 --execution"
+    assert "40 forward passes" in call(f"{words} ticks")[1]
+    assert "33 forward passes" in call(f"{words} free")[1]
+
+
+def test_recomputation_takes_longer_and_holds_less(call):
+    words = "--gradient-accumulation-count 8 --stored-bytes 1048576"
+    _, kept, _ = call(words)
+    _, again, _ = call(f"{words} --recomputation --activation-bytes 1024")
+    assert "33 forward passes" in kept
+    assert "7.0 MiB, 5.0 MiB, 3.0 MiB, 1.0 MiB at most" in kept
+    assert "44 forward passes" in again
+    # The first stage's input has no size here; the second holds 5 inputs of 1 KiB.
+    assert "1.0 MiB, 1.0 MiB, 1.0 MiB, 1.0 MiB at most" in again
+
+
+# How options are read
+
+
+def test_one_number_of_stages_is_a_row_and_several_are_positions():
+    assert configure("--stages 3").layout.groups == ((0,), (1,), (2,))
+    layout = configure("--stages 1 2 1 --device-mapping 0 [1,2] 0").layout
+    assert layout.groups == ((0,), (1, 2), (3,))
+    assert layout.device_of == (0, 1, 2, 0)
+
+
+def test_the_count_fits_every_schedule_unless_given():
+    assert configure("--stages 3").num_micro_batches == 6
+    assert configure("--stages 1 2 1 --schedule interleaved").num_micro_batches == 6
+
+
+def test_one_value_stands_for_all_stages():
+    assert configure("--stage-times 2").costs.forward == (0.002,) * 4
+    assert configure("--stages 2 --stage-times 2 3").costs.backward == (0.004, 0.006)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--schedule groupd", "Did you mean grouped?"),
+        ("--stages 0", "at least one stage, and at least one at each position; got 0."),
+        ("--stages 1 0", "got 1 0."),
+        (f"--stages {'9' * 400}", "in the range of 64 bits"),
+        ("--stages 99999999999999", "stages may be up to 512, got 99,999,999,999,999"),
+        ("--stages 2 --device-mapping 0 99999999999", "leaves out device 1 of 0 to"),
+        ("--gradient-accumulation-count 999999999999", "up to 131,072 with 4 stages"),
+        ("--stages 2 0 1", "at least one at each position"),
+        ("--gradient-accumulation-count 12", "The nearest: 8 or 16"),
+        ("--gradient-accumulation-count 0", "positive multiple of 8"),
+        ("--device-mapping 0 1", "2 entries for 4 positions"),
+        ("--stages 1 2 1 --device-mapping 0 1 2", "a list of 2 devices"),
+        ("--stage-times 1 2", "stage_times has 2 values for 4 stages"),
+        ("--stage-times 0", "stage_times must be more than 0"),
+        ("--stage-times -1", "stage_times must be 0 or more, got [-1.0]"),
+        ("--stored-bytes nan", "stored_bytes must be 0 or more"),
+        ("--recomputation --activation-bytes -5", "activation_bytes must be 0 or more"),
+        ("--backward-ratio -1", "backward_ratio must be 0 or more"),
+        ("--micro-batch-size 8", "micro_batch_size needs stage_times"),
+        ("--devices 8", "devices needs micro_batch_size"),
+        ("--stage-times 1 --micro-batch-size 1 --devices 6", "The nearest: 4 or 8"),
+        ("--stage-times 1 --micro-batch-size 1 --devices 3", "The nearest: 4."),
+        ("--stage-times 1 --micro-batch-size 0", "micro_batch_size must be at least 1"),
+        ("--activation-bytes 5", "needs link_gbytes_per_second or recomputation"),
+        ("--input-bytes 5", "input_bytes needs recomputation"),
+        ("--parameter-bytes 5", "parameter_bytes needs devices"),
+        ("--link-gbytes-per-second 5", "needs stage_times"),
+        ("--stage-times 1 --link-gbytes-per-second 5", "needs activation_bytes or param"),
+        (
+            "--stage-times 1 --activation-bytes 1 --link-gbytes-per-second -5",
+            "must be positive",
+        ),
+        ("--inference --update-times 5", "update_times has no meaning in inference"),
+        ("--inference --recomputation", "recomputation has no meaning in inference"),
+        ("--out picture.gif", "ends in .svg, .png, .html; got picture.gif"),
+        ("--out nowhere/picture.svg", "There is no folder nowhere"),
+        ("--stagess 4", "Did you mean --stages?"),
+    ],
+)
+def test_a_mistake_is_a_plain_line_and_status_2_before_anything_is_written(
+    call, tmp_path, words, said
+):
+    status, out, err = call(words)
+    assert status == 2
+    assert said in err
+    assert out == ""
+    assert err.startswith("millrace: ")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_a_drawing_that_cannot_be_written_is_a_plain_failure(call, tmp_path, suffix):
+    (tmp_path / f"taken.{suffix}").mkdir()
+    status, _, err = call(f"--out taken.{suffix}")
+    assert (status, err) == (2, f"millrace: Cannot write taken.{suffix}: Is a directory.\n")
+
+
+def test_help_names_every_option(call):
+    status, out, _ = call("--help")
+    assert status == 0
+    for option in ("--schedule", "--device-mapping", "--execution", "--parameter-bytes"):
+        assert option in out
+
+
+def test_the_configuration_checks_itself():
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
+        ScheduleConfig(schedule="interleaved", gradient_accumulation_count=5)
+
+
+def test_no_accelerator_library_is_imported():
+    code = (
+        "import sys; from millrace.cli import main\n"
+        "try: main(['schedule'])\n"
+        "except SystemExit as ended: assert ended.code == 0\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,151 @@
+"""Every application gives the same weights however its replicas lie in processes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launched import environment, summary
+
+from millrace.checkpoint.store import checkpoints_in, read_manifest, restore_part
+
+CNN = (
+    *("cnn", "train", "--model", "cifar_resnet8", "--dataset", "cifar10"),
+    *("--synthetic-data", "host", "--weight-updates-per-epoch", "3", "--num-epochs", "2"),
+    *("--micro-batch-size", "2", "--gradient-accumulation-count", "2"),
+    *("--validation", "False", "--dbn-replica-group-size", "4"),
+)
+PIPELINE = (
+    *("cnn", "train", "--config", "digits_demo", "--num-epochs", "1"),
+    *("--micro-batch-size", "8", "--pipeline-splits", "2"),
+    *("--gradient-accumulation-count", "4"),
+)
+AUTOENCODER = (
+    *("autoencoder", "train", "--data", "generated", "--num-users", "200"),
+    *("--num-items", "40", "--size", "128", "--batch-size", "32", "--epochs", "2"),
+    *("--batches-per-step", "2", "--precision", "32.32"),
+)
+VCD = (
+    *("vcd", "train", "--dataset", "digits", "--num-epochs", "2"),
+    *("--micro-batch-size", "25", "--z-dim", "2", "--num-hidden", "8"),
+    *("--num-hmc-steps", "2", "--num-burn-in-steps", "1", "--num-leapfrog-steps", "2"),
+    *("--testing", "False", "--pictures", "False"),
+)
+APPLICATIONS = {"cnn": CNN, "autoencoder": AUTOENCODER, "vcd": VCD, "pipeline": PIPELINE}
+REPLICAS = {"pipeline": 2}
+
+
+class Weights(NamedTuple):
+    params: Any
+
+
+def weights(directory: Path) -> list[np.ndarray]:
+    """The last checkpoint's, whoever wrote it."""
+    path = checkpoints_in(directory / "checkpoints")[-1]
+    tree: dict[str, Any] = {}
+    for name, about in read_manifest(path)["arrays"].items():
+        if not name.startswith(".params"):
+            continue
+        inner, *keys = tree, *re.findall(r"\['([^']*)'\]", name)
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        kind, _, shape = about.partition("[")
+        sizes = [int(word) for word in re.findall(r"\d+", shape)]
+        inner[keys[-1]] = jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(kind))
+    return jax.tree.leaves(restore_part(path, Weights(tree)).state)
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        words,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+MILLRACE = (sys.executable, "-m", "millrace")
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    """Return the directory of an application's run on four devices of one process."""
+    made: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name) / "run"
+            replicas = str(REPLICAS.get(name, 4))
+            own = ("--virtual-devices", "4", "--num-replicas", replicas)
+            run(*MILLRACE, *APPLICATIONS[name], *own, "--run-dir", str(made[name]))
+        return made[name]
+
+    return directory
+
+
+def assert_same(directory: Path, expected: Path) -> None:
+    pairs = list(zip(weights(directory), weights(expected), strict=True))
+    assert len(pairs) > 2
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    ours, theirs = summary(directory)["metrics"], summary(expected)["metrics"]
+    for name, value in theirs.items():
+        assert float(ours[name]) == pytest.approx(float(value), rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("name", ["cnn", "autoencoder", "vcd"])
+def test_an_application_in_processes_gives_the_weights_of_one(
+    name, instances, tmp_path, in_one_process
+):
+    directory = tmp_path / "run"
+    own = ("launch", "--num-instances", str(instances), "--num-replicas", "4", "--")
+    run(*MILLRACE, *own, "millrace", *APPLICATIONS[name], "--run-dir", str(directory))
+    assert_same(directory, in_one_process(name))
+
+
+@pytest.mark.slow
+def test_pipelines_lie_within_processes_and_are_replicated_across(tmp_path, in_one_process):
+    directory = tmp_path / "run"
+    own = ("--num-instances", "2", "--num-replicas", "2", "--ipus-per-replica", "2")
+    words = ("launch", *own, "millrace", *PIPELINE, "--run-dir", str(directory))
+    run(*MILLRACE, *words)
+    assert_same(directory, in_one_process("pipeline"))
+
+
+@pytest.mark.slow
+def test_the_models_of_a_sweep_are_shared_out_over_processes(tmp_path):
+    words = ("autoencoder", "sweep", *AUTOENCODER[2:], "--base-learning-rates", "14,16")
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    run(*MILLRACE, *words, "--run-dir", str(alone))
+    launch = ("launch", "--num-instances", "2", "--", "millrace")
+    run(*MILLRACE, *launch, *words, "--run-dir", str(both))
+    trials = [summary(directory)["trials"] for directory in (alone, both)]
+    for ours, theirs in zip(*trials, strict=True):
+        for name in ("base_learning_rate", "rmse", "validation_rmse"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+    run(*MILLRACE, *launch, *words, "--run-dir", str(both), "--resume")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_under_open_mpi_no_option_is_needed(tmp_path, in_one_process):
+    directory = tmp_path / "run"
+    as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+    mpirun = ("mpirun", *as_root, "--oversubscribe", "-n", "2")
+    own = ("--virtual-devices", "2", "--num-replicas", "4", "--run-dir", str(directory))
+    run(*mpirun, *MILLRACE, *CNN, *own)
+    assert_same(directory, in_one_process("cnn"))

@@ -1,0 +1,128 @@
+"""Ctrl-C, SIGTERM and SIGHUP at any moment: never lost, no crash, no traceback."""
+
+import importlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import environment
+
+from millrace.distributed.interrupts import interruptible
+from millrace.distributed.signals import handling
+
+EACH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+
+def wait_for_interrupt() -> None:
+    time.sleep(5)
+    raise AssertionError("the signal is lost")
+
+
+@EACH
+def test_a_signal_is_an_interrupt(number):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), number)
+        wait_for_interrupt()
+
+
+@EACH
+def test_where_it_would_be_swallowed_it_comes_later(number):
+    reached = []
+
+    def _xla_gc_callback():
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        _xla_gc_callback()
+        wait_for_interrupt()
+    assert reached == ["the end"]
+
+
+def test_what_is_being_imported_is_imported_whole(tmp_path, monkeypatch):
+    name = "millrace_test_interrupted_import"
+    (tmp_path / f"{name}.py").write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        importlib.import_module(name)
+        wait_for_interrupt()
+    assert sys.modules.pop(name).whole
+
+
+@EACH
+def test_handlers_are_given_back(number):
+    before = signal.getsignal(number)
+    with interruptible():
+        assert signal.getsignal(number) is not before
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@EACH
+def test_a_closed_terminal_adds_nothing_to_what_was_asked_before(number):
+    """It is told several times, and maybe while a checkpoint is saved after Ctrl-C."""
+    heard = []
+    for _ in range(2):  # a later run of the same process listens again
+        with handling(lambda number, _: heard.append(number)):
+            os.kill(os.getpid(), number)
+            with handling(lambda number, _: heard.append(number)):
+                os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [number, signal.SIGTERM] * 2
+
+
+def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
+    """Before that, it is Python that starts: on a busy machine, for who knows how long."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        if caught >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.005)
+    raise AssertionError("signals are not heard")
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        *itertools.product((signal.SIGINT, signal.SIGTERM), (0, 0.2, 0.7, 1.5, 2.3)),
+        (signal.SIGHUP, 0),
+        (signal.SIGHUP, 1.5),
+    ],
+)
+def test_a_command_that_has_hardly_begun_leaves_without_a_word(tmp_path, number, seconds):
+    words = ["cnn", "train", "--config", "digits_demo", "--num-epochs", "400", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", *words, "--run-dir", str(tmp_path / "run")],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until_signals_are_heard(process)
+    time.sleep(seconds)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said and "Exception" not in said

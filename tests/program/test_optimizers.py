@@ -1,0 +1,438 @@
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain_loop import (
+    GLOBAL_BATCH,
+    largest_difference,
+    loss_fn,
+    make_data,
+    make_model_state,
+    make_params,
+    plain_loop,
+    rounding,
+    train_with,
+)
+
+from millrace.config import ConfigurationError
+from millrace.plan import Plan
+from millrace.program import offload
+from millrace.program.learning_rate import learning_rate_schedule
+from millrace.program.optimizers import build_optimizer
+from millrace.program.training import training_program
+
+SHAPES = {
+    "conv1": {"kernel": (3, 3, 2, 4)},
+    "conv1_bn": {"scale": (4,), "bias": (4,)},
+    "fc_layer": {"kernel": (8, 3), "bias": (3,)},
+}
+RATES = [0.5, 0.1, 0.3, 0.3, 0.02, 0.7]
+BATCH = 96
+
+LARS = {"momentum": 0.9, "weight_decay": 0.05, "eeta": 0.02, "epsilon": 0}
+RMSPROP = {"momentum": 0.9, "base_decay_exponent": -10, "epsilon": 0.001}
+OPTIMISERS = {"sgd": {"momentum": 0.9}, "lars": LARS, "rmsprop": RMSPROP}
+
+
+def changing(count):
+    return jnp.array(RATES, jnp.float32)[count]
+
+
+def make(name, params=None, *, learning_rate=changing, **options):
+    params = OPTIMISERS[name] if params is None else params
+    options = {"global_batch_size": BATCH} | options
+    return build_optimizer(name, params, learning_rate=learning_rate, **options)
+
+
+def random_tree(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    return {
+        layer: {
+            name: rng.standard_normal(shape).astype(np.float32)
+            for name, shape in variables.items()
+        }
+        for layer, variables in SHAPES.items()
+    }
+
+
+def gradients() -> list[dict]:
+    return [random_tree(100 + update) for update in range(len(RATES))]
+
+
+def train(optimizer, weights, every_gradient) -> Any:
+    """The weights after all updates, with gradients that are given."""
+
+    @jax.jit
+    def step(weights, state, gradient):
+        updates, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    state = optimizer.init(weights)
+    for gradient in every_gradient:
+        weights, state = step(weights, state, gradient)
+    return weights
+
+
+def sgd(params, name, w, g, lr, memory):
+    del name
+    v = memory["v"] = params["momentum"] * memory.get("v", 0.0) + g
+    return lr * v
+
+
+def lars(params, name, w, g, lr, memory):
+    decay, epsilon = params["weight_decay"], params["epsilon"] or 1e-7
+    if name not in ("bias", "scale"):
+        w_norm, g_norm = np.sqrt((w**2).sum()), np.sqrt((g**2).sum())
+        ratio = 1.0
+        if w_norm > 0 and g_norm > 0:
+            ratio = params["eeta"] * w_norm / (g_norm + decay * w_norm + epsilon)
+        g = ratio * (g + decay * w)
+    v = memory["v"] = params["momentum"] * memory.get("v", 0.0) + lr * g
+    return v
+
+
+def rmsprop(params, name, w, g, lr, memory):
+    del name
+    rho = 1 - 2 ** params["base_decay_exponent"] * BATCH
+    start = params.get("initial_accumulator", 0.0)
+    m = memory["m"] = rho * memory.get("m", start) + (1 - rho) * g**2
+    step = lr * g / np.sqrt(m + params["epsilon"])
+    v = memory["v"] = params["momentum"] * memory.get("v", 0.0) + step
+    return v
+
+
+def oracle(rule, params, weights, every_gradient, *, decay=0.0, l2=0.0, rates=RATES):
+    """The same in plain float64, one variable after the other."""
+    result = {}
+    for layer, variables in weights.items():
+        for name, start in variables.items():
+            w, memory = start.astype(np.float64), {}
+            for lr, gradient in zip(rates, every_gradient, strict=True):
+                g = gradient[layer][name].astype(np.float64) + l2 * w
+                w = w - rule(params, name, w, g, lr, memory) - lr * decay * w
+            result.setdefault(layer, {})[name] = w
+    return result
+
+
+def assert_close(found, expected, tolerance=2e-6) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("l2", "decay"), [(0.0, 0.0), (0.2, 0.1)])
+@pytest.mark.parametrize("momentum", [0, 0.9])
+@pytest.mark.parametrize("rule", [sgd, lars, rmsprop], ids=lambda rule: rule.__name__)
+def test_updates_follow_the_formulas_while_the_learning_rate_changes(
+    rule, momentum, l2, decay
+):
+    params = OPTIMISERS[rule.__name__] | {"momentum": momentum}
+    optimizer = make(rule.__name__, params, weight_decay=decay, l2_regularization=l2)
+    found = train(optimizer, random_tree(0), gradients())
+    expected = oracle(rule, params, random_tree(0), gradients(), decay=decay, l2=l2)
+    assert_close(found, expected)
+
+
+def test_a_schedule_of_ours_drives_the_optimizer():
+    schedule = learning_rate_schedule(
+        "cosine",
+        {"initial_learning_rate": 0.005, "epochs_to_total_decay": 2},
+        global_batch_size=BATCH,
+        updates_per_epoch=3,
+        warmup={"warmup_mode": "mask", "warmup_epochs": 1},
+    )
+    rates = [
+        0.005 * BATCH * 0.5 * (1 + np.cos(np.pi * t / 6)) * min(1, (t + 1) / 4)
+        for t in range(len(RATES))
+    ]
+    found = train(
+        make("lars", learning_rate=schedule, weight_decay=0.1), random_tree(0), gradients()
+    )
+    expected = oracle(lars, LARS, random_tree(0), gradients(), decay=0.1, rates=rates)
+    assert_close(found, expected)
+
+
+def test_decay_and_l2_take_a_tenth_of_a_weight_that_has_no_gradient():
+    weights, zeros = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
+    for options in ({"weight_decay": 0.1}, {"l2_regularization": 0.1}):
+        plain = make("sgd", {"momentum": 0}, learning_rate=lambda count: 1.0, **options)
+        np.testing.assert_allclose(train(plain, weights, [zeros])["w"], 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "l2_regularization"])
+def test_decay_can_leave_biases_and_norms_alone(option):
+    options = {option: 0.1, "decay_kernels_only": True}
+    found = train(make("rmsprop", **options), random_tree(0), gradients())
+    short = {"weight_decay": "decay", "l2_regularization": "l2"}[option]
+    decayed, plain = (
+        oracle(rmsprop, RMSPROP, random_tree(0), gradients(), **{short: amount})
+        for amount in (0.1, 0.0)
+    )
+    expected = {
+        layer: {n: (decayed if n == "kernel" else plain)[layer][n] for n in variables}
+        for layer, variables in SHAPES.items()
+    }
+    assert_close(found, expected)
+
+
+def test_decay_and_l2_are_the_same_without_momentum_and_differ_with_it():
+    for momentum in (0, 0.9):
+        decayed, regularized = (
+            train(
+                make("sgd", {"momentum": momentum}, **{option: 0.1}),
+                random_tree(0),
+                gradients(),
+            )
+            for option in ("weight_decay", "l2_regularization")
+        )
+        difference = largest_difference(decayed, regularized)
+        assert difference < 1e-6 if momentum == 0 else difference > 1e-2
+
+
+def test_lars_is_sgd_for_biases_and_scales_while_the_learning_rate_is_constant():
+    """When it changes they differ: only LARS has it inside the velocity."""
+    only = ["conv1_bn"]
+    weights = {layer: random_tree(0)[layer] for layer in only}
+    every = [{layer: gradient[layer] for layer in only} for gradient in gradients()]
+    differences = {}
+    for name, rate in (("constant", lambda count: jnp.float32(0.3)), ("changes", changing)):
+        one = train(make("lars", learning_rate=rate), weights, every)
+        other = train(make("sgd", learning_rate=rate), weights, every)
+        differences[name] = largest_difference(one, other)
+    assert differences["constant"] < 1e-6
+    assert differences["changes"] > 1e-2
+
+
+def test_lars_neither_scales_nor_decays_biases_and_norms():
+    w, g = np.full(4, 2.0, np.float32), np.arange(4, dtype=np.float32)
+    names = ["bias", "scale", "beta", "gamma", "query_bias"]
+    weights = {"layer": dict.fromkeys(names, w)}
+    found = train(make("lars"), weights, [{"layer": dict.fromkeys(names, g)}])
+    for value in found["layer"].values():
+        np.testing.assert_allclose(value, w - RATES[0] * g, rtol=1e-6)
+
+
+def test_lars_judges_a_variable_by_its_own_name_not_its_layers():
+    w, g = np.full(4, 2.0, np.float32), np.arange(4, dtype=np.float32)
+    layers = [
+        train(make("lars"), {layer: {"kernel": w}}, [{layer: {"kernel": g}}])[layer]
+        for layer in ("conv1", "scale_and_bias")
+    ]
+    assert largest_difference(layers[0], layers[1]) == 0
+    assert largest_difference(layers[0]["kernel"], w - RATES[0] * g) > 0.1
+
+
+def test_lars_has_ratio_one_where_a_norm_is_zero():
+    """No weight: a plain step. No gradient: the decay alone, not scaled."""
+    some, none = np.full((2, 3), 2.0, np.float32), np.zeros((2, 3), np.float32)
+    lr, decay = RATES[0], LARS["weight_decay"]
+    for w, g, expected in (
+        (none, some, -lr * some),
+        (some, none, some - lr * decay * some),
+        (none, none, none),
+    ):
+        found = train(make("lars"), {"kernel": w}, [{"kernel": g}])["kernel"]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_l2_counts_in_the_norms_of_lars():
+    """Without a gradient the ratio is that of the L2 term: eeta / (l2 + decay)."""
+    w, g = np.full((2, 3), 2.0, np.float32), np.zeros((2, 3), np.float32)
+    optimizer = make("lars", l2_regularization=0.2)
+    found = train(optimizer, {"kernel": w}, [{"kernel": g}])["kernel"]
+    step = 0.02 / (0.2 + 0.05) * (0.2 + 0.05) * w
+    np.testing.assert_allclose(found, w - RATES[0] * step, rtol=1e-6)
+
+
+def test_the_step_of_lars_does_not_depend_on_the_size_of_the_gradient():
+    params = LARS | {"weight_decay": 0}
+    once, tenfold = (
+        train(
+            make("lars", params),
+            {"kernel": random_tree(0)["conv1"]["kernel"]},
+            [{"kernel": size * g["conv1"]["kernel"]} for g in gradients()],
+        )
+        for size in (1, 10)
+    )
+    assert largest_difference(once, tenfold) < 1e-6
+
+
+def test_an_epsilon_of_zero_stands_for_keras_epsilon():
+    tiny = {"kernel": np.full(4, 1e-7, np.float32)}
+    zero, written, larger = (
+        train(make("lars", LARS | {"epsilon": epsilon}), tiny, [tiny])
+        for epsilon in (0, 1e-7, 1e-6)
+    )
+    assert largest_difference(zero, written) == 0
+    assert largest_difference(zero, larger) > 0
+
+
+def test_rmsprop_remembers_the_same_number_of_samples_whatever_the_batch():
+    """Without momentum, a batch 4 times as large forgets 4 times as fast."""
+    params = RMSPROP | {"momentum": 0}
+    state = {}
+    for batch in (BATCH, 4 * BATCH):
+        optimizer = make("rmsprop", params, global_batch_size=batch)
+        weights = {"kernel": jnp.ones(3)}
+        _, after = optimizer.update(weights, optimizer.init(weights), weights)
+        (state[batch],) = (x for x in jax.tree.leaves(after) if x.shape == (3,))
+    np.testing.assert_allclose(state[BATCH], BATCH * 2.0**-10, rtol=1e-6)
+    np.testing.assert_allclose(state[4 * BATCH], 4 * state[BATCH], rtol=1e-6)
+
+
+def test_rmsprop_may_start_from_ones_as_tensorflow_1_does():
+    params = RMSPROP | {"initial_accumulator": 1.0}
+    found = train(make("rmsprop", params), random_tree(0), gradients())
+    assert_close(found, oracle(rmsprop, params, random_tree(0), gradients()))
+
+
+def test_rmsprop_stands_still_where_the_gradient_is_always_zero():
+    weights, zeros = {"kernel": np.ones(3)}, {"kernel": np.zeros(3)}
+    found = train(make("rmsprop"), weights, [zeros] * 3)["kernel"]
+    np.testing.assert_array_equal(found, 1)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_the_state_holds_nothing_that_is_not_used(name):
+    sizes = {}
+    for momentum in (0, 0.9):
+        optimizer = make(name, OPTIMISERS[name] | {"momentum": momentum})
+        leaves = jax.tree.leaves(optimizer.init(random_tree(0)))
+        sizes[momentum] = sum(leaf.size for leaf in leaves if leaf.ndim)
+    size = sum(leaf.size for leaf in jax.tree.leaves(random_tree(0)))
+    means = size if name == "rmsprop" else 0
+    assert sizes == {0: means, 0.9: means + size}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
+    optimizer = make(
+        name,
+        weight_decay=0.1,
+        l2_regularization=0.2,
+        decay_kernels_only=name == "rmsprop",
+    )
+    program = training_program(loss_fn, optimizer, Plan(micro_batch_size=GLOBAL_BATCH))
+    state = program.init(make_params(), make_model_state())
+    owned = {position: 1 << 30 for position in offload._owned_positions(state)}
+    gathered = offload.GradientResult(
+        state.params, state.model_state, {"loss": jnp.float32(0)}
+    )
+    jaxpr = jax.make_jaxpr(lambda s, g: offload.steps.apply_update(program._step, s, g))(
+        state, gathered
+    )
+    split = offload._split(offload.needed_inputs(jaxpr), owned)
+    groups = [set(group) & set(owned) for group in split]
+    assert sum(map(bool, groups)) == len(jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name != "sgd" else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMISERS
+    ],
+)
+def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
+    steps = {"boundaries": [0, 1], "values": [0.5, 0.1, 0.3]}
+    rate = learning_rate_schedule(
+        "stepped", steps, global_batch_size=BATCH, updates_per_epoch=1
+    )
+    optimizer = make(
+        name,
+        learning_rate=rate,
+        weight_decay=0.01,
+        l2_regularization=0.02,
+        decay_kernels_only=name == "rmsprop",
+    )
+    expected, _, _ = plain_loop(optimizer, make_data())
+    assert largest_difference(expected, make_params()) > 1e-2
+    for offloading in (False, True):
+        plan = Plan(
+            micro_batch_size=GLOBAL_BATCH,
+            precision="32.32",
+            optimizer_state_offloading=offloading,
+        )
+        state, _, _ = train_with(plan, optimizer=optimizer)
+        assert largest_difference(state.params, expected) < rounding()
+
+
+def refused(message, *arguments, **options) -> None:
+    with pytest.raises(ConfigurationError, match="^" + re.escape(message) + "$"):
+        make(*arguments, **options)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_nearest():
+    refused(
+        "--optimizer must be one of sgd, lars, rmsprop; got 'rmprop'. "
+        "Did you mean rmsprop?",
+        "rmprop",
+        {},
+    )
+
+
+def test_missing_and_unknown_keys_are_refused_with_what_was_found_and_expected():
+    refused(
+        "--optimizer-params of lars needs the keys momentum, weight_decay, eeta, epsilon; "
+        "got momentum.",
+        "lars",
+        {"momentum": 0.9},
+    )
+    refused(
+        "--optimizer-params of lars needs the keys momentum, weight_decay, eeta, epsilon; "
+        "got momentum, weight_decay, eta, epsilon. Did you mean eeta?",
+        "lars",
+        {"momentum": 0.9, "weight_decay": 0, "eta": 0.001, "epsilon": 0},
+    )
+    refused(
+        "--optimizer-params of sgd needs the keys momentum; got none.",
+        "sgd",
+        {},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "limits"),
+    [
+        ("sgd", "momentum", 1, " of at least 0 and below 1"),
+        ("sgd", "momentum", "high", " of at least 0 and below 1"),
+        ("lars", "eeta", -0.001, " of at least 0"),
+        ("lars", "epsilon", True, " of at least 0"),
+        ("rmsprop", "base_decay_exponent", None, ""),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused(name, key, value, limits):
+    refused(
+        f"--optimizer-params: {key} must be a number{limits}, got {value!r}.",
+        name,
+        OPTIMISERS[name] | {key: value},
+    )
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "l2_regularization"])
+def test_a_negative_decay_is_refused(option):
+    flag = "--" + option.replace("_", "-")
+    message = f"{flag} must be a number of at least 0, got -0.1."
+    refused(message, "sgd", **{option: -0.1})
+
+
+def test_rmsprop_refuses_a_decay_below_zero_and_an_epsilon_of_zero():
+    refused(
+        "--optimizer-params: base_decay_exponent must be at most -6.585 for a global "
+        "batch of 96, got 14. The decay, 1 - 2^base_decay_exponent * global batch, would "
+        "be negative.",
+        "rmsprop",
+        RMSPROP | {"base_decay_exponent": 14},
+    )
+    refused(
+        "--optimizer-params: epsilon must be more than 0 for rmsprop, got 0. A gradient "
+        "that has always been 0 would be divided by 0.",
+        "rmsprop",
+        RMSPROP | {"epsilon": 0},
+    )
+    with pytest.raises(ValueError, match="rmsprop needs global_batch_size"):
+        make("rmsprop", global_batch_size=None)

@@ -1,0 +1,180 @@
+"""A terminal, a pipe or a log that is lost ends no run and changes no exit status."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import alone, environment, summary
+
+import millrace
+from millrace.output import dropping_lost_output, error_line
+from millrace.run.console import Console
+
+TALKATIVE = """
+import sys
+from millrace.run.console import Console
+from millrace.output import drop_lost_output
+drop_lost_output()
+console = Console()
+console.start(100, 0)
+for update in range(100):
+    console.status("training")
+    console.line(f"update {update}")
+    console.advance(update, {"loss": 0.5}, 1.0)
+    print("result", update)
+    sys.stderr.write("half a line")
+console.stop()
+sys.exit(7)
+"""
+
+
+def broken_pipe() -> int:
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def closed_terminal() -> int:
+    ours, theirs = os.openpty()
+    os.close(ours)
+    return theirs
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+LOST = pytest.mark.parametrize("lost", [broken_pipe, closed_terminal, full_disk])
+
+
+@LOST
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_cannot_be_printed_is_dropped_and_the_status_stays(lost, name):
+    other = {"stdout": "stderr", "stderr": "stdout"}[name]
+    target = lost()
+    done = subprocess.run(
+        [sys.executable, "-c", TALKATIVE],
+        check=False,
+        text=True,
+        **{name: target, other: subprocess.PIPE},
+    )
+    os.close(target)
+    assert done.returncode == 7
+    said = getattr(done, other)
+    assert "99" in said and "Exception" not in said and "Error" not in said
+
+
+def test_output_comes_back_when_there_is_room_again(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    kept, full = os.dup(2), full_disk()
+    with dropping_lost_output():
+        os.dup2(full, 2)
+        print("lost", file=sys.stderr)
+        os.dup2(kept, 2)
+        print("back", file=sys.stderr)
+    os.close(kept)
+    os.close(full)
+    assert sys.stderr is sys.__stderr__
+    assert capfd.readouterr().err == "back\n"
+
+
+def test_streams_that_others_have_put_there_are_kept_and_may_fail(monkeypatch):
+    """As in a notebook: the console alone keeps from failing."""
+
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    broken = Broken()
+    monkeypatch.setattr(sys, "stderr", broken)
+    with dropping_lost_output():
+        assert sys.stderr is broken
+        Console().line("lost")
+    broken.close()
+    Console().warning("lost as well")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_descriptor_is_not_taken_by_the_next_file(closed, tmp_path):
+    code = (
+        "import os, sys; from millrace.output import drop_lost_output\n"
+        "drop_lost_output()\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); assert file.fileno() > 2\n"
+        "print('x'); print('y', file=sys.stderr); os.write(2, b'z')"
+    )
+    line = f"'{sys.executable}' -c \"$CODE\" {closed}"
+    done = subprocess.run(["sh", "-c", line], check=False, env=os.environ | {"CODE": code})
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(("flag", "seen"), [("-u", b"now\n"), ("-I", b"")])
+def test_unbuffered_output_stays_unbuffered(flag, seen):
+    """As PYTHONUNBUFFERED asks for; what is buffered is lost where nothing flushes it."""
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(Path(millrace.__file__).parents[1])!r})\n"
+        "from millrace.output import drop_lost_output\n"
+        "drop_lost_output(); print('now'); os._exit(0)"
+    )
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    words = [sys.executable, flag, "-c", code]
+    assert subprocess.check_output(words, env=variables) == seen
+
+
+def test_without_standard_error_a_failure_is_said_to_nobody(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    error_line("lost")
+    assert capsys.readouterr().out == ""
+
+
+def test_help_into_a_pipe_that_nobody_reads_is_status_0():
+    target = broken_pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace", "--help"],
+        check=False,
+        stdout=target,
+        stderr=subprocess.PIPE,
+    )
+    os.close(target)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_run_whose_log_is_full_ends_as_it_would_have(tmp_path):
+    """With its summary, its report and its checkpoints."""
+    target = full_disk()
+    process = subprocess.Popen(
+        alone(tmp_path / "run", "--num-epochs", "1"), env=environment(), stderr=target
+    )
+    os.close(target)
+    assert process.wait(timeout=90) == 0
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert (tmp_path / "run" / "report.html").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_when_its_terminal_is_closed_a_run_saves_a_checkpoint(tmp_path):
+    """The kernel and the shell send SIGHUP, which must not cut the saving short."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        alone(tmp_path / "run", "--delay", "0.05", "--num-epochs", "50"),
+        env=environment() | {"TERM": "xterm"},
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        os.read(ours, 4096)  # as a terminal does: nobody can print to one that is full
+    os.close(ours)
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert process.wait(timeout=90) == 130
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["error"]) == ("interrupted", None)
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert newest == f"update-{found['updates']:09}"
