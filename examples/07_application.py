@@ -14,19 +14,15 @@ import millrace as mr
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveConfig(mr.Plan, mr.RunOptions):
+class CurveConfig:
     """Fit a curve with a small network."""
 
     num_epochs: int = 20
     """Passes over the samples."""
-    micro_batch_size: int = 32
-    """Samples that one replica processes at a time."""
     learning_rate: float = 0.01
-    """Adam's."""
-
-    def __post_init__(self) -> None:
-        mr.Plan.__post_init__(self)
-        mr.RunOptions.__post_init__(self)
+    """Learning rate of Adam."""
+    plan: mr.Plan = mr.Plan(micro_batch_size=32)
+    run: mr.RunOptions = mr.RunOptions()
 
 
 def loss_fn(params, model_state, batch, key):
@@ -39,17 +35,17 @@ def train(config: CurveConfig, run) -> None:
     x = np.linspace(-3, 3, 2048, dtype=np.float32)[:, None]
     samples = mr.ArraySource({"x": x, "y": np.sin(2 * x)})
     schedule = mr.schedule_events(
-        updates_per_epoch=config.batching.updates_per_epoch(len(x)),
+        updates_per_epoch=config.plan.batching.updates_per_epoch(len(x)),
         num_epochs=config.num_epochs,
         events_per_epoch={"log": 1, "checkpoint": 0.2},
     )
-    program = mr.training_program(loss_fn, optax.adam(config.learning_rate), config)
-    run.describe(program.devices, config, schedule, model="64 tanh units")
-    draw = jax.random.normal(jax.random.key(config.seed), (2, 64))
+    program = mr.training_program(loss_fn, optax.adam(config.learning_rate), config.plan)
+    run.describe(program.devices, config.plan, schedule, model="64 tanh units")
+    draw = jax.random.normal(jax.random.key(config.run.seed), (2, 64))
     params = {"in": draw[:1] * 2, "bias": draw[1], "out": jnp.zeros((64, 1))}
-    infeed = mr.Infeed(mr.Stream(samples, config.batching.samples_per_step))
+    infeed = mr.Infeed(mr.Stream(samples, config.plan.batching.samples_per_step))
     with run.checkpoints(best="", keep=3) as checkpoints:
-        state = program.init(params, seed=config.seed)
+        state = program.init(params, seed=config.run.seed)
         run.train(program, state, infeed, schedule, checkpoints=checkpoints)
     print(f"curve: train loss {run.summary['metrics']['train_loss']:.4f}")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from millrace.apps.autoencoder import api as autoencoder
     from millrace.apps.cnn import api as cnn
     from millrace.apps.vcd import api as vcd
-    from millrace.commands.application import run_as_command
+    from millrace.commands.calling import run_as_command
     from millrace.data.benchmark import dataset_benchmark
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
@@ -95,7 +95,7 @@ _HOME = {
     "layers": "nn.layers",
     "plots": "report.plots",
     "repeat": "loop.repeat",
-    "run_as_command": "commands.application",
+    "run_as_command": "commands.calling",
     "schedule_events": "loop.event_schedule",
     "train": "loop.train",
     "training_program": "program.training",

@@ -4,153 +4,18 @@ Only what is needed to read a command is imported here; the work is imported whe
 command is known to be right.
 """
 
-import importlib
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib import resources
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import millrace
+from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import is_follower, with_replicas
 from millrace.distributed.interrupts import INTERRUPTED, interruptible, leave_on_signals
 from millrace.output import drop_lost_output
-
-
-class Command(NamedTuple):
-    """A command: where its configuration, its function and its named runs are."""
-
-    config: str
-    function: str
-    named_configs: str | None
-    summary: str
-    is_run: bool = True
-    """Whether it works in a run directory, or just answers."""
-
-
-_COMMANDS = {
-    ("cnn", "train"): Command(
-        "millrace.apps.cnn.config:CnnConfig",
-        "millrace.apps.cnn.train:train",
-        "millrace.apps.cnn:runs.yml",
-        "train an image classifier",
-    ),
-    ("cnn", "validate"): Command(
-        "millrace.apps.cnn.config.inference:ValidateConfig",
-        "millrace.apps.cnn.inference.command:validate",
-        None,
-        "measure inference: throughput, latency and accuracy",
-    ),
-    ("cnn", "verify-dataset"): Command(
-        "millrace.apps.cnn.config.datasets:VerifyDatasetConfig",
-        "millrace.apps.cnn.verify_dataset:verify_dataset",
-        None,
-        "check that a data set on disk is what it should be",
-        is_run=False,
-    ),
-    ("cnn", "benchmark-dataset"): Command(
-        "millrace.apps.cnn.config.datasets:BenchmarkDatasetConfig",
-        "millrace.apps.cnn.datasets:benchmark_dataset",
-        None,
-        "measure how fast the host can read and prepare a data set",
-        is_run=False,
-    ),
-    ("vcd", "train"): Command(
-        "millrace.apps.vcd.config:VcdConfig",
-        "millrace.apps.vcd.train:train",
-        "millrace.apps.vcd:runs.yml",
-        "train a VAE whose posterior is refined by Markov chains",
-    ),
-    ("vcd", "evaluate"): Command(
-        "millrace.apps.vcd.config.commands:EvaluateConfig",
-        "millrace.apps.vcd.evaluate:evaluate",
-        None,
-        "estimate the log-likelihood of a trained model",
-    ),
-    ("vcd", "sample"): Command(
-        "millrace.apps.vcd.config.commands:SampleConfig",
-        "millrace.apps.vcd.sample:sample",
-        None,
-        "draw pictures from a trained model",
-    ),
-    ("autoencoder", "train"): Command(
-        "millrace.apps.autoencoder.config:AutoencoderConfig",
-        "millrace.apps.autoencoder.train:train",
-        "millrace.apps.autoencoder:runs.yml",
-        "train a recommender on ratings",
-    ),
-    ("autoencoder", "validate"): Command(
-        "millrace.apps.autoencoder.config.evaluate:ValidateConfig",
-        "millrace.apps.autoencoder.evaluate:validate",
-        None,
-        "measure how well a trained recommender foretells and ranks",
-    ),
-    ("autoencoder", "recommend"): Command(
-        "millrace.apps.autoencoder.config.recommend:RecommendConfig",
-        "millrace.apps.autoencoder.recommend:recommend",
-        None,
-        "list the items that users are likely to rate best",
-        is_run=False,
-    ),
-    ("autoencoder", "sweep"): Command(
-        "millrace.apps.autoencoder.config.sweep:SweepConfig",
-        "millrace.apps.autoencoder.sweep:sweep",
-        "millrace.apps.autoencoder:runs.yml",
-        "train one recommender per learning rate, all together",
-    ),
-    ("autoencoder", "convert"): Command(
-        "millrace.apps.autoencoder.config.convert:ConvertConfig",
-        "millrace.apps.autoencoder.convert:convert",
-        None,
-        "split ratings by time into training, validation and test files",
-        is_run=False,
-    ),
-    ("data", "fetch"): Command(
-        "millrace.commands.fetch_options:FetchConfig",
-        "millrace.commands.fetch:fetch_dataset",
-        None,
-        "download a data set",
-        is_run=False,
-    ),
-    ("devices", ""): Command(
-        "millrace.commands.devices_options:DevicesConfig",
-        "millrace.commands.devices:show_devices",
-        None,
-        "say what devices are here, how fast they are, and how to train on them",
-        is_run=False,
-    ),
-    ("report", ""): Command(
-        "millrace.commands.report_options:ReportConfig",
-        "millrace.commands.report:report",
-        None,
-        "make the report of a run again, or compare several runs on one page",
-        is_run=False,
-    ),
-    ("bench", ""): Command(
-        "millrace.bench.config:BenchConfig",
-        "millrace.bench.command:bench",
-        None,
-        "measure named benchmarks against this device's limits and PyTorch",
-        is_run=False,
-    ),
-    ("launch", ""): Command(
-        "millrace.distributed.options:LaunchConfig",
-        "millrace.commands.launch:launch",
-        None,
-        "start several processes of a command as one run",
-        is_run=False,
-    ),
-    ("schedule", ""): Command(
-        "millrace.commands.schedule_options:ScheduleConfig",
-        "millrace.commands.schedule:show_schedule",
-        None,
-        "show what a pipeline does when, how long it takes and what it holds",
-        is_run=False,
-    ),
-}
 
 
 def script() -> None:
@@ -190,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> int:
-    applications = {application for application, verb in _COMMANDS if verb}
+    applications = {name.split()[0] for name in COMMANDS if " " in name}
     asked = words[1:2] if words[:1] and words[0] in applications else words[:1]
     if not words or asked in (["-h"], ["--help"]):
         print(_usage())
@@ -198,36 +63,34 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"millrace {millrace.__version__}")
         return 0
-    key = (words[0], words[1] if len(words) > 1 else "")
-    if (words[0], "") in _COMMANDS:
-        key = (words[0], "")
-    if key not in _COMMANDS:
-        known = ", ".join(" ".join(command).strip() for command in _COMMANDS)
+    length = 1 if words[0] in COMMANDS else 2
+    name, rest = " ".join(words[:length]), words[length:]
+    if name not in COMMANDS:
         raise ConfigurationError(
-            f"There is no command {' '.join(key).strip()!r}. There is: {known}. "
+            f"There is no command {name!r}. There is: {', '.join(COMMANDS)}. "
             "See millrace --help."
         )
-    command = _COMMANDS[key]
-    if words[0] == "launch":  # most of its words are another command's
-        return _load(command.function)(words[1:])
-    config_type = _load(command.config)
+    command = COMMANDS[name]
+    if name == "launch":  # most of its words belong to another command
+        return command.load_function()(rest)
+    config_type = command.load_config_type()
     config, _ = parse(
         config_type,
-        with_replicas(config_type, words[2:] if key[1] else words[1:]),
-        program=" ".join(["millrace", *key]).strip(),
-        named_configs=_resource(command.named_configs),
+        with_replicas(config_type, rest),
+        program=f"millrace {name}",
+        named_configs=command.named_configs_path(),
     )
-    if not command.is_run:
-        return _answer(_load(command.function), config)
+    if not command.needs_run:
+        return _answer(command.load_function(), config)
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
     from millrace.run.run import run_command
 
     return run_command(
-        _load(command.function),
+        command.load_function(),
         config,
-        command="-".join(key),
+        command=name.replace(" ", "-"),
         command_line=shlex.join(["millrace", *words]),
     )
 
@@ -250,18 +113,6 @@ def _answer(function: Callable[[Any], int | None], config: Any) -> int:
         return 1
 
 
-def _load(place: str):
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _resource(place: str | None) -> Path | None:
-    if place is None:
-        return None
-    package, name = place.split(":")
-    return Path(str(resources.files(package) / name))
-
-
 def _usage() -> str:
     lines = [
         "millrace: whole training loops on the device.",
@@ -270,7 +121,5 @@ def _usage() -> str:
         "       millrace <application> <verb> --help",
         "",
     ]
-    lines += [
-        f"  {' '.join(key):<22} {command.summary}" for key, command in _COMMANDS.items()
-    ]
+    lines += [f"  {name:<22} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(lines)

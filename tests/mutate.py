@@ -44,11 +44,15 @@ BROADER = {
     "apps/autoencoder": "apps/autoencoder/test_train.py",
     "apps/cnn": "apps/cnn/test_workflow.py",
     "apps/vcd": "apps/vcd/test_train.py",
-    "apps": "apps/test_calling.py",
+    "apps": "commands/test_calling.py",
     "data/ratings": "apps/autoencoder/test_convert.py",
     "data": "apps/cnn/test_train.py",
-    "feeds": "host/test_runner.py",
-    "host": "test_cli.py",
+    "feeds": "loop/test_runner.py",
+    "loop": "test_cli.py",
+    "run": "test_cli.py",
+    "checkpoint": "loop/test_runner.py",
+    "commands": "test_cli.py",
+    "distributed": "distributed/test_processes.py",
     "nn": "apps/cnn/test_models.py",
 }
 

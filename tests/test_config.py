@@ -11,16 +11,20 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from millrace import cli
 from millrace.apps.cnn.config import CnnConfig
+from millrace.commands.registry import COMMANDS
 from millrace.config import (
     ConfigurationError,
     as_plain,
     build,
     field_docs,
+    flat_options,
     load_yaml,
     number,
+    option_value,
     parse,
+    plain_defaults,
+    replace_options,
 )
 
 TRUE = ["true", "True", "TRUE", "t", "1", "yes", "Yes", "y", "on", "ON"]
@@ -521,7 +525,7 @@ class Miller(Mill):
     """What is ground."""
 
     @staticmethod
-    def translated(values: dict[str, Any]) -> dict[str, Any]:
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
         if values.get("coarse"):
             return values | {"model_name": "stone", "title": "grits"}
         return values
@@ -629,9 +633,9 @@ def test_a_configuration_survives_being_written_down_and_read_again(tmp_path):
 
 APPS = Path(str(resources.files("millrace") / "apps"))
 ENTRIES = [
-    pytest.param(command, path, name, id=f"{'-'.join(words)}-{name}")
-    for words, command in cli._COMMANDS.items()
-    if (path := cli._resource(command.named_configs)) is not None
+    pytest.param(command, path, name, id=f"{words.replace(' ', '-')}-{name}")
+    for words, command in COMMANDS.items()
+    if (path := command.named_configs_path()) is not None
     for name in load_yaml(path)
 ]
 
@@ -644,7 +648,7 @@ def test_every_file_of_named_configurations_belongs_to_a_command():
 
 @pytest.mark.parametrize(("command", "path", "name"), ENTRIES)
 def test_every_named_configuration_loads(command, path, name):
-    config_type = cli._load(command.config)
+    config_type = command.load_config_type()
     words = ["--config", name]
     config, _ = parse(config_type, words, program="x", named_configs=path)
     assert isinstance(config, config_type)
@@ -699,3 +703,92 @@ def test_a_number_the_cnn_cannot_use_is_refused_by_name_and_value(option, value)
 def test_resume_without_a_run_directory_says_what_is_missing():
     with pytest.raises(ConfigurationError, match=r"resume needs run_dir"):
         parse(CnnConfig, ["--resume"], program="x")
+
+
+# Sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grain:
+    """What is ground."""
+
+    kind: str = field(default="wheat", metadata={"aliases": ("--cereal",)})
+    """Its name."""
+    sacks: int = 3
+    """How much there is."""
+
+    def __post_init__(self) -> None:
+        if self.sacks < 0:
+            raise ValueError(f"sacks must be 0 or more, got {self.sacks}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """An order, with sections."""
+
+    customer: str = "anybody"
+    """Who pays."""
+    grain: Grain = Grain(sacks=7)
+    days: list[int] = field(default_factory=list)
+    """When."""
+
+
+def order(*words: str) -> Order:
+    return parse(Order, words, program="order")[0]
+
+
+def test_options_of_sections_are_flat_on_the_command_line():
+    assert order("--sacks", "4", "--customer", "me") == Order(
+        customer="me", grain=Grain(sacks=4)
+    )
+
+
+def test_a_section_keeps_what_the_configuration_makes_its_default():
+    assert order("--cereal", "rye").grain == Grain(kind="rye", sacks=7)
+    assert as_plain(order()) == {
+        "customer": "anybody",
+        "kind": "wheat",
+        "sacks": 7,
+        "days": [],
+    }
+    assert plain_defaults(Order)["sacks"] == 7
+
+
+def test_a_section_that_refuses_a_value_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match="sacks must be 0 or more, got -1"):
+        order("--sacks", "-1")
+
+
+def test_yaml_is_flat_and_knows_aliases_of_sections(tmp_path):
+    path = tmp_path / "orders.yml"
+    path.write_text("it:\n  cereal: oats\n  customer: them\n")
+    found, _ = parse(Order, ["--config", "it"], program="order", named_configs=path)
+    assert (found.grain.kind, found.customer) == ("oats", "them")
+
+
+def test_options_are_replaced_in_whichever_section_they_are():
+    before = order("--sacks", "4")
+    after = replace_options(before, customer="you", kind="rye")
+    assert after == Order(customer="you", grain=Grain(kind="rye", sacks=4))
+    assert option_value(after, "sacks") == 4
+    with pytest.raises(ConfigurationError, match="sacks must be"):
+        replace_options(before, sacks=-2)
+
+
+def test_help_has_a_heading_for_each_section(capsys):
+    with pytest.raises(SystemExit):
+        order("--help")
+    shown = capsys.readouterr().out
+    assert "What is ground:" in shown
+    assert shown.index("--customer") < shown.index("--days") < shown.index("--kind")
+    assert "How much there is. (default: 7)" in shown
+
+
+def test_two_options_of_one_name_are_a_mistake_of_ours():
+    @dataclass(frozen=True, kw_only=True)
+    class Twice:
+        sacks: int = 1
+        grain: Grain = Grain()
+
+    with pytest.raises(AssertionError, match="Twice has more than one sacks"):
+        flat_options(Twice)

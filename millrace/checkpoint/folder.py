@@ -33,20 +33,6 @@ class Restored(NamedTuple):
     manifest: dict[str, Any]
 
 
-_NAMED = re.compile(r"update-\d+", re.ASCII)
-
-
-def checkpoint_name(update: int) -> str:
-    """Return the name of the folder of a checkpoint."""
-    return f"update-{update:09d}"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged, oldest first."""
-    found = [path for path in folder.glob("update-*") if _NAMED.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("update-")))
-
-
 def write_checkpoint(
     path: Path,
     state: Any,
@@ -155,12 +141,14 @@ def restore_part(path: Path, like: Any) -> Restored:
 
     Args:
         path: A folder ``update-<n>``.
-        like: A named tuple with the fields to read, as ``restore`` takes it. The others
-            may be anything: weights can be read whatever optimizer was used.
+        like: A named tuple with the fields to read, as ``restore`` takes it. Other
+            fields of the state, and those that are None here, may be anything: weights
+            can be read whatever optimizer was used.
     """
     manifest = read_manifest(path)
     check_inventory(path, manifest)
-    fields = tuple(f".{name}" for name in like._fields)
+    named = [name for name in like._fields if getattr(like, name) is not None]
+    fields = tuple(f".{name}" for name in named)
     found = {n: array for n, array in manifest["arrays"].items() if n.startswith(fields)}
     check_fits(path, found, describe_arrays(like))
     with _reading_arrays(path):

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.checkpoint.arrays import import_orbax, is_key, own_leaves
+from millrace.checkpoint.find import checkpoint_name, checkpoints_in
 from millrace.checkpoint.folder import (
     Restored,
-    checkpoint_name,
-    checkpoints_in,
     reason,
     restore,
     restore_part,

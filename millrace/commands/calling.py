@@ -1,17 +1,19 @@
-"""Applications as Python calls: the same options, and the same run directory."""
+"""Commands from Python: the same options, and the same run directory."""
 
 import dataclasses
 import functools
 import html
-import importlib
 import json
 import shlex
-from collections.abc import Callable, Mapping
-from importlib import resources
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-from millrace.config import configure
+from millrace.commands.registry import COMMANDS
+from millrace.config import ConfigurationError, parse
+from millrace.distributed.environment import is_follower, with_replicas
+from millrace.output import drop_lost_output
 from millrace.report.record import read_events
 
 Model = TypeVar("Model")
@@ -19,12 +21,12 @@ Model = TypeVar("Model")
 
 @dataclasses.dataclass(frozen=True)
 class RunResult(Generic[Model]):
-    """A run that has ended: what came of it, and the model that it trained."""
+    """A run that has ended: its directory, its summary and the model it trained."""
 
     path: Path
     """The run directory."""
     summary: dict[str, Any]
-    """What ``summary.json`` holds: status, metrics, speed, versions."""
+    """The contents of ``summary.json``: status, metrics, speed, versions."""
     load: Callable[[Path], Model] = dataclasses.field(repr=False)
 
     @property
@@ -34,16 +36,16 @@ class RunResult(Generic[Model]):
 
     @functools.cached_property
     def model(self) -> Model:
-        """The trained model, read from the run's checkpoints when first asked for."""
+        """The trained model, loaded from the checkpoints of the run on first use."""
         return self.load(self.path)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What was logged, in order: update, epoch, time and metrics."""
+        """The log events in order: update, epoch, time and metrics."""
         return read_events(self.path)
 
     def _repr_html_(self) -> str:
-        """Show the figures where a notebook shows values."""
+        """Show the metrics as a table in a notebook."""
         rows = "".join(
             f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{value:.4g}</td></tr>"
             for name, value in self.metrics.items()
@@ -55,40 +57,26 @@ class RunResult(Generic[Model]):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class AppCommand:
-    """A command that can be called; where its parts are, as the command line has it."""
-
-    command: str
-    """Such as ``cnn train``."""
-    config: str
-    function: str
-    named_configs: str | None = None
-
-    def configured(self, options: Mapping[str, Any]) -> Any:
-        """Return the configuration that these options ask for."""
-        named = None
-        if self.named_configs is not None:
-            package, name = self.named_configs.split(":")
-            named = Path(str(resources.files(package) / name))
-        config, _ = configure(_load(self.config), options, named)
-        return config
-
-
-def run_application(
-    callee: AppCommand, options: Mapping[str, Any], load: Callable[[Path], Model]
+def call_command(
+    name: str, options: Mapping[str, Any], load: Callable[[Path], Model]
 ) -> RunResult[Model]:
-    """Run an application as its command would; an error is raised, not only printed.
+    """Run a command of the registry in a run directory; errors are raised as well.
 
-    A run that is interrupted comes back with ``summary["status"] == "interrupted"``.
+    An interrupted run returns with ``summary["status"] == "interrupted"``.
+
+    Args:
+        name: The command, such as ``cnn train``.
+        options: Its options by name.
+        load: Loads the trained model from the run directory.
     """
-    config = callee.configured(options)
+    command = COMMANDS[name]
+    config = command.configure(options)
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
     from millrace.run.run import Run, run_command
 
-    function = _load(callee.function)
+    function = command.load_function()
     runs: list[Run] = []
     errors: list[Exception] = []
 
@@ -99,8 +87,8 @@ def run_application(
     run_command(
         remembering,
         config,
-        command=callee.command.replace(" ", "-"),
-        command_line=command_line(callee.command, options),
+        command=name.replace(" ", "-"),
+        command_line=command_line(name, options),
         on_failure=errors.append,
     )
     if errors:
@@ -110,16 +98,17 @@ def run_application(
     return RunResult(runs[0].directory.path, runs[0].summary, load)
 
 
-def answer(callee: AppCommand, options: Mapping[str, Any]) -> Any:
-    """Call a command that needs no run directory."""
-    return _load(callee.function)(callee.configured(options))
+def call_without_run(name: str, options: Mapping[str, Any]) -> Any:
+    """Call a command of the registry that needs no run directory."""
+    command = COMMANDS[name]
+    return command.load_function()(command.configure(options))
 
 
-def command_line(command: str, options: Mapping[str, Any]) -> str:
-    """Write a call as the command that does the same."""
-    words = ["millrace", *command.split()]
-    for name, value in options.items():
-        words.append("--" + name.replace("_", "-"))
+def command_line(name: str, options: Mapping[str, Any]) -> str:
+    """Return the command line that does the same as a call."""
+    words = ["millrace", *name.split()]
+    for option, value in options.items():
+        words.append("--" + option.replace("_", "-"))
         if isinstance(value, list | tuple):
             words += map(str, value)
         elif isinstance(value, dict):
@@ -129,6 +118,38 @@ def command_line(command: str, options: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _load(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)
+def run_as_command(
+    function: Callable[[Any, Any], None],
+    config_type: type,
+    *,
+    name: str,
+    argv: Sequence[str] | None = None,
+    named_configs: Path | None = None,
+) -> NoReturn:
+    """Run your own application as a command, and exit with its status.
+
+    Args:
+        function: ``(config, run)``; does the work.
+        config_type: A frozen dataclass with a section ``run: RunOptions``.
+        name: What the command is called.
+        argv: The words after it (default: those of this process).
+        named_configs: A YAML file of named configurations for ``--config``.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    drop_lost_output()
+    try:
+        replicated = with_replicas(config_type, words)
+        config, _ = parse(
+            config_type, replicated, program=name, named_configs=named_configs
+        )
+        from millrace.run.process import tune_memory_allocation
+
+        tune_memory_allocation()
+        from millrace.run.run import run_command
+
+        line = shlex.join([name, *words])
+        sys.exit(run_command(function, config, command=name, command_line=line))
+    except ConfigurationError as error:
+        if not is_follower():  # one process reports for all
+            print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,11 +1,21 @@
 """Turn named YAML configurations and command-line flags into frozen dataclasses.
 
-A configuration is a dataclass whose fields carry their help as a docstring. Values
-come from the dataclass, then from the named YAML entry, then from the flags; whatever
-does not fit is a ``ConfigurationError`` before anything is compiled.
+A configuration is a dataclass, and may have other dataclasses as sections; the docstring
+under a field is its help. Values come from the dataclass, then from the named YAML entry,
+then from the flags. A value that does not fit raises a ``ConfigurationError`` before
+anything is compiled.
 """
 
-from millrace.config.building import as_plain, build, configure, plain_defaults
+from millrace.config.building import (
+    Option,
+    as_plain,
+    build,
+    configure,
+    flat_options,
+    option_value,
+    plain_defaults,
+    replace_options,
+)
 from millrace.config.checks import (
     ConfigurationError,
     check_keys,
@@ -19,18 +29,22 @@ from millrace.config.files import load_named, load_yaml, writing
 
 __all__ = [
     "ConfigurationError",
+    "Option",
     "as_plain",
     "build",
     "check_keys",
     "configure",
     "did_you_mean",
     "field_docs",
+    "flat_options",
     "load_named",
     "load_yaml",
     "number",
     "one_of",
+    "option_value",
     "parse",
     "plain_defaults",
+    "replace_options",
     "shown",
     "writing",
 ]

@@ -1,11 +1,17 @@
-"""Dataclasses from options by name, and options from dataclasses."""
+"""Build configurations from options by name, and flatten them again.
 
+A configuration is a frozen dataclass. A field whose type is itself a dataclass is a
+*section*: ``config.plan``, ``config.data``. On the command line, in YAML files and in
+``config.yml`` everything is flat, so the names of all options must differ.
+"""
+
+import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from millrace.config.checks import ConfigurationError, did_you_mean
 from millrace.config.files import read_named
@@ -13,19 +19,71 @@ from millrace.config.values import converted
 
 T = TypeVar("T")
 
+_MISSING = dataclasses.MISSING
+
+
+class Option(NamedTuple):
+    """An option of a configuration: one field, its own or a section's."""
+
+    field: dataclasses.Field
+    hint: Any
+    """The type that the field declares."""
+    section: str | None
+    """The attribute that holds it; None for the configuration's own fields."""
+    default: Any
+    """Its value if it is not given; ``dataclasses.MISSING`` if it must be."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the field says besides its type: aliases, may_change and so on."""
+        return self.field.metadata
+
+
+@functools.cache
+def flat_options(config_type: Any) -> dict[str, Option]:
+    """Return all options of a configuration by name, those of its sections included."""
+    hints = typing.get_type_hints(config_type)
+    options: dict[str, Option] = {}
+    for field in dataclasses.fields(config_type):
+        if not dataclasses.is_dataclass(hints[field.name]):
+            found = {field.name: Option(field, hints[field.name], None, _default(field))}
+        else:
+            section = _default(field)
+            found = {
+                name: option._replace(section=field.name, default=getattr(section, name))
+                for name, option in flat_options(hints[field.name]).items()
+            }
+        twice = sorted(found.keys() & options)
+        assert not twice, f"{config_type.__name__} has more than one {', '.join(twice)}"
+        options |= found
+    return options
+
+
+def section_types(config_type: Any) -> dict[str, Any]:
+    """Return the classes of a configuration's sections by attribute name."""
+    hints = typing.get_type_hints(config_type)
+    names = [field.name for field in dataclasses.fields(config_type)]
+    return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not _MISSING:
+        return field.default_factory()
+    return field.default
+
 
 def configure(
     config_type: type[T], options: Mapping[str, Any], named_configs: Path | None = None
 ) -> tuple[T, dict[str, Any]]:
-    """Return the configuration that options ask for, and the values it set explicitly.
+    """Return the configuration for some options, and the values that were set explicitly.
 
     Args:
         config_type: A frozen dataclass.
-        options: Fields by name or by another of their spellings; ``config`` names an
-            entry to start from, ``config_path`` the file it is in.
-        named_configs: The YAML file that it is in by default.
+        options: Values by option name or alias; ``config`` names an entry to start from,
+            ``config_path`` the file it is in.
+        named_configs: The YAML file of named configurations to use by default.
     """
-    given = {_field_name(config_type, key): value for key, value in options.items()}
+    given = {_option_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
     values = _overridden(
         config_type, _named(config_type, path, str(name)) if name else {}, given
@@ -34,7 +92,7 @@ def configure(
 
 
 def _named(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
-    """Return the options of a named entry; a mistake is said with its file and line."""
+    """Return the options of a named entry; errors name the file and the line."""
     values, places = read_named(path, name)
     own = getattr(config_type, "named_without", ())
     named = {}
@@ -42,29 +100,63 @@ def _named(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
         if key in own:
             continue
         try:
-            field_name, _ = _checked(config_type, key, value)
+            option_name, _ = _checked(config_type, key, value)
         except ConfigurationError as error:
             raise ConfigurationError(f"{places.get(key, path)}: {error}") from error
-        named[field_name] = value
+        named[option_name] = value
     return named
 
 
 def build(config_type: type[T], values: Mapping[str, Any]) -> T:
-    """Make `config_type` from plain `values`, checking names and types."""
-    known = fields_of(config_type)
+    """Make a configuration from plain values, checking names and types.
+
+    A class may define ``expand_options(values) -> values``, which replaces options that
+    stand for others before anything is built.
+    """
+    options = flat_options(config_type)
     checked = dict(_checked(config_type, *given) for given in values.items())
-    if (translated := getattr(config_type, "translated", None)) is not None:
-        checked = translated(checked)
+    if (expand := getattr(config_type, "expand_options", None)) is not None:
+        checked = expand(checked)
     missing = [
-        name.upper() if field.metadata.get("positional") else option_of(name)
-        for name, field in known.items()
-        if name not in checked
-        and field.default is field.default_factory is dataclasses.MISSING
+        name.upper() if option.metadata.get("positional") else flag(name)
+        for name, option in options.items()
+        if name not in checked and option.default is _MISSING
     ]
     if missing:
         raise ConfigurationError(f"{' and '.join(missing)} must be given.")
+    defaults = {field.name: field for field in dataclasses.fields(cast(Any, config_type))}
+    with _as_configuration_error():
+        own = _by_field(config_type, checked, lambda section: _default(defaults[section]))
+        return config_type(**own)
+
+
+def replace_options(config: T, **changes: Any) -> T:
+    """Return a configuration with some options changed, whichever section they are in."""
+    with _as_configuration_error():
+        own = _by_field(type(config), changes, lambda section: getattr(config, section))
+        return dataclasses.replace(cast(Any, config), **own)
+
+
+def _by_field(
+    config_type: Any, values: Mapping[str, Any], section_like: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Sort flat values into the fields of a configuration, and rebuild its sections."""
+    options = flat_options(config_type)
+    own: dict[str, Any] = {}
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section = options[name].section
+        (own if section is None else by_section.setdefault(section, {}))[name] = value
+    for section, given in by_section.items():
+        own[section] = dataclasses.replace(section_like(section), **given)
+    return own
+
+
+@contextlib.contextmanager
+def _as_configuration_error() -> Iterator[None]:
+    """Turn the ValueError of a dataclass that checks itself into ours."""
     try:
-        return config_type(**checked)
+        yield
     except ConfigurationError:
         raise
     except ValueError as error:
@@ -72,36 +164,33 @@ def build(config_type: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _checked(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
-    """Return an option's field and its value in the field's type."""
-    name = _field_name(config_type, key)
-    if name not in (known := fields_of(config_type)):
+    """Return an option's name and its value in the type that its field declares."""
+    name = _option_name(config_type, key)
+    if name not in (known := flat_options(config_type)):
         raise ConfigurationError(
             f"There is no option {name[:80]}.{did_you_mean(name, known)}"
         )
-    hint = _type_hints(config_type)[name]
-    return name, converted(hint, value, option_of(name))
+    return name, converted(known[name].hint, value, flag(name))
 
 
-@functools.cache
-def _type_hints(config_type: Any) -> dict[str, Any]:
-    return typing.get_type_hints(config_type)
+def option_value(config: Any, name: str) -> Any:
+    """Return the value of an option, whichever section it is in."""
+    section = flat_options(type(config))[name].section
+    return getattr(config if section is None else getattr(config, section), name)
 
 
 def as_plain(config: Any) -> dict[str, Any]:
-    """Return a dataclass as plain YAML-able values, for ``config.yml``."""
-    return {name: _plain(getattr(config, name)) for name in fields_of(type(config))}
+    """Flatten a configuration into plain values, as ``config.yml`` holds them."""
+    return {name: _plain(option_value(config, name)) for name in flat_options(type(config))}
 
 
 def plain_defaults(config_type: Any) -> dict[str, Any]:
     """Return the options that have a default, as plain values."""
-    missing = dataclasses.MISSING
-    found = {}
-    for name, field in fields_of(config_type).items():
-        if field.default is not missing:
-            found[name] = _plain(field.default)
-        elif field.default_factory is not missing:
-            found[name] = _plain(field.default_factory())
-    return found
+    return {
+        name: _plain(option.default)
+        for name, option in flat_options(config_type).items()
+        if option.default is not _MISSING
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -114,22 +203,17 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def fields_of(config_type: Any) -> dict[str, dataclasses.Field]:
-    """Return a dataclass's fields by name."""
-    return {field.name: field for field in dataclasses.fields(config_type)}
-
-
-def option_of(name: str) -> str:
-    """Return a field as it is written on a command line."""
+def flag(name: str) -> str:
+    """Return an option as it is written on a command line."""
     return "--" + name.replace("_", "-")
 
 
-def _field_name(config_type: Any, key: str) -> str:
+def _option_name(config_type: Any, key: str) -> str:
     """Resolve an alias used as a YAML key."""
-    for field in dataclasses.fields(config_type):
-        aliases = field.metadata.get("aliases", ())
+    for name, option in flat_options(config_type).items():
+        aliases = option.metadata.get("aliases", ())
         if key.replace("_", "-") in {alias.lstrip("-") for alias in aliases}:
-            return field.name
+            return name
     return key
 
 
@@ -138,8 +222,8 @@ def _overridden(
 ) -> dict[str, Any]:
     """Let `given` win, also where one of the two has an option that stands for others."""
     meanings = {
-        field.name: set(field.metadata.get("stands_for", ()))
-        for field in dataclasses.fields(config_type)
+        name: set(option.metadata.get("stands_for", ()))
+        for name, option in flat_options(config_type).items()
     }
     replaced = set().union(*(meanings.get(name, ()) for name in given))
     kept = {

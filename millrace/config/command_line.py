@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from millrace.config.building import configure, fields_of, option_of
+from millrace.config.building import Option, configure, flag, flat_options, section_types
 from millrace.config.checks import ConfigurationError, did_you_mean, shown
 from millrace.config.values import converted, type_name, without_none
 
@@ -98,25 +98,24 @@ def _parser(
             metavar="FILE",
             help=f"YAML file of named configurations (default: {named_configs.name})",
         )
-    hints = typing.get_type_hints(config_type)
     helps = field_docs(config_type)
     for title, section in _sections(config_type).items():
         group = parser.add_argument_group(title) if title else parser
-        for name, field in section.items():
+        for name, option in section.items():
             text = " ".join(helps.get(name, "").split())
-            if (default := _default(field)) is not None:
+            if (default := _shown_default(option)) is not None:
                 text += f" (default: {default})"
-            arguments = _argument(hints[name], option_of(name))
-            if field.metadata.get("positional"):
+            arguments = _argument(option.hint, flag(name))
+            if option.metadata.get("positional"):
                 words, arguments["metavar"] = (name,), name.upper()
             else:
-                words = (option_of(name), *field.metadata.get("aliases", ()))
+                words = (flag(name), *option.metadata.get("aliases", ()))
                 arguments["dest"] = name
-                if (bare := field.metadata.get("bare")) is not None:
+                if (bare := option.metadata.get("bare")) is not None:
                     arguments |= {"nargs": "?", "const": bare}
             group.add_argument(*words, help=text.replace("%", "%%"), **arguments)
-            for word in field.metadata.get("negations", ()):
-                meaning = f"The same as {option_of(name)} False."
+            for word in option.metadata.get("negations", ()):
+                meaning = f"The same as {flag(name)} False."
                 group.add_argument(
                     word, dest=name, action="store_const", const=False, help=meaning
                 )
@@ -127,17 +126,22 @@ def _positionals(config_type: Any) -> list[str]:
     """The words a command takes without an option's name in front."""
     return [
         name.upper()
-        for name, field in fields_of(config_type).items()
-        if field.metadata.get("positional")
+        for name, option in flat_options(config_type).items()
+        if option.metadata.get("positional")
     ]
 
 
-def _sections(config_type: Any) -> dict[str, dict[str, dataclasses.Field]]:
-    """Fields by the class that declares them: the command's own, then its bases'."""
-    left = fields_of(config_type)
-    sections = {}
-    for cls in config_type.__mro__:
-        names = [name for name in inspect.get_annotations(cls) if name in left]
+def _sections(config_type: Any) -> dict[str, dict[str, Option]]:
+    """Group options for the help: the command's own, those of its bases, its sections."""
+    left = dict(flat_options(config_type))
+    sections: dict[str, dict[str, Option]] = {}
+    for cls in (*config_type.__mro__, *section_types(config_type).values()):
+        names = [
+            name
+            for base in ((cls,) if cls in config_type.__mro__ else cls.__mro__)
+            for name in inspect.get_annotations(base)
+            if name in left
+        ]
         if names:
             title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")
             title = "" if cls is config_type else title
@@ -145,10 +149,12 @@ def _sections(config_type: Any) -> dict[str, dict[str, dataclasses.Field]]:
     return sections
 
 
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory() or None
-    return None if field.default is dataclasses.MISSING else field.default
+def _shown_default(option: Option) -> Any:
+    """Return a default for the help; an empty list or dictionary is not worth showing."""
+    default = option.default
+    if default is dataclasses.MISSING or default == [] or default == {}:
+        return None
+    return default
 
 
 def _argument(hint: Any, option: str) -> dict[str, Any]:
@@ -173,8 +179,10 @@ def _argument(hint: Any, option: str) -> dict[str, Any]:
 
 
 def field_docs(config_type: Any) -> dict[str, str]:
-    """Return the docstring under each field, the base classes' included."""
+    """Return the docstring under each option's field, bases and sections included."""
     docs: dict[str, str] = {}
+    for section in section_types(config_type).values():
+        docs |= field_docs(section)
     for cls in reversed(config_type.__mro__):
         if dataclasses.is_dataclass(cls):
             docs |= _class_field_docs(cls)

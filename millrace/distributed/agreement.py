@@ -5,7 +5,6 @@ else. The programs they compile would then differ: they would wait for one anoth
 ever, crash, or train something that nobody has asked for.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 import millrace
-from millrace.config import ConfigurationError, as_plain
+from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
 from millrace.versions import versions
 
@@ -88,11 +87,10 @@ def _options(options: Any) -> dict[str, Any]:
     """
     plain = as_plain(options)
     return {
-        field.name: "a path"
-        if isinstance(getattr(options, field.name), Path)
-        else plain[field.name]
-        for field in dataclasses.fields(options)
-        if not field.metadata.get("may_differ") and not field.metadata.get("without_effect")
+        name: "a path" if isinstance(option_value(options, name), Path) else plain[name]
+        for name, option in flat_options(type(options)).items()
+        if not option.metadata.get("may_differ")
+        and not option.metadata.get("without_effect")
     }
 
 

@@ -4,14 +4,13 @@ Ours come as MILLRACE_... variables; Open MPI, Slurm and Kubernetes have their o
 JAX reads. Here they are only looked for, to know whether there is more than one process.
 """
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, flat_options
 
 COORDINATOR = "MILLRACE_COORDINATOR"
 PROCESS_ID = "MILLRACE_PROCESS_ID"
@@ -153,8 +152,7 @@ def noted_taken_port(folder: str) -> Path | None:
 def with_replicas(config_type: Any, words: Sequence[str]) -> list[str]:
     """Return a command's words with the number of replicas that the launcher gives it."""
     number = os.environ.get(NUM_REPLICAS)
-    names = {field.name for field in dataclasses.fields(config_type)}
-    if number is None or "num_replicas" not in names:
+    if number is None or "num_replicas" not in flat_options(config_type):
         return list(words)
     if getattr(config_type, "replicas_of_each_process", False):
         number = str(int(number) // int(os.environ.get(NUM_PROCESSES, "1")))

@@ -48,6 +48,13 @@ class TrainState(NamedTuple):
         return self.model_state
 
 
+class Weights(NamedTuple):
+    """The part of a training state that makes the model."""
+
+    params: Any
+    model_state: Any = None
+
+
 class GradientResult(NamedTuple):
     """What the replicas agree on before the weights are changed."""
 

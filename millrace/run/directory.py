@@ -5,7 +5,6 @@
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +18,13 @@ from typing import Any
 import yaml
 
 from millrace.batching import Batching, resolve_batching
-from millrace.config import ConfigurationError, as_plain, load_yaml, plain_defaults
+from millrace.config import (
+    ConfigurationError,
+    as_plain,
+    flat_options,
+    load_yaml,
+    plain_defaults,
+)
 from millrace.distributed import coordination
 from millrace.durable import (
     PARTIAL,
@@ -347,22 +352,22 @@ def _check_same(
     # What the run did not know when it was started was as it is by default.
     old, new = plain_defaults(type(config)) | old, as_plain(config)
     shared_out = _how_batches_are_shared_out(old, config)
-    differing = [
-        field
-        for field in dataclasses.fields(config)
-        if not field.metadata.get("may_change")
-        and field.name not in shared_out
-        and old.get(field.name) != new[field.name]
-    ]
+    differing = {
+        name: option
+        for name, option in flat_options(type(config)).items()
+        if not option.metadata.get("may_change")
+        and name not in shared_out
+        and old.get(name) != new[name]
+    }
     grown = {
-        field.name: new[field.name]
-        for field in differing
-        if field.metadata.get("may_grow") and _is_more(new[field.name], old.get(field.name))
+        name: new[name]
+        for name, option in differing.items()
+        if option.metadata.get("may_grow") and _is_more(new[name], old.get(name))
     }
     changed = [
-        f"{field.name} was {old.get(field.name)!r}, now {new[field.name]!r}"
-        for field in differing
-        if field.name not in grown
+        f"{name} was {old.get(name)!r}, now {new[name]!r}"
+        for name in differing
+        if name not in grown
     ]
     if changed:
         raise ConfigurationError(
@@ -378,7 +383,7 @@ def _is_more(new: Any, old: Any) -> bool:
 
 def _how_batches_are_shared_out(old: dict[str, Any], config: Any) -> set[str]:
     """Return the options that may change as long as every update has the same samples."""
-    batching = getattr(config, "batching", None)
+    batching = getattr(getattr(config, "plan", config), "batching", None)
     names = {"num_replicas", "gradient_accumulation_count", "global_batch_size"}
     if not isinstance(batching, Batching):
         return set()

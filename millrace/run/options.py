@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _MAY_CHANGE = {"may_change": True}
 """Marks options that a resumed run may be given differently: results do not change."""
@@ -64,3 +65,8 @@ class RunOptions:
             raise ValueError("resume needs run_dir: the directory of the run to continue.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")
+
+
+def run_options(config: Any) -> RunOptions:
+    """Return the run options of a configuration, which are its section ``run``."""
+    return config if isinstance(config, RunOptions) else config.run

@@ -1,6 +1,5 @@
 """What a run can tell of itself besides its results: time, memory, options, machine."""
 
-import dataclasses
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax
 
-from millrace.config import as_plain
+from millrace.config import as_plain, plain_defaults
 from millrace.durable import make_folder, write_atomically
 from millrace.program.compiling import peak_bytes
 from millrace.report.record import FOLDER, PHASES, read_phases
@@ -98,17 +97,7 @@ def _defaults(config_type: Any) -> dict[str, Any]:
     try:
         return as_plain(config_type())
     except (TypeError, ValueError):  # some must be given
-        return {
-            field.name: str(value) if isinstance(value, Path) else value
-            for field in dataclasses.fields(config_type)
-            if (value := _default(field)) is not dataclasses.MISSING
-        }
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+        return plain_defaults(config_type)
 
 
 def memory_used(programs: list[jax.stages.Compiled]) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """One run of one command: its directory, its screen, and an account of how it ended."""
 
 import contextlib
-import dataclasses
 import functools
 import time
 import traceback
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 
 from millrace.checkpoint.store import Checkpoints
-from millrace.config import ConfigurationError, as_plain
+from millrace.config import ConfigurationError, as_plain, flat_options, replace_options
 from millrace.distributed import coordination
 from millrace.distributed.agreement import check_same_data, check_same_start
 from millrace.distributed.environment import (
@@ -35,7 +34,7 @@ from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
 from millrace.run.console import Console, figure
 from millrace.run.directory import RunDirectory, open_for_all
-from millrace.run.options import RunOptions
+from millrace.run.options import RunOptions, run_options
 from millrace.run.process import (
     check_address_space,
     kept_programs_folder,
@@ -204,7 +203,7 @@ class Run:
 @dropping_lost_output()
 def run_command(
     function: Any,
-    options: RunOptions,
+    config: Any,
     *,
     command: str,
     command_line: str,
@@ -213,19 +212,20 @@ def run_command(
     """Run an application's function inside a run directory; return the exit status.
 
     Args:
-        function: ``(options, run)``.
-        options: What it is told.
+        function: ``(config, run)``.
+        config: Its configuration, with the section ``run``.
         command: Such as ``cnn-train``.
         command_line: How to do the same again.
         on_failure: Called with the error that ended it, besides its being printed.
     """
     check_address_space()
-    options = _prepare_process(options)
-    check_same_start(options, command)
+    config = _prepare_process(config)
+    options = run_options(config)
+    check_same_start(config, command)
     kind = Console if coordination.is_first() else _Unheard
     console = kind(quiet=options.quiet, verbose=options.verbose)
     directory = open_for_all(
-        options.run_dir, options, command=command, resume=options.resume
+        options.run_dir, config, command=command, resume=options.resume
     )
     started = time.time()
     writers: list[Writer] = []
@@ -237,13 +237,13 @@ def run_command(
     try:
         if coordination.is_first():
             note_run_directory(directory.path)
-            writers += open_writers(options, directory, as_plain(options), command)
+            writers += open_writers(options, directory, as_plain(config), command)
         with (
             interruptible(),
             deterministic(options.deterministic),
             compiling({}, programs, kept_in=kept_programs_folder()),
         ):
-            function(options, run)
+            function(config, run)
         interrupted = run.summary["status"] == "interrupted"
         status = INTERRUPTED if interrupted else 0
     except KeyboardInterrupt:
@@ -266,7 +266,7 @@ def run_command(
             traceback.print_exc()
         _report_failure(_plain(error, message), status, silently=options.debug)
     run.summary["wall_seconds"] = time.time() - started
-    run.summary |= run_metadata(options, console.phases, programs)
+    run.summary |= run_metadata(config, console.phases, programs)
     if options.resume:
         add_earlier(run.summary, run.summary_before())
     nothing_ran = not directory.metrics_path.exists() and not options.resume
@@ -397,12 +397,13 @@ def _time_and_memory(summary: dict[str, Any]) -> dict[str, str]:
     return times | sizes
 
 
-def _prepare_process(options: RunOptions) -> RunOptions:
-    """Settings that must be made before the devices are first used.
+def _prepare_process(config: Any) -> Any:
+    """Make the settings that must be made before a device is used.
 
     Returns:
-        The options, changed where the launcher starts the run again.
+        The configuration; where the launcher restarts a run, it resumes that run.
     """
+    options = run_options(config)
     if options.virtual_devices is not None:
         try:
             use_virtual_devices(options.virtual_devices)
@@ -418,20 +419,19 @@ def _prepare_process(options: RunOptions) -> RunOptions:
         watch_launcher()
     noted = None if _begun else noted_run_directory()
     _begun.append(True)
-    return options if noted is None else _continued(options, noted)
+    return config if noted is None else _continued(config, noted)
 
 
 _begun: list[bool] = []
 """Not empty where a run is inside another one: then it has a directory of its own."""
 
 
-def _continued(options: RunOptions, path: Path) -> RunOptions:
-    """Return the options with which a run goes on that was cut off."""
-    changes: dict[str, Any] = {
-        name: None for name in ("logdir", "results_dir") if hasattr(options, name)
-    }
+def _continued(config: Any, path: Path) -> Any:
+    """Return the configuration that continues an interrupted run."""
+    known = flat_options(type(config))
+    changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
     changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
     try:
-        return dataclasses.replace(options, **changes)
-    except ValueError as error:
-        raise ConfigurationError(f"The run cannot go on in {path}: {error}") from error
+        return replace_options(config, **changes)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"Cannot continue the run in {path}: {error}") from error

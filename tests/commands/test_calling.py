@@ -1,5 +1,6 @@
 """The applications as Python calls: the same options, a summary and a model."""
 
+import dataclasses
 import json
 from xml.etree import ElementTree
 
@@ -9,7 +10,8 @@ from browser import PHONE, look_at
 from sklearn.datasets import load_digits
 
 import millrace as mr
-from millrace.commands.calling import AppCommand, command_line
+from millrace.commands.calling import command_line
+from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError
 
 
@@ -235,21 +237,20 @@ def test_a_notebook_shows_the_figures(cnn):
     assert "validation accuracy" in shown and "completed" in shown
 
 
-def test_a_call_is_the_command_of_that_name():
-    from millrace.apps.autoencoder import api as autoencoder
-    from millrace.apps.vcd import api as vcd
-    from millrace.cli import _COMMANDS
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_names_modules_that_are_there(name):
+    command = COMMANDS[name]
+    assert dataclasses.is_dataclass(command.load_config_type())
+    assert callable(command.load_function())
+    path = command.named_configs_path()
+    assert path is None or path.is_file()
 
-    found = [
-        value for module in (mr.cnn, autoencoder, vcd) for value in vars(module).values()
-    ]
-    callees = [value for value in found if isinstance(value, AppCommand)]
-    assert len(callees) == 9
-    for callee in callees:
-        application, verb = callee.command.split()
-        command = _COMMANDS[application, verb]
-        assert (callee.config, callee.function) == (command.config, command.function)
-        assert callee.named_configs == command.named_configs
+
+@pytest.mark.parametrize("application", ["cnn", "autoencoder", "vcd"])
+def test_what_an_application_offers_from_python_are_commands_of_its_own(application):
+    module = getattr(mr, application)
+    verbs = set(module.__all__) - {"load"}
+    assert verbs and {f"{application} {verb}" for verb in verbs} <= set(COMMANDS)
 
 
 def test_a_call_is_written_as_the_command_that_does_the_same():

@@ -1,12 +1,11 @@
 """Every option of the documents is in the table, and is what a command understands."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from millrace.cli import _COMMANDS
+from millrace.commands.registry import COMMANDS
 from millrace.config.command_line import _hyphenate, _parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
@@ -67,10 +66,8 @@ def test_every_option_of_the_documents_is_in_the_table(command):
 
 @pytest.mark.parametrize("command", NAMED)
 def test_every_option_in_the_table_is_one_that_the_command_has(command):
-    application, _, verb = command.partition(" ")
-    entry = _COMMANDS[application, verb]
-    module, name = entry.config.split(":")
-    config_type = getattr(importlib.import_module(module), name)
+    entry = COMMANDS[command]
+    config_type = entry.load_config_type()
     named = Path("runs.yml") if entry.named_configs else None
     parser = _parser(config_type, command, named)
     known = {word for action in parser._actions for word in action.option_strings}

@@ -1,1 +1,1 @@
-"""A deep autoencoder that recommends: training, validation, recommendation, sweeps."""
+"""A deep autoencoder that recommends items from ratings."""

@@ -18,13 +18,7 @@ from millrace.loop.evaluate import evaluate
 from millrace.loop.nan_guard import NonFiniteError
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
-
-
-class Weights(NamedTuple):
-    """The part of a training state that is needed to foretell."""
-
-    params: Any
-    model_state: Any = None
+from millrace.program.step import Weights
 
 
 class Ranking(NamedTuple):

@@ -15,13 +15,15 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.data import Rows
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.program import model_of
-from millrace.checkpoint.store import Checkpoints, checkpoints_in, restore_part
-from millrace.config import ConfigurationError, build, load_yaml
+from millrace.checkpoint.store import Checkpoints, restore_part
+from millrace.config import ConfigurationError
 from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
 from millrace.durable import replacing
+from millrace.program.step import Weights
 from millrace.run.directory import write_atomically
+from millrace.run.saved import SavedRun, find_run
 
 RMSE = "validation_rmse"
 """The metric that the best checkpoint is chosen by."""
@@ -60,18 +62,12 @@ class Trained(NamedTuple):
         return weights_in(self.checkpoint, self.model, self.config)
 
 
-class _Params(NamedTuple):
-    """The field of a training state that holds the weights."""
-
-    params: Any
-
-
 def weights_in(
     checkpoint: Path, model: Model, config: AutoencoderConfig
 ) -> tuple[Any, dict[str, Any]]:
     """Read a model's weights, and what the checkpoint says about itself."""
     like = weight_shapes(model, config.plan.types.weights)
-    restored = restore_part(checkpoint, _Params(like))
+    restored = restore_part(checkpoint, Weights(like))
     return restored.state.params, restored.manifest
 
 
@@ -93,16 +89,18 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
         path: A run directory, its checkpoints' folder, or one of them.
         newest: Take the newest even if another has been validated as better.
     """
-    folder = next((p for p in (path, *path.parents[:2]) if (p / ITEMS).is_file()), None)
-    if folder is None:
+    saved = find_run(path, command="autoencoder train")
+    folder = saved.directory
+    if folder is None or not (folder / ITEMS).is_file():
         raise ConfigurationError(
             f"{path} is not the directory of an autoencoder train run, nor in one: there "
             f"is no {ITEMS}."
         )
-    config = _config_of(folder)
+    config = _config_of(saved, folder)
     columns = np.load(folder / _COLUMNS[config.rows])
-    is_one = path.name.startswith("update-") and path.is_dir()
-    checkpoint = path if is_one else _choose(folder / "checkpoints", newest)
+    checkpoint = saved.newest()
+    if not newest and path != checkpoint:
+        checkpoint = best_checkpoint(checkpoint.parent) or checkpoint
     return Trained(
         config,
         model_of(config, len(columns)),
@@ -124,25 +122,16 @@ def _biases_in(folder: Path) -> ColumnBiases:
         return ColumnBiases(float(kept["mean"]), kept["of_column"], float(kept["strength"]))
 
 
-def _config_of(folder: Path) -> AutoencoderConfig:
-    values = load_yaml(folder / "config.yml")
-    command = values.pop("command", None)
-    if command != "autoencoder-train":
-        raise ConfigurationError(f"{folder} holds a run of {command}, not of training.")
-    # Where it was run, and whether it was resumed, are of no concern here.
-    for name in ("run_dir", "resume", "logdir", "testing_on_checkpoint"):
-        values.pop(name, None)
-    for name, kept in kept_ratings(folder).items():
-        values[f"{name}_data_file"] = kept["file"]
-    return build(AutoencoderConfig, values)
-
-
-def _choose(folder: Path, newest: bool) -> Path:
-    best = None if newest else best_checkpoint(folder)
-    found = checkpoints_in(folder)
-    if best is None and not found:
-        raise ConfigurationError(f"There are no checkpoints in {folder}.")
-    return best or found[-1]
+def _config_of(saved: SavedRun, folder: Path) -> AutoencoderConfig:
+    saved.check_command("autoencoder-train")
+    # Its files may have been given relative to another working directory.
+    files = {
+        f"{name}_data_file": kept["file"] for name, kept in kept_ratings(folder).items()
+    }
+    without = ("logdir", "testing_on_checkpoint")
+    return saved._replace(options=saved.options | files).build_config(
+        AutoencoderConfig, without=without
+    )
 
 
 def best_checkpoint(folder: Path) -> Path | None:

@@ -1,1 +1,1 @@
-"""Convolutional networks for image classification."""
+"""Image classification with convolutional networks."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.evaluate import Weights, report_event
+from millrace.apps.cnn.evaluate import report_event
 from millrace.checkpoint.averaging import (
     exponential_average,
     mean_of,
@@ -13,6 +13,7 @@ from millrace.checkpoint.averaging import (
 )
 from millrace.checkpoint.store import checkpoints_in
 from millrace.loop.event_schedule import EventSchedule
+from millrace.program.step import Weights
 from millrace.run.run import Run
 
 

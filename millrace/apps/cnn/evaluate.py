@@ -3,29 +3,25 @@
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.checkpoint.store import checkpoints_in, restore_part
+from millrace.checkpoint.find import is_checkpoint
+from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError
 from millrace.data.source import Source
 from millrace.distributed import coordination
 from millrace.loop.evaluate import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
+from millrace.program.step import Weights
 from millrace.run.console import figure
 from millrace.run.run import Run
+from millrace.run.saved import find_run
 
 ACCURACY = "validation_accuracy"
-
-
-class Weights(NamedTuple):
-    """The part of a training state that validation needs."""
-
-    params: Any
-    model_state: Any
 
 
 class Validator:
@@ -77,25 +73,11 @@ def devices_per_replica(config: CnnConfig) -> int:
     return len(used)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Tell whether a path is a checkpoint, made in training or an average of those."""
-    return path.is_dir() and (
-        path.name.startswith("update-") or (path / "manifest.json").is_file()
-    )
-
-
 def find_checkpoints(config: CnnConfig) -> list[Path]:
     """Return the checkpoints that a run without training is to validate."""
     given = config.checkpoint_input_dir or config.checkpoint_dir
-    assert given is not None, "WorkflowOptions sees to it"
-    if is_checkpoint(given):
-        return [given]
-    paths = checkpoints_in(given) or checkpoints_in(given / "checkpoints")
-    if not paths:
-        raise ConfigurationError(
-            f"There are no checkpoints in {given}. Give a folder of checkpoints "
-            "(update-000000001 and so on), or the directory of a run that wrote some."
-        )
+    assert given is not None, "checked by WorkflowOptions"
+    paths = find_run(given, command="cnn train").checkpoints
     return paths if config.validates == "every" else paths[-1:]
 
 

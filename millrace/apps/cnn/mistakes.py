@@ -11,11 +11,10 @@ import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.evaluate import Weights
 from millrace.data.image_source import ImageSource
 from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import jit
-from millrace.program.step import narrow
+from millrace.program.step import Weights, narrow
 from millrace.report.sections import Confusion, Gallery, png_of, save_part
 from millrace.run.run import Run
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.evaluate import Weights, is_checkpoint
 from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.preprocessing import preparation
 from millrace.apps.cnn.program import model_of
-from millrace.checkpoint.store import checkpoints_in, restore_part
-from millrace.config import ConfigurationError, build, load_yaml
+from millrace.checkpoint.store import restore_part
 from millrace.data.augment import imagenet_image
 from millrace.data.image_source import open_image
 from millrace.nn.layers import Layer, apply_layers, init_shapes
+from millrace.program.step import Weights
+from millrace.run.saved import find_run
 
 
 class TrainedCnn(NamedTuple):
@@ -86,15 +86,16 @@ def _warn_of_scaled(images: np.ndarray) -> None:
 
 
 def load_trained(path: Path | str) -> TrainedCnn:
-    """Read the newest checkpoint of a ``cnn train`` run, or the one that is named."""
-    checkpoint, folder = _find(Path(path))
-    config = _config_of(folder)
+    """Load the newest checkpoint of a ``cnn train`` run, or the one that is named."""
+    saved = find_run(Path(path), command="cnn train")
+    saved.check_command("cnn-train")
+    config = saved.build_config(CnnConfig)
     images = data.load(config)
     model = model_of(config, images)
     params, model_state = init_shapes(model, np.zeros((1, *images.image_shape), np.float32))
     dtype = jnp.dtype(config.types.weights)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    weights, _ = restore_part(checkpoint, Weights(params, model_state))
+    weights, _ = restore_part(saved.newest(), Weights(params, model_state))
     names = class_names(images, config.resolved_dataset)
     return TrainedCnn(
         config,
@@ -103,30 +104,5 @@ def load_trained(path: Path | str) -> TrainedCnn:
         weights.model_state,
         names,
         images.image_shape,
-        checkpoint,
+        saved.newest(),
     )
-
-
-def _find(path: Path) -> tuple[Path, Path]:
-    """Return the checkpoint and the directory of its run."""
-    if is_checkpoint(path):
-        return path, path.parent.parent
-    values = load_yaml(path / "config.yml") if (path / "config.yml").is_file() else {}
-    elsewhere = values.get("checkpoint_dir")
-    found = checkpoints_in(Path(elsewhere) if elsewhere else path / "checkpoints")
-    if not found:
-        raise ConfigurationError(
-            f"There are no checkpoints in {path}. Give the directory of a run of "
-            "`millrace cnn train` that wrote some, or one of its checkpoints."
-        )
-    return found[-1], path
-
-
-def _config_of(folder: Path) -> CnnConfig:
-    values = load_yaml(folder / "config.yml")
-    if (command := values.pop("command", None)) != "cnn-train":
-        raise ConfigurationError(f"{folder} holds a run of {command}, not of cnn train.")
-    # Where it was run, and whether it was resumed, is not the network's.
-    for name in ("run_dir", "resume"):
-        values.pop(name, None)
-    return build(CnnConfig, values)

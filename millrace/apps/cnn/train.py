@@ -19,7 +19,6 @@ from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.evaluate import (
     ACCURACY,
     Validator,
-    Weights,
     delete_checkpoints,
     find_checkpoints,
     report_target,
@@ -38,7 +37,7 @@ from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
-from millrace.program.step import TrainState
+from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.report.sections import save_part
 from millrace.run.pipeline_profile import draw_profile, profile_part, profile_pipeline

@@ -11,11 +11,11 @@ from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.data import PictureData, unpack
 from millrace.apps.vcd.images import FOLDER, grids, save_grids
 from millrace.apps.vcd.model import bernoulli_vae, encode
-from millrace.apps.vcd.trained import Weights
 from millrace.data.source import ArraySource
 from millrace.loop.evaluate import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
+from millrace.program.step import Weights
 
 ELBO = "validation_elbo"
 
@@ -53,7 +53,7 @@ class Watch:
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean ELBO; draw if that is asked for."""
-        weights = _WithCarried(state.params)
+        weights = Weights(state.params)
         placed = self._program.place(weights)
         found = evaluate(self._program, placed, self._source, self._batch_size)
         if self._config.pictures:
@@ -74,12 +74,6 @@ class Watch:
             step_size=float(step_size),
         )
         save_grids(made, self._folder, int(state.update))
-
-
-class _WithCarried(Weights):
-    """The weights as an evaluation program takes them."""
-
-    model_state = None
 
 
 def elbo_of(num_pixels: int, z_dim: int, seed: int) -> MetricFn:

@@ -1,6 +1,5 @@
 """A trained model, found again from what its run has left."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +10,10 @@ from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.config.commands import CheckpointOptions
 from millrace.apps.vcd.data import BinaryPictures
-from millrace.checkpoint.store import checkpoints_in, restore_part
-from millrace.config import ConfigurationError, build, load_yaml
-
-
-class Weights(NamedTuple):
-    """The part of a training state that makes the model."""
-
-    params: Any
+from millrace.checkpoint.store import restore_part
+from millrace.config import ConfigurationError, replace_options
+from millrace.program.step import Weights
+from millrace.run.saved import find_run
 
 
 class Trained(NamedTuple):
@@ -37,8 +32,12 @@ class Trained(NamedTuple):
 
 def load_trained(options: CheckpointOptions) -> Trained:
     """Read the newest checkpoint of a run, and the pictures the options ask for."""
-    path, directory = _find(options.checkpoint_dir)
-    config = _training_config(directory, options.dataset_path)
+    saved = find_run(options.checkpoint_dir, command="vcd train")
+    saved.check_command("vcd-train")
+    path = saved.newest()
+    config = saved.build_config(VcdConfig, without=("results_dir",))
+    if options.dataset_path is not None:
+        config = replace_options(config, dataset_path=options.dataset_path)
     held_out = config.num_validation if config.validation else 0
     split = data.load(config, num_validation=held_out)
     pictures = getattr(split, options.split)
@@ -58,29 +57,3 @@ def load_trained(options: CheckpointOptions) -> Trained:
         float(manifest["metrics"].get("train_step_size", config.step_size)),
         f"{split.name}, {len(pictures):,} {options.split} pictures",
     )
-
-
-def _find(given: Path) -> tuple[Path, Path]:
-    """Return the checkpoint and the directory of its run."""
-    if given.name.startswith("update-") and given.is_dir():
-        return given, given.parent.parent
-    paths = checkpoints_in(given / "checkpoints") or checkpoints_in(given)
-    if not paths:
-        raise ConfigurationError(
-            f"There are no checkpoints in {given}. Give the directory of a run of "
-            "`millrace vcd train` that wrote some, or one of its checkpoints."
-        )
-    return paths[-1], paths[-1].parent.parent
-
-
-def _training_config(directory: Path, dataset_path: Path | None) -> VcdConfig:
-    values = load_yaml(directory / "config.yml")
-    if (command := values.pop("command", None)) != "vcd-train":
-        raise ConfigurationError(f"{directory} holds a run of {command}, not of vcd-train.")
-    # Where it was run and what it showed is not the model's.
-    for name in ("run_dir", "results_dir", "resume"):
-        values.pop(name, None)
-    config = build(VcdConfig, values)
-    if dataset_path is not None:
-        config = dataclasses.replace(config, dataset_path=dataset_path)
-    return config

@@ -92,7 +92,7 @@ def test_some_users_are_recommended_items_by_title(trained, tmp_path, capsys):
         ("--all --user 1000", "Give the users to recommend to"),
         ("--all --out x.doc", "out must end in .tsv, .txt, .csv"),
         ("--user 1000 --titles nowhere", "Cannot read the titles in nowhere"),
-        ("--user 1000 --checkpoint /nowhere", "/nowhere is not the directory of an"),
+        ("--user 1000 --checkpoint /nowhere", "There are no checkpoints in /nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(trained, capsys, words, said):

@@ -29,7 +29,7 @@ class CnnConfig(
 ):
     """Train a convolutional network for image classification."""
 
-    translated = staticmethod(graphcore.translated)
+    expand_options = staticmethod(graphcore.expand_options)
 
     def __post_init__(self) -> None:
         if self.auto_loss_scaling:

@@ -43,7 +43,7 @@ class ShorthandOptions:
     """Stages of the pipeline; without pipeline_splits they are chosen by their cost."""
 
 
-def translated(values: dict[str, Any]) -> dict[str, Any]:
+def expand_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options that `values` stand for, completed by a family's recipe."""
     values = dict(values)
     model = str(values.get("model_name")).lower()

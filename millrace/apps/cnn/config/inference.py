@@ -10,9 +10,10 @@ from millrace.apps.cnn.config import CnnConfig, graphcore
 from millrace.apps.cnn.config.data import DataOptions
 from millrace.apps.cnn.config.ipu import IpuOptions
 from millrace.apps.cnn.config.model import ModelOptions
-from millrace.config import ConfigurationError, load_yaml
+from millrace.config import ConfigurationError
 from millrace.precision import HalfType, PrecisionName
 from millrace.run.options import RunOptions
+from millrace.run.saved import find_run
 
 _OF_A_RUN = (
     *(field.name for field in dataclasses.fields(ModelOptions)),
@@ -111,11 +112,11 @@ class ValidateConfig(SpeedOptions, ModelOptions, DataOptions, RunOptions, IpuOpt
     replicas_of_each_process = True  # each takes batches of its own
 
     @staticmethod
-    def translated(values: dict[str, Any]) -> dict[str, Any]:
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
         """Complete options by those of a trained run, and by what others stand for."""
         known = {field.name for field in dataclasses.fields(ValidateConfig)}
         values = _options_of(values.get("checkpoint_dir")) | values
-        meant = graphcore.translated(values)
+        meant = graphcore.expand_options(values)
         return {name: value for name, value in meant.items() if name in known}
 
     @functools.cached_property
@@ -146,19 +147,14 @@ def _options_of(given: Path | None) -> dict[str, Any]:
         return {}
     if not given.exists():
         raise ConfigurationError(f"checkpoint_dir: there is no {given}.")
-    folders = (given, *given.absolute().parents[:2])
-    found = next((f for f in folders if (f / "config.yml").is_file()), None)
-    if found is None:
+    saved = find_run(given, command="cnn train", needs_checkpoints=False)
+    if saved.directory is None:
         return {}
-    run = load_yaml(found / "config.yml")
-    if run.get("command") != "cnn-train":
-        raise ConfigurationError(
-            f"{found} holds a run of {run.get('command')}, not of cnn-train."
-        )
+    saved.check_command("cnn-train")
     options = {
-        name: run[name]
+        name: saved.options[name]
         for name in _OF_A_RUN
-        if run.get(name) is not None and name not in _NOT_OF_A_RUN
+        if saved.options.get(name) is not None and name not in _NOT_OF_A_RUN
     }
     if "dataset_path" in options:
         options["dataset_path"] = Path(options["dataset_path"])

@@ -34,7 +34,7 @@ class IpuOptions:
         "--internal-exchange-optimisation-target",
     )
     """What the exchange between tiles is optimized for."""
-    available_memory_proportion: list[float] | None = _without_effect(  # noqa: RUF009
+    available_memory_proportion: list[float] | None = _without_effect(
         "it divides an IPU's memory between weights and products; XLA does so by itself"
     )
     """Share of an IPU's memory for products and convolutions, in percent or up to 1; one

@@ -17,7 +17,7 @@ from millrace.apps.cnn import data
 from millrace.apps.cnn.config import ipu
 from millrace.apps.cnn.config.inference import ValidateConfig
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.evaluate import Weights, is_checkpoint, report_event
+from millrace.apps.cnn.evaluate import report_event
 from millrace.apps.cnn.feeding import corrupt_samples_reported
 from millrace.apps.cnn.inference.feed import Feed, feed_of
 from millrace.apps.cnn.inference.latency import (
@@ -30,13 +30,15 @@ from millrace.apps.cnn.inference.latency import (
 from millrace.apps.cnn.inference.network import Inference, Network, latencies, network_of
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.program import model_of
-from millrace.checkpoint.store import checkpoints_in, read_manifest, restore_part
+from millrace.checkpoint.store import read_manifest, restore_part
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.step import Weights
 from millrace.run.run import Run
+from millrace.run.saved import find_run
 
 _USUAL_CALLS, _LATENCY_SECONDS = 1000, 30.0
 
@@ -62,7 +64,7 @@ def weights_of(
     """Return weights and model state, and say where they are from."""
     example = np.zeros((1, *images.image_shape), np.float32)
     if (given := config.checkpoint_dir) is not None:
-        path = _newest(given)
+        path = find_run(given, command="cnn train").newest()
         shapes = _as_stored(path, Weights(*init_shapes(model, example)))
         weights, manifest = restore_part(path, shapes)
         return *weights, f"{path}, {manifest['update']} updates"
@@ -73,18 +75,6 @@ def weights_of(
         file, read_pretrained(file), params, model_state
     )
     return params, model_state, " ".join([str(file), *notes])
-
-
-def _newest(given: Path) -> Path:
-    if is_checkpoint(given):
-        return given
-    found = checkpoints_in(given) or checkpoints_in(given / "checkpoints")
-    if not found:
-        raise ConfigurationError(
-            f"There are no checkpoints in {given}. Give one (update-000000001, say), a "
-            "folder of them, or the directory of a run that wrote some."
-        )
-    return found[-1]
 
 
 def _as_stored(path: Path, shapes: Weights) -> Weights:
