@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.cache import data_folder
+from millrace.data.catalog import data_folder
 from millrace.data.ratings.matrix import Ratings
 
 _VERSION = 2
