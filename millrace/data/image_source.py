@@ -39,13 +39,7 @@ _MIN_MAX_CORRUPT = 10
 _MAX_NAMES_SHOWN = 3
 # What Pillow raises for damaged files. It has no common base class for them.
 _DECODE_ERRORS = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    IndexError,
-    struct.error,
-    zlib.error,
+    *(OSError, EOFError, SyntaxError, ValueError, IndexError, struct.error, zlib.error),
     Image.DecompressionBombError,
 )
 

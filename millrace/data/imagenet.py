@@ -11,7 +11,7 @@ import numpy as np
 from millrace.data.catalog import CATALOG, DatasetNotFound, dataset_not_found
 from millrace.data.image_source import ImageSource, PrepareImage
 from millrace.data.source import DatasetError
-from millrace.data.tfrecord import load_tfrecords
+from millrace.data.tfrecord import TFRecords
 
 _EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 _VALIDATION_FOLDERS = ("val", "validation", "test")
@@ -45,13 +45,11 @@ def load_imagenet(
         options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
     """
     folder = Path(path)
-    options["needs_validation"] = needs_validation
     if _has_subfolders(folder / "train"):
-        return load_image_folder(folder, prepare, name="imagenet", **options)
-    num_classes = CATALOG["imagenet"].num_classes
-    try:
-        splits = load_tfrecords(folder, prepare, num_classes=num_classes, **options)
-    except DatasetNotFound:
+        options["needs_validation"] = needs_validation
+        return load_image_folder(folder, prepare, **options)
+    shards = {split: _find_shards(folder, split) for split in ("train", "validation")}
+    if not shards["train"] or (needs_validation and not shards["validation"]):
         raise dataset_not_found(
             "imagenet",
             folder,
@@ -59,20 +57,38 @@ def load_imagenet(
                 "train-* and validation-* (TFRecord files)",
                 "or train/<class>/*.JPEG and val/<class>/*.JPEG",
             ],
-        ) from None
-    training, validation = splits
-    gaps = _missing_shards("train", training.files)
-    if validation is not None:
-        gaps += _missing_shards("validation", validation.files)
+        )
+    options["num_classes"] = num_classes = CATALOG["imagenet"].num_classes
+    training, validation = (
+        TFRecords(files, prepare, **options) if files else None for files in shards.values()
+    )
+    assert training is not None
+    gaps = [gap for split, files in shards.items() for gap in _missing_shards(split, files)]
     warning = f"{folder} is not all of ImageNet: {'; '.join(gaps)}." if gaps else None
     return ImageSplits(training, validation, num_classes, warning)
+
+
+def _find_shards(folder: Path, split: str) -> list[Path]:
+    for parent in (folder, folder / split):
+        if shards := sorted(path for path in parent.glob(f"{split}*") if path.is_file()):
+            return shards
+    return []
+
+
+def _missing_shards(split: str, shards: Sequence[Path]) -> list[str]:
+    """Compare the shards with the count in their names (``-of-01024``) or the usual one."""
+    counts = [re.search(r"-of-(\d+)", shard.name) for shard in shards]
+    totals = {int(count[1]) for count in counts if count is not None}
+    expected = totals.pop() if len(totals) == 1 and all(counts) else _NUM_SHARDS[split]
+    if not shards or len(shards) == expected:
+        return []
+    return [f"{len(shards)} of {expected} {split} files are present"]
 
 
 def load_image_folder(
     path: str | Path,
     prepare: PrepareImage,
     *,
-    name: str = "imagefolder",
     needs_validation: bool = True,
     **options: Any,
 ) -> ImageSplits:
@@ -81,7 +97,6 @@ def load_image_folder(
     Args:
         path: Holds ``train/<class>/`` and one of ``val``, ``validation`` or ``test``.
         prepare: Decodes an image into an array, in both splits.
-        name: Name of the dataset in an error message.
         needs_validation: Whether missing validation images are an error.
         options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
     """
@@ -90,11 +105,8 @@ def load_image_folder(
         (folder / split for split in _VALIDATION_FOLDERS if (folder / split).is_dir()), None
     )
     if not _has_subfolders(folder / "train"):
-        raise dataset_not_found(
-            name,
-            folder,
-            ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png, .webp)"],
-        )
+        files = ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png, .webp)"]
+        raise dataset_not_found("imagefolder", folder, files)
     if validation_folder is None and needs_validation:
         raise DatasetNotFound(
             f"{folder.resolve()} has train/, but no val/ (or validation/, or test/) with "
@@ -172,13 +184,3 @@ def _find_images(folder: Path) -> Iterator[str]:
         for file in sorted(files):
             if file.lower().endswith(_EXTENSIONS) and not file.startswith("."):
                 yield file if relative == "." else f"{relative}/{file}"
-
-
-def _missing_shards(split: str, shards: Sequence[Path]) -> list[str]:
-    """Compare the shards with the count in their names (``-of-01024``) or the usual one."""
-    counts = [re.search(r"-of-(\d+)", shard.name) for shard in shards]
-    totals = {int(count[1]) for count in counts if count is not None}
-    expected = totals.pop() if len(totals) == 1 and all(counts) else _NUM_SHARDS[split]
-    if len(shards) == expected:
-        return []
-    return [f"{len(shards)} of {expected} {split} files are present"]

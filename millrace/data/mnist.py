@@ -25,14 +25,8 @@ _FILES = (
 )
 _MNIST_FOLDERS = ("", "raw", "mnist", "mnist/raw", "MNIST", "MNIST/raw")
 _FASHION_FOLDERS = (
-    "",
-    "raw",
-    "fashion_mnist",
-    "fashion-mnist",
-    "fashion-mnist/data/fashion",
-    "data/fashion",
-    "FashionMNIST",
-    "FashionMNIST/raw",
+    *("", "raw", "fashion_mnist", "fashion-mnist", "fashion-mnist/data/fashion"),
+    *("data/fashion", "FashionMNIST", "FashionMNIST/raw"),
 )
 
 _BINARIZED = "binarized-mnist"
@@ -98,13 +92,8 @@ def load_binarized_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:
 def _load_idx(
     name: str, folder: Path, subfolders: Sequence[str]
 ) -> tuple[ArraySource, ArraySource]:
-    training_images, training_labels, test_images, test_labels = _find_idx(
-        name, folder, subfolders
-    )
-    return (
-        _read_split(name, training_images, training_labels),
-        _read_split(name, test_images, test_labels),
-    )
+    files = _find_idx(name, folder, subfolders)
+    return _read_split(name, *files[:2]), _read_split(name, *files[2:])
 
 
 def _find_idx(name: str, folder: Path, subfolders: Sequence[str]) -> list[Path]:

@@ -13,18 +13,9 @@ import numpy as np
 from millrace.config import shown
 
 _TYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"},
+    **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
+    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"},
 }
 _BFLOAT16 = "BF16"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -134,7 +125,7 @@ def _check_cover(path: Path, tensors: dict[str, _Tensor], size: int) -> None:
 
 
 def _item_size(kind: str) -> int:
-    return 2 if kind == _BFLOAT16 else _TYPES[kind].itemsize
+    return 2 if kind == _BFLOAT16 else np.dtype(_TYPES[kind]).itemsize
 
 
 def _view(data: np.ndarray, tensor: _Tensor) -> np.ndarray:

@@ -12,9 +12,6 @@ PIXEL_TRUNCATION = 2
 """Synthetic pixels stay within this many standard deviations, so each fits into a byte."""
 _NUM_DISTINCT = 256
 
-Sample = Mapping[str, np.ndarray]
-"""Named arrays with the samples along dim 0."""
-
 
 class DatasetError(ValueError):
     """A dataset on disk is damaged or not the expected one; the message names the file."""
@@ -33,14 +30,14 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Samples held in memory, as arrays or as lists that can become arrays.
+    """Samples held in memory, as named arrays or lists with the samples along dim 0.
 
     >>> source = ArraySource({"x": np.arange(10), "y": np.arange(10) % 2})
     >>> source[np.array([3, 5])]["y"]
     array([1, 1])
     """
 
-    def __init__(self, arrays: Sample) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         if not isinstance(arrays, Mapping):
             raise ValueError(
                 "A source needs a dict of arrays, such as {'x': ..., 'y': ...}, got "

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from millrace.data.catalog import dataset_not_found
 from millrace.data.crc32c import masked_crc32c
 from millrace.data.image_source import CorruptSample, ImageSource, PrepareImage, num_cores
 from millrace.data.source import DatasetError
@@ -78,39 +77,6 @@ class TFRecords(ImageSource):
                 f"{self._num_classes}."
             )
         return content, label - 1
-
-
-def load_tfrecords(
-    path: str | Path,
-    prepare: PrepareImage,
-    *,
-    name: str = "imagenet",
-    needs_validation: bool = True,
-    **options: Any,
-) -> tuple[TFRecords, TFRecords | None]:
-    """Return training and validation images from ``train*`` and ``validation*``.
-
-    Args:
-        path: The folder with the files, or with one folder of them per split.
-        prepare: Decodes an image into an array, in both splits.
-        name: Name of the dataset in an error message.
-        needs_validation: Whether missing validation images are an error.
-        options: ``num_classes`` of `TFRecords`; ``num_threads`` and ``max_corrupt`` of
-            `ImageSource`.
-    """
-    folder = Path(path)
-    training, validation = _find_shards(folder, "train"), _find_shards(folder, "validation")
-    if not training or (needs_validation and not validation):
-        raise dataset_not_found(name, folder, ["train*", "validation* (TFRecord files)"])
-    validation_records = TFRecords(validation, prepare, **options) if validation else None
-    return TFRecords(training, prepare, **options), validation_records
-
-
-def _find_shards(folder: Path, split: str) -> list[Path]:
-    for parent in (folder, folder / split):
-        if shards := sorted(path for path in parent.glob(f"{split}*") if path.is_file()):
-            return shards
-    return []
 
 
 def find_records(path: Path) -> np.ndarray:

@@ -22,12 +22,12 @@ def verify(
         num_samples: Samples to read of each split, evenly spaced, if they have to be
             decoded; None reads all. Arrays in memory are always checked completely.
     """
-    training, validation = sources
+    splits = ("training", "validation")
+    counts = (expected.num_training, expected.num_validation)
     return [
-        *_verify_split("training", training, expected.num_training, expected, num_samples),
-        *_verify_split(
-            "validation", validation, expected.num_validation, expected, num_samples
-        ),
+        difference
+        for split, source, count in zip(splits, sources, counts, strict=True)
+        for difference in _verify_split(split, source, count, expected, num_samples)
     ]
 
 

@@ -11,7 +11,7 @@ from millrace.config import ConfigurationError
 from millrace.data.augment import prepare_image
 from millrace.data.image_source import TooManyCorrupt
 from millrace.data.imagenet import load_imagenet
-from millrace.data.tfrecord import TFRecords, find_records, load_tfrecords, parse_example
+from millrace.data.tfrecord import TFRecords, find_records, parse_example
 
 SMALL = functools.partial(prepare_image, size=16)
 
@@ -58,16 +58,14 @@ def test_both_splits_are_found_in_one_folder_or_in_two(tmp_path):
     write_shards(tmp_path / "deep" / "train")
     write_shards(tmp_path / "deep" / "validation", "validation", num_shards=1)
     for folder in ("flat", "deep"):
-        training, validation = load_tfrecords(tmp_path / folder, SMALL, num_classes=3)
+        training, validation, *_ = load_imagenet(tmp_path / folder, SMALL)
         assert (len(training), len(validation)) == (12, 4)
 
 
 def test_validation_images_may_be_missing_if_not_needed(tmp_path):
     write_shards(tmp_path)
     with pytest.raises(ConfigurationError, match="validation"):
-        load_tfrecords(tmp_path, SMALL, num_classes=3)
-    training, none = load_tfrecords(tmp_path, SMALL, num_classes=3, needs_validation=False)
-    assert len(training) == 12 and none is None
+        load_imagenet(tmp_path, SMALL)
     splits = load_imagenet(tmp_path, SMALL, needs_validation=False)
     assert len(splits.training) == 12 and splits.validation is None
     assert splits.warning is None
@@ -167,8 +165,8 @@ def test_a_truncated_empty_or_unrelated_file_is_named(tmp_path):
 
 def test_a_missing_dataset_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
-        load_tfrecords(tmp_path, SMALL)
-    for part in (str(tmp_path), "train*", "validation*", "--dataset-path"):
+        load_imagenet(tmp_path, SMALL)
+    for part in (str(tmp_path), "train-*", "validation-*", "--dataset-path"):
         assert part in str(caught.value)
 
 

@@ -52,14 +52,10 @@ def parse_fast(chunk: bytes, layout: LineLayout) -> ParsedLines | None:
         or values is None
         or (items is None and layout.item is not None)
         or (times is None and layout.time is not None)
-        or not _all_between(values, layout.limits)
+        or not ((values >= layout.limits[0]) & (values <= layout.limits[1])).all()
     ):
         return None
     return ParsedLines(users, items, values.astype(np.float32), times)
-
-
-def _all_between(values: np.ndarray, limits: tuple[float, float]) -> bool:
-    return bool((values >= limits[0]).all() and (values <= limits[1]).all())
 
 
 def _find_fields(data: np.ndarray, layout: LineLayout) -> list[_Fields] | None:

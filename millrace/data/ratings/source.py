@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from millrace.data.ratings.matrix import Ratings
+from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 
 _ROUNDING = 128
@@ -117,10 +118,11 @@ def training_source(
         )
     # One batch per epoch: the stream draws the same order, and thousands of batches are
     # summed at once.
-    epochs = Stream(_Counts(counts), in_epoch * batch_size, batches_per_epoch=1, seed=seed)
+    source = ArraySource({"count": counts})
+    epochs = Stream(source, in_epoch * batch_size, batches_per_epoch=1, seed=seed)
     fullest = 0
     for epoch in range(-(-num_batches // in_epoch)):
-        sums = epochs.batch(epoch).reshape(in_epoch, batch_size).sum(1)
+        sums = epochs.batch(epoch)["count"].reshape(in_epoch, batch_size).sum(1)
         fullest = max(fullest, int(sums[: num_batches - epoch * in_epoch].max()))
     return RatingsSource(ratings, capacity=_round_up(fullest), users=users)
 
@@ -162,16 +164,3 @@ def evaluation_source(
 
 def _round_up(capacity: int) -> int:
     return max(1, math.ceil(capacity / _ROUNDING)) * _ROUNDING
-
-
-class _Counts:
-    """A source whose samples are numbers of ratings."""
-
-    def __init__(self, counts: np.ndarray) -> None:
-        self._counts = counts
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return self._counts[indices]

@@ -40,39 +40,23 @@ _DECEMBER = (date(2005, 12, 1), date(2005, 12, 31))
 PERIODS: Mapping[str, Period] = MappingProxyType(
     {
         "3m": Period(
-            (date(2005, 9, 1), date(2005, 11, 30)),
-            _DECEMBER,
-            num_users=311_315,
-            num_ratings=13_675_402,
-            num_test_users=160_906,
-            num_test_ratings=2_082_559,
+            (date(2005, 9, 1), date(2005, 11, 30)), _DECEMBER,
+            311_315, 13_675_402, 160_906, 2_082_559,
         ),
         "6m": Period(
-            (date(2005, 6, 1), date(2005, 11, 30)),
-            _DECEMBER,
-            num_users=390_795,
-            num_ratings=29_179_009,
-            num_test_users=169_541,
-            num_test_ratings=2_175_535,
+            (date(2005, 6, 1), date(2005, 11, 30)), _DECEMBER,
+            390_795, 29_179_009, 169_541, 2_175_535,
         ),
         "1y": Period(
-            (date(2004, 6, 1), date(2005, 5, 31)),
-            (date(2005, 6, 1), date(2005, 6, 30)),
-            num_users=345_855,
-            num_ratings=41_451_832,
-            num_test_users=197_951,
-            num_test_ratings=3_888_684,
+            (date(2004, 6, 1), date(2005, 5, 31)), (date(2005, 6, 1), date(2005, 6, 30)),
+            345_855, 41_451_832, 197_951, 3_888_684,
         ),
         "full": Period(
-            (date(1999, 12, 1), date(2005, 11, 30)),
-            _DECEMBER,
-            num_users=477_412,
-            num_ratings=98_074_901,
-            num_test_users=173_482,
-            num_test_ratings=2_250_481,
+            (date(1999, 12, 1), date(2005, 11, 30)), _DECEMBER,
+            477_412, 98_074_901, 173_482, 2_250_481,
         ),
     }
-)
+)  # fmt: skip
 """The four periods of Graphcore's application and of the paper it is based on."""
 
 
