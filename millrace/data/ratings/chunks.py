@@ -57,15 +57,12 @@ class Events(NamedTuple):
     """int64, seconds since 1970."""
 
 
-class CodedChunk(NamedTuple):
-    """The ratings of one chunk."""
+class Chunk(NamedTuple):
+    """Some whole lines of a file, each ending in a newline."""
 
-    users: CodedIds
-    items: CodedIds
-    values: np.ndarray
-    times: np.ndarray | None
-    num_lines: int
-    """Lines of text, including blank ones."""
+    text: bytes
+    lines_before: int
+    """Lines of the file before this chunk."""
 
 
 # ------------------------------------------------------------------------------ files
@@ -118,13 +115,15 @@ class _GzipReader(io.BufferedReader):
         self._file.close()
 
 
-def read_chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the rest of a file in chunks of whole lines, each ending in a newline."""
+def read_chunks(file: BinaryIO, path: Path, lines_before: int = 0) -> Iterator[Chunk]:
+    """Yield the rest of a file in chunks of whole lines."""
     rest = b""
     while data := file.read(_CHUNK_BYTES):
         whole, newline, after = data.rpartition(b"\n")
         if newline:
-            yield rest + whole + newline
+            text = rest + whole + newline
+            yield Chunk(text, lines_before)
+            lines_before += text.count(b"\n")
             rest = after
         else:
             rest += data
@@ -134,7 +133,7 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
                 f"{MAX_LINE_BYTES:,} bytes, which starts with {rest[:50]!r}."
             )
     if rest:
-        yield rest + b"\n"
+        yield Chunk(rest + b"\n", lines_before)
 
 
 def map_in_order(function: Callable[[T], U], arguments: Iterable[T]) -> Iterator[U]:
@@ -158,14 +157,12 @@ def map_in_order(function: Callable[[T], U], arguments: Iterable[T]) -> Iterator
 # ----------------------------------------------------------------------------- chunks
 
 
-def parse_chunk(chunk: bytes, layout: LineLayout) -> ParsedLines:
+def parse_chunk(text: bytes, layout: LineLayout) -> ParsedLines:
     """Parse whole lines, with the fast parser if they are ordinary."""
-    return parse_fast(chunk, layout) or parse_lines(chunk, layout)
+    return parse_fast(text, layout) or parse_lines(text, layout)
 
 
-def encode_lines(
-    lines: ParsedLines, num_lines: int, window: tuple[float, float] | None
-) -> CodedChunk:
+def encode_lines(lines: ParsedLines, window: tuple[float, float] | None) -> Events:
     """Encode identifiers, and keep only the ratings in the time window."""
     users, items, values, times = lines
     assert items is not None
@@ -174,14 +171,13 @@ def encode_lines(
         inside = (times >= window[0]) & (times < window[1])
         users, items, values = users[inside], items[inside], values[inside]
         times = times[inside]
-    return CodedChunk(_encode(users), _encode(items), values, times, num_lines)
+    return Events(_encode(users), _encode(items), values, times)
 
 
-def bad_line_error(path: Path, lines_before: int, error: BadLine) -> DatasetError:
+def bad_line_error(path: Path, error: BadLine) -> DatasetError:
     """Return an error that names the file, the line and what is wrong with it."""
     text = error.text if len(error.text) <= 100 else f"{error.text[:100]}…"
-    number = lines_before + error.index + 1
-    return DatasetError(f"{path}, line {number}: {error.reason}: {text!r}.")
+    return DatasetError(f"{path}, line {error.index + 1}: {error.reason}: {text!r}.")
 
 
 def _encode(ids: np.ndarray) -> CodedIds:
@@ -196,7 +192,7 @@ def _encode(ids: np.ndarray) -> CodedIds:
     return CodedIds(np.flatnonzero(is_present) + first, codes[ids - first])
 
 
-def concatenate(chunks: list[CodedChunk]) -> Events:
+def concatenate(chunks: list[Events]) -> Events:
     """Join chunks; the list is emptied to free their memory early."""
     users = _merge_ids([chunk.users for chunk in chunks])
     items = _merge_ids([chunk.items for chunk in chunks])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from millrace.data.ratings.chunks import (
-    CodedChunk,
+    Chunk,
     Events,
     bad_line_error,
     concatenate,
@@ -21,21 +21,20 @@ from millrace.data.ratings.chunks import (
     parse_chunk,
     read_chunks,
 )
-from millrace.data.ratings.parser import BadLine, LineLayout, printable
+from millrace.data.ratings.parser import BadLine, LineLayout, ParsedLines, printable
 from millrace.data.source import DatasetError
 
 _HEADER = re.compile(rb"\s*([0-9]{1,18}):\s*")
 _LAYOUT = LineLayout(b",", 3, user=0, item=None, rating=1, time=2, limits=(0, 0))
 
 
-class _Chunk(NamedTuple):
-    """Some lines of a file."""
+class _ItemChunk(NamedTuple):
+    """A chunk, and what is needed to understand it."""
 
     path: Path
-    starts_file: bool
     item: int | None
     """The item of the first lines, if its header is in an earlier chunk."""
-    text: bytes
+    lines: Chunk
 
 
 def is_netflix_file(path: Path) -> bool:
@@ -51,32 +50,24 @@ def read_netflix(
     """Read these files in order; `limits` and `window` are those of `read_events`."""
     layout = _LAYOUT._replace(limits=limits)
 
-    # Returned instead of raised, because only the loop below knows the number of the line.
-    def parse(chunk: _Chunk) -> tuple[_Chunk, CodedChunk | BadLine]:
+    def parse(chunk: _ItemChunk) -> Events:
         try:
-            return chunk, _parse(chunk, layout, window)
+            return encode_lines(_parse(chunk, layout), window)
         except BadLine as error:
-            return chunk, error
+            error.index += chunk.lines.lines_before
+            raise bad_line_error(chunk.path, error) from None
 
-    parsed = []
-    num_lines = 0
-    for chunk, result in map_in_order(parse, _read_chunks(paths)):
-        num_lines = 0 if chunk.starts_file else num_lines
-        if isinstance(result, BadLine):
-            raise bad_line_error(chunk.path, num_lines, result)
-        num_lines += result.num_lines
-        parsed.append(result)
-    return concatenate(parsed)
+    return concatenate(list(map_in_order(parse, _read_chunks(paths))))
 
 
-def _read_chunks(paths: list[Path]) -> Iterator[_Chunk]:
+def _read_chunks(paths: list[Path]) -> Iterator[_ItemChunk]:
     for path in paths:
-        item, starts_file = None, True
+        item, is_empty = None, True
         with open_text(path) as file:
-            for text in read_chunks(file, path):
-                yield _Chunk(path, starts_file, item, text)
-                item, starts_file = _last_item(text, item), False
-        if starts_file:
+            for chunk in read_chunks(file, path):
+                yield _ItemChunk(path, item, chunk)
+                item, is_empty = _last_item(chunk.text, item), False
+        if is_empty:
             raise DatasetError(f"{path} is empty.")
 
 
@@ -87,25 +78,23 @@ def _last_item(text: bytes, item: int | None) -> int | None:
     return int(header[1]) if header else item
 
 
-def _parse(chunk: _Chunk, layout: LineLayout, window: tuple[float, float]) -> CodedChunk:
+def _parse(chunk: _ItemChunk, layout: LineLayout) -> ParsedLines:
     items, bodies = _split_items(chunk)
     counts = [body.count(b"\n") for body in bodies]
     try:
         # One call for all items of a chunk: most items have only a few lines.
         lines = parse_chunk(b"".join(bodies), layout)
     except BadLine as error:
-        headers_before = int(np.searchsorted(np.cumsum(counts), error.index, "right"))
-        raise BadLine(error.index + headers_before, error.reason, error.text) from None
+        error.index += int(np.searchsorted(np.cumsum(counts), error.index, "right"))
+        raise
     if sum(counts) != len(lines.values):  # there are blank lines
         counts = [sum(map(bool, map(bytes.strip, body.split(b"\n")))) for body in bodies]
-    line_items = np.repeat(np.array(items, np.int64), counts)
-    num_lines = chunk.text.count(b"\n")
-    return encode_lines(lines._replace(items=line_items), num_lines, window)
+    return lines._replace(items=np.repeat(np.array(items, np.int64), counts))
 
 
-def _split_items(chunk: _Chunk) -> tuple[list[int], list[bytes]]:
+def _split_items(chunk: _ItemChunk) -> tuple[list[int], list[bytes]]:
     """Return the items of a chunk, and the lines of each without its header."""
-    text, start_of_body = chunk.text, 0
+    text, start_of_body = chunk.lines.text, 0
     items, bodies = [0 if chunk.item is None else chunk.item], []
     for colon in np.flatnonzero(np.frombuffer(text, np.uint8) == ord(":")).tolist():
         start, end = text.rfind(b"\n", 0, colon) + 1, text.index(b"\n", colon)

@@ -20,7 +20,7 @@ from millrace.config import ConfigurationError
 from millrace.data.catalog import data_folder
 from millrace.data.ratings.chunks import (
     MAX_LINE_BYTES,
-    CodedChunk,
+    Chunk,
     Events,
     bad_line_error,
     check_regular_file,
@@ -37,7 +37,6 @@ from millrace.data.ratings.parser import (
     NAME_COLUMNS,
     BadLine,
     FileLayout,
-    LineLayout,
     TextIdentifier,
     detect_layout,
 )
@@ -211,41 +210,34 @@ def read_events(
             return _read_lines(path, file_layout._replace(lines=layout), window)
         except TextIdentifier as error:
             if error.index > file_layout.num_lines:
-                _log.warning("%s All are treated as text.", bad_line_error(path, 0, error))
+                _log.warning("%s All are treated as text.", bad_line_error(path, error))
             layout = layout._replace(texts=layout.texts | {error.kind})
 
 
 def _read_lines(
     path: Path, layout: FileLayout, window: tuple[float, float] | None
 ) -> Events:
-    num_lines = layout.num_lines
-    parsed = []
-    with open_text(path) as file:
-        file.read(layout.num_bytes)
-        chunks = read_chunks(file, path)
-        for chunk in map_in_order(lambda c: _parse(c, layout.lines, window), chunks):
-            if isinstance(chunk, TextIdentifier):
-                chunk.index += num_lines
-                raise chunk
-            if isinstance(chunk, BadLine):
-                if layout.may_be_header and num_lines + chunk.index == layout.num_lines:
-                    chunk.reason += f" (if the line is a header: {NAME_COLUMNS})"
-                raise bad_line_error(path, num_lines, chunk)
-            num_lines += chunk.num_lines
-            parsed.append(chunk)
+    def parse(chunk: Chunk) -> Events:
+        try:
+            return encode_lines(parse_chunk(chunk.text, layout.lines), window)
+        except BadLine as error:
+            error.index += chunk.lines_before
+            raise
+
+    try:
+        with open_text(path) as file:
+            file.read(layout.num_bytes)
+            chunks = read_chunks(file, path, layout.num_lines)
+            parsed = list(map_in_order(parse, chunks))
+    except TextIdentifier:
+        raise
+    except BadLine as error:
+        if layout.may_be_header and error.index == layout.num_lines:
+            error.reason += f" (if the line is a header: {NAME_COLUMNS})"
+        raise bad_line_error(path, error) from None
     if not parsed or (window is None and not any(len(chunk.values) for chunk in parsed)):
         raise DatasetError(f"{path} has no ratings, only a header.")
     return concatenate(parsed)
-
-
-def _parse(
-    chunk: bytes, layout: LineLayout, window: tuple[float, float] | None
-) -> CodedChunk | BadLine:
-    try:
-        lines = parse_chunk(chunk, layout)
-    except BadLine as error:  # returned: only the caller knows how many lines precede it
-        return error
-    return encode_lines(lines, chunk.count(b"\n"), window)
 
 
 # ------------------------------------------------------------------------------ cache
