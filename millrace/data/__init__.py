@@ -1,1 +1,1 @@
-"""Data sets, sources and streams of batches on the host, in NumPy; never imports JAX."""
+"""Datasets, sources and streams of batches on the host, in NumPy; never imports JAX."""
