@@ -465,7 +465,7 @@ def test_mnist_is_downloaded_and_then_found_without_a_path(command, server, tmp_
 def pebbles(server, monkeypatch):
     """Put a small dataset into the catalog and return it."""
     known = dataset(server, one=CONTENT)
-    # The modules that imported it, too.
+    # Patch the users first: patching imports them, which needs the real catalog.
     monkeypatch.setattr("millrace.commands.fetch_options.CATALOG", {"pebbles": known})
     monkeypatch.setattr("millrace.commands.fetch.CATALOG", {"pebbles": known})
     monkeypatch.setattr(catalog, "CATALOG", {"pebbles": known})
