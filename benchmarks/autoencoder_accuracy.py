@@ -27,8 +27,8 @@ from millrace.apps.autoencoder.config.evaluate import ValidateConfig
 from millrace.apps.autoencoder.evaluate import validate
 from millrace.apps.autoencoder.train import train
 from millrace.config import build, load_named
-from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.matrix import align
+from millrace.data.ratings.reading import load_aligned, load_ratings
 from millrace.drawing.chart import line_chart
 from millrace.report.record import read_run
 from millrace.report.series import Series, metric_series
@@ -71,7 +71,9 @@ def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, 
 
 def simpler_models(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Fit and test the baselines."""
-    training, validation, _ = paired(f"{args.prefix}train.txt", f"{args.prefix}valid.txt")
+    training, validation, _ = load_aligned(
+        f"{args.prefix}train.txt", f"{args.prefix}valid.txt"
+    )
     test, _ = align(load_ratings(f"{args.prefix}test.txt"), training)
     held_out, judged = map(baselines.events_of, (validation, test))
     found = {"user and item biases": baselines.best_biases(training, held_out)}

@@ -77,7 +77,7 @@ def fit_biases(training: Ratings, strength: float) -> Callable[[Events], np.ndar
     """Fit biases, each drawn to 0 as by so many ratings of 0."""
     fitted = biases.fit_biases(training, strength)
     found = Biases(fitted.mean, fitted.of_rows(training), fitted.of_column)
-    return lambda e: found.of(e.user, e.item)
+    return lambda e: found.lookup(e.user, e.item)
 
 
 def fit_factors(

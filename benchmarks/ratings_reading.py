@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from reporting import Result, parser, publish, spread
 
-from millrace.data.ratings.file import load_ratings
-from millrace.data.ratings.text import Coded
-from millrace.data.ratings.writing import write_text
+from millrace.data.ratings.chunks import CodedIds
+from millrace.data.ratings.reading import load_ratings
+from millrace.data.ratings.split import write_ratings
 
 _USERS, _ITEMS = 162_541, 59_047
 _MOST_SECONDS, _MOST_BYTES = 60, 3e9
@@ -30,11 +30,11 @@ def write(path: Path, num_lines: int) -> None:
     """Write ratings by chance."""
     generator = np.random.default_rng(0)
     users, items = (
-        Coded(np.arange(1, size + 1), generator.integers(0, size, num_lines, np.int32))
+        CodedIds(np.arange(1, size + 1), generator.integers(0, size, num_lines, np.int32))
         for size in (_USERS, _ITEMS)
     )
     stars = generator.integers(1, 11, num_lines, np.int8) / np.float32(2)
-    write_text(path, users, items, stars, np.arange(num_lines))
+    write_ratings(path, users, items, stars, np.arange(num_lines))
 
 
 def measure_here(path: Path) -> None:

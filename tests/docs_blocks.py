@@ -1,8 +1,8 @@
-"""Code blocks of the documentation: run as a reader would, in the order of the page.
+"""Runs the code blocks of the documentation as a reader would, in the order of the page.
 
-``python`` blocks of a page share one process; ``console`` blocks have commands after
-``$ `` and below each what it prints, in which numbers may differ and a line of ``…``
-stands for any lines. Run as a program, this writes the outputs into pages anew:
+All ``python`` blocks of a page share one process. ``console`` blocks have commands after
+``$ ``, each followed by its output; numbers may differ, and a line of ``…`` matches any
+lines. Run as a program, this module updates the outputs in pages:
 ``python tests/docs_blocks.py docs/first_run.md``.
 """
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?|\b(?:nan|inf)\b")
 
 
 class Block(NamedTuple):
-    """A fenced block: its language and its lines."""
+    """A fenced block: its language and its text."""
 
     language: str
     text: str
@@ -32,64 +32,65 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, text) for language, text in _FENCE.findall(page.read_text())]
 
 
-def commands(block: Block) -> list[tuple[str, list[str]]]:
-    """Part a console block into commands and what is printed after each."""
-    found: list[tuple[str, list[str]]] = []
+def split_commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Split a console block into commands and the output of each."""
+    commands: list[tuple[str, list[str]]] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
-            found.append((line[2:], []))
-        elif found and found[-1][0].endswith("\\"):
-            found[-1] = (found[-1][0][:-1] + line.strip(), [])
-        elif found:
-            found[-1][1].append(line)
-    return found
+            commands.append((line[2:], []))
+        elif commands and commands[-1][0].endswith("\\"):
+            commands[-1] = (commands[-1][0][:-1] + line.strip(), [])
+        elif commands:
+            commands[-1][1].append(line)
+    return commands
 
 
-def environment() -> dict[str, str]:
-    """A user's: one CPU device, no colors, plain width."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MILLRACE_DATA")}
-    return kept | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+def user_environment() -> dict[str, str]:
+    """Return the environment of a user: one CPU device, no colors."""
+    removed = ("XLA_FLAGS", "MILLRACE_DATA")
+    inherited = {k: v for k, v in os.environ.items() if k not in removed}
+    return inherited | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
 
 
 def run_command(command: str, folder: Path) -> list[str]:
-    """Run a command of a page and return what it prints, on either stream."""
-    words = shlex.split(command)
+    """Run a command of a page and return the lines it prints, on either stream."""
+    arguments = shlex.split(command)
     millrace = [sys.executable, "-c", "from millrace.cli import main; main()"]
-    program = millrace + words[1:] if words[0] == "millrace" else words
-    done = subprocess.run(
+    program = millrace + arguments[1:] if arguments[0] == "millrace" else arguments
+    result = subprocess.run(
         program,
         cwd=folder,
-        env=environment(),
+        env=user_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, f"$ {command}\n{done.stdout}"
-    return done.stdout.rstrip("\n").splitlines()
+    assert result.returncode == 0, f"$ {command}\n{result.stdout}"
+    return result.stdout.rstrip("\n").splitlines()
 
 
 def run_python(codes: list[str], folder: Path) -> str:
-    """Run the Python blocks of a page in one process; return what they print."""
-    done = subprocess.run(
+    """Run the Python blocks of a page in one process; return their output."""
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(codes)],
         cwd=folder,
-        env=environment(),
+        env=user_environment(),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
-def alike(told: list[str], printed: list[str]) -> bool:
-    """Whether a page shows what is printed, numbers aside."""
+def outputs_match(expected: list[str], printed: list[str]) -> bool:
+    """Whether the output is that of the page, except for numbers."""
     pattern = "".join(
         r"(?:.*\n)*" if line.strip() == "…" else re.escape(_plain(line)) + "\n"
-        for line in told
+        for line in expected
     )
     return (
         re.fullmatch(pattern, "".join(_plain(line) + "\n" for line in printed)) is not None
@@ -101,11 +102,11 @@ def _plain(line: str) -> str:
 
 
 def rewrite(page: Path) -> None:
-    """Write into a page what its commands print; what a page shortens stays short."""
+    """Replace the output of the commands of a page with the actual output."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def renewed(match: re.Match[str]) -> str:
+        def update(match: re.Match[str]) -> str:
             block = Block(match[1], match[2])
             if block.language != "console":
                 return match[0]
@@ -122,7 +123,7 @@ def rewrite(page: Path) -> None:
                     command = ""
             return "```console\n" + "\n".join(shown) + "\n```"
 
-        page.write_text(_FENCE.sub(renewed, page.read_text()))
+        page.write_text(_FENCE.sub(update, page.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small image data sets for tests, and where the real ones lie if they do."""
+"""Small image datasets for tests, and the location of the real ones, where present."""
 
 import functools
 import io
@@ -12,15 +12,17 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def real_data(name: str) -> Path:
-    """Return a real data set's path, or skip the test."""
+    """Return the path of a real dataset, or skip the test."""
     path = REAL_DATA / name
     if not path.exists():
-        pytest.skip(f"the real data set {path} is not on this machine")
+        pytest.skip(f"the real dataset {path} is not on this machine")
     return path
 
 
-def picture(seed: int, mode: str = "RGB", size: tuple[int, int] = (48, 40)) -> Image.Image:
-    """Return a smooth picture that differs with the seed."""
+def make_image(
+    seed: int, mode: str = "RGB", size: tuple[int, int] = (48, 40)
+) -> Image.Image:
+    """Return a smooth image that depends on the seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
@@ -39,69 +41,69 @@ def write_folders(root: Path, num_classes: int = 3, per_class: int = 5) -> Path:
             folder.mkdir(parents=True)
             for number in range(per_class):
                 kind, ending = ("PNG", "png") if number == 1 else ("JPEG", "JPEG")
-                content = encode(picture(100 * label + number), kind)
+                content = encode(make_image(100 * label + number), kind)
                 (folder / f"{number}.{ending}").write_bytes(content)
     return root
 
 
 @functools.cache
 def example_type():
-    """Make tf.Example with the protobuf library: an oracle that is not ours."""
+    """Return tf.Example, built with the protobuf library as an independent oracle."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="e.proto", package="t", syntax="proto3")
     field = descriptor_pb2.FieldDescriptorProto
 
-    def message(name, *fields, of=file.message_type):
-        made = of.add(name=name)
-        for number, (label, kind, called) in enumerate(fields, 1):
-            scalar = isinstance(kind, int)
-            made.field.add(
-                name=called,
+    def add_message(type_name, *fields, to=file.message_type):
+        message = to.add(name=type_name)
+        for number, (label, kind, name) in enumerate(fields, 1):
+            is_scalar = isinstance(kind, int)
+            message.field.add(
+                name=name,
                 number=number,
                 label=label,
-                type=kind if scalar else field.TYPE_MESSAGE,
-                type_name=None if scalar else f".t.{kind}",
+                type=kind if is_scalar else field.TYPE_MESSAGE,
+                type_name=None if is_scalar else f".t.{kind}",
             )
-        return made
+        return message
 
     one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
-    message("BytesList", (many, field.TYPE_BYTES, "value"))
-    message("FloatList", (many, field.TYPE_FLOAT, "value"))
-    message("Int64List", (many, field.TYPE_INT64, "value"))
-    message(
+    add_message("BytesList", (many, field.TYPE_BYTES, "value"))
+    add_message("FloatList", (many, field.TYPE_FLOAT, "value"))
+    add_message("Int64List", (many, field.TYPE_INT64, "value"))
+    add_message(
         "Feature",
         (one, "BytesList", "bytes_list"),
         (one, "FloatList", "float_list"),
         (one, "Int64List", "int64_list"),
     )
-    features = message("Features", (many, "Features.Entry", "feature"))
-    entry = message(
+    features = add_message("Features", (many, "Features.Entry", "feature"))
+    entry = add_message(
         "Entry",
         (one, field.TYPE_STRING, "key"),
         (one, "Feature", "value"),
-        of=features.nested_type,
+        to=features.nested_type,
     )
     entry.options.map_entry = True
-    message("Example", (one, "Features", "features"))
+    add_message("Example", (one, "Features", "features"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Example"))
 
 
 def example(content: bytes, label: int) -> bytes:
-    """Return a serialized tf.Example as ImageNet's have them, bounding box included."""
-    made = example_type()()
-    feature = made.features.feature
+    """Return a serialized tf.Example like those of ImageNet, bounding box included."""
+    message = example_type()()
+    feature = message.features.feature
     feature["image/object/bbox/xmin"].float_list.value.extend([0.25, 0.5])
     feature["image/class/text"].bytes_list.value.append(b"a thing")
     feature["image/class/label"].int64_list.value.append(label)
     feature["image/encoded"].bytes_list.value.append(content)
-    return made.SerializeToString()
+    return message.SerializeToString()
 
 
 def write_records(path: Path, records: list[bytes]) -> Path:
-    """Write a TFRecord file with TensorBoard's writer."""
+    """Write a TFRecord file with the writer of TensorBoard."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     with path.open("wb") as file:

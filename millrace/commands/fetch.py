@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from millrace.commands.fetch_options import FetchConfig
-from millrace.data.cache import data_folder
-from millrace.data.catalog import CATALOG
+from millrace.data.catalog import CATALOG, data_folder
 from millrace.data.fetch import Progress, fetch
 
 

@@ -1,1 +1,1 @@
-"""The stream: samples on the host, in NumPy. Nothing here imports JAX."""
+"""Datasets, sources and streams of batches on the host, in NumPy; never imports JAX."""

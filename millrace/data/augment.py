@@ -1,7 +1,8 @@
-"""What happens to pictures on the host: crops, flips and scaling, in NumPy and Pillow.
+"""Image preparation on the host, in NumPy and Pillow: crop, flip, scale.
 
-Batches are arrays (samples, height, width, channels); single pictures are Pillow images,
-not yet decoded where that saves work. Chance comes from the given generator only.
+Two kinds of functions: those that change a batch of decoded images, an array (samples,
+height, width, channels), and those that decode and crop one opened Pillow image. Random
+numbers come only from the given generator, so a resumed run augments identically.
 """
 
 import math
@@ -16,21 +17,21 @@ from millrace.data.stream import Transform
 T = TypeVar("T", bound=Callable[..., Any])
 
 _CROP_ATTEMPTS = 100
-_SHORT_SIDE_RATIO = 256 / 224  # short side after resizing to side of the crop
+_SHORT_SIDE_RATIO = 256 / 224  # short side after resizing, relative to the crop
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge, in pixels."""
 
-# ---------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------- decoded batches
 
 
-def on_images(*functions: Callable[[np.ndarray, np.random.Generator], Any]) -> Transform:
-    """Make a stream's transform that applies these functions to ``batch["image"]``.
+def map_images(*functions: Callable[[np.ndarray, np.random.Generator], Any]) -> Transform:
+    """Return a `Stream` transform that applies these functions to ``batch["image"]``.
 
     >>> from millrace.data.source import ArraySource
     >>> from millrace.data.stream import Stream
     >>> source = ArraySource({"image": np.zeros((8, 32, 32, 3)), "label": np.arange(8)})
-    >>> stream = Stream(source, 4, transform=on_images(random_flip, pad_and_crop))
+    >>> stream = Stream(source, 4, transform=map_images(random_flip, pad_and_crop))
     >>> next(iter(stream))["image"].shape
     (4, 32, 32, 3)
     """
@@ -41,19 +42,19 @@ def on_images(*functions: Callable[[np.ndarray, np.random.Generator], Any]) -> T
             images = function(images, generator)
         return {**batch, "image": images}
 
-    alone = all(getattr(function, "by_sample", False) for function in functions)
-    return by_sample(transform) if alone else transform
+    is_by_sample = all(getattr(function, "by_sample", False) for function in functions)
+    return by_sample(transform) if is_by_sample else transform
 
 
 def by_sample(function: T) -> T:
-    """Mark a function of a batch that treats each of its samples by itself."""
+    """Mark a function of a batch that treats each sample on its own."""
     function.by_sample = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 @by_sample
 def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Mirror each picture, left to right, with probability one half."""
+    """Mirror each image, left to right, with probability 1/2."""
     flipped = generator.random(len(images)) < 0.5
     mirrored = images.copy()
     mirrored[flipped] = images[flipped, :, ::-1]
@@ -64,26 +65,26 @@ def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarra
 def pad_and_crop(
     images: np.ndarray, generator: np.random.Generator, padding: int = 4
 ) -> np.ndarray:
-    """Put `padding` zeros around each picture and cut its size out somewhere."""
+    """Pad each image with `padding` zeros, then crop it to its size at a random offset."""
     count, height, width, _ = images.shape
     padded = np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    places = generator.integers(0, 2 * padding + 1, (2, count)).T
+    offsets = generator.integers(0, 2 * padding + 1, (2, count)).T
     cropped = np.empty_like(images)
-    # One copy per picture takes a quarter of the time of one index for all.
-    for new, old, (top, left) in zip(cropped, padded, places, strict=True):
+    # One copy per image takes a quarter of the time of one fancy index for all.
+    for new, old, (top, left) in zip(cropped, padded, offsets, strict=True):
         new[:] = old[top : top + height, left : left + width]
     return cropped
 
 
 def standardize(images: np.ndarray) -> np.ndarray:
-    """Give each picture mean 0 and standard deviation 1, over pixels and channels.
+    """Give each image mean 0 and standard deviation 1 over pixels and channels.
 
-    The deviation counts as at least 1/√(number of values), so that an even picture
-    becomes zeros and not a division by zero.
+    The deviation is at least 1/√(number of values), as in
+    ``tf.image.per_image_standardization``, so a uniform image becomes zeros.
     """
     pixels = images.reshape(*images.shape[:-3], -1).astype(np.float32)
     pixels -= pixels.mean(-1, keepdims=True)
-    # The sum of the squares as a product: no array of squares.
+    # The sum of squares as a product needs no array of squares.
     squares = pixels[..., None, :] @ pixels[..., None]
     std = np.sqrt(squares[..., 0] / pixels.shape[-1])
     pixels /= np.maximum(std, np.float32(1 / math.sqrt(pixels.shape[-1])))
@@ -99,23 +100,24 @@ def normalize(
     return images * scale.astype(np.float32) - offset.astype(np.float32)
 
 
-# --------------------------------------------------------------------- single pictures
+# ----------------------------------------------------------------- one encoded image
 
 
-def imagenet_image(
+def prepare_image(
     image: Image.Image,
     generator: np.random.Generator | None,
     *,
     size: int = 224,
     flip: bool = True,
 ) -> np.ndarray:
-    """Return uint8 (size, size, 3): with a generator for training, without for validation.
+    """Decode and crop one image to uint8 (size, size, 3), the usual way for ImageNet.
 
-    Training takes a random resized crop and, with `flip`, mirrors every other; validation
-    resizes the short side to 256/224 of `size` and takes the center.
+    With a generator, for training, take a random resized crop and, with `flip`, mirror
+    half of the images. Without one, for validation, resize the short side to 256/224 of
+    `size` and take the center.
     """
     if generator is None:
-        return np.asarray(centre_crop(image, size))
+        return np.asarray(center_crop(image, size))
     image = random_resized_crop(image, generator, size)
     if flip and generator.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -125,21 +127,21 @@ def imagenet_image(
 def random_resized_crop(
     image: Image.Image, generator: np.random.Generator, size: int
 ) -> Image.Image:
-    """Cut out a random part and bring it to `size` x `size`."""
-    return _decode_part(image, random_box(image.width, image.height, generator), size)
+    """Crop a random part and resize it to `size` x `size`."""
+    return _decode_box(image, random_box(image.width, image.height, generator), size)
 
 
-def centre_crop(
+def center_crop(
     image: Image.Image, size: int, short_side: int | None = None
 ) -> Image.Image:
-    """Resize so that the short side is `short_side`, and cut out the center.
+    """Resize the short side to `short_side` (default: 256/224 of `size`), crop the center.
 
-    Both happen in one step. `short_side` is 256/224 of `size` where not given.
+    Both happen in one resampling step.
     """
     short_side = short_side or int(size * _SHORT_SIDE_RATIO)
     side = min(image.size) * size / short_side
     left, top = (image.width - side) / 2, (image.height - side) / 2
-    return _decode_part(image, (left, top, left + side, top + side), size)
+    return _decode_box(image, (left, top, left + side, top + side), size)
 
 
 def random_box(
@@ -150,10 +152,10 @@ def random_box(
     area: tuple[float, float] = (0.05, 1.0),
     aspect: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """Draw a part of a picture by its share of the area and its width over height.
+    """Draw a part of an image by its share of the area and its aspect ratio.
 
-    Both are drawn evenly. What does not fit into the picture is drawn again, up to 100
-    times; then it is the whole picture.
+    Both are uniform. A box that does not fit is drawn again; after 100 attempts the whole
+    image is returned.
     """
     for _ in range(_CROP_ATTEMPTS):
         pixels = generator.uniform(*area) * width * height
@@ -168,30 +170,31 @@ def random_box(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Bring a picture of any mode (gray, CMYK, palette, 16 bits) to RGB."""
+    """Convert an image of any mode (gray, CMYK, palette, 16-bit) to RGB."""
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):  # Pillow would clip 16 bits, not scale them
+    if image.mode.startswith("I"):  # Pillow would clip 16 bits instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P":  # a palette with transparency goes by way of RGBA
+    if image.mode == "P":  # a palette with transparency must go through RGBA
         image = image.convert("RGBA")
     return image.convert("RGB")
 
 
-def _decode_part(image: Image.Image, box: Box, size: int) -> Image.Image:
-    """Decode a picture and resize the part in `box` to `size` x `size`."""
+def _decode_box(image: Image.Image, box: Box, size: int) -> Image.Image:
+    """Decode an image and resize the part in `box` to `size` x `size`."""
     left, top, right, bottom = box
     scale = _draft(image, min(right - left, bottom - top) / size)
     box = (left / scale, top / scale, right / scale, bottom / scale)
     return to_rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
 
 
-def _draft(image: Image.Image, excess: float) -> int:
-    """Have a JPEG decoded at 1/2, 1/4 or 1/8 where `excess` times too many pixels remain.
+def _draft(image: Image.Image, reduction: float) -> int:
+    """Ask for a JPEG at 1/2, 1/4 or 1/8 of its size if it will be reduced that much.
 
-    The decoder then skips most of the work. Other formats are left as they are.
+    The decoder then skips most of the inverse DCT. Returns the scale chosen; 1 for other
+    formats, which can only be decoded in full.
     """
-    scale = next(scale for scale in (8, 4, 2, 1) if excess >= scale or scale == 1)
+    scale = next(scale for scale in (8, 4, 2, 1) if reduction >= scale or scale == 1)
     if scale > 1 and image.format == "JPEG":
         width = image.width
         image.draft(None, (width // scale, image.height // scale))

@@ -1,4 +1,4 @@
-"""How fast a dataset can be read on the host, as JSON."""
+"""Measures how fast a dataset can be read on the host."""
 
 import json
 import sys
@@ -17,13 +17,13 @@ def dataset_benchmark(
     print_stats: bool = True,
     do_memcpy: bool = True,
 ) -> str:
-    """Read a dataset as fast as it comes and return the speed of every epoch.
+    """Read a dataset as fast as possible and return the throughput of every epoch.
 
     Args:
-        dataset: Must not run out; repeat it.
-        number_of_epochs: How often to measure.
-        elements_per_epoch: Elements (usually batches) in one measurement.
-        print_stats: Print each epoch's speed to standard error.
+        dataset: An iterable that does not end; repeat it if necessary.
+        number_of_epochs: Number of measurements.
+        elements_per_epoch: Elements (usually batches) per measurement.
+        print_stats: Print the throughput of each epoch to standard error.
         do_memcpy: Copy every array once, as staging for a device would.
 
     Returns:
@@ -60,15 +60,15 @@ def _measure(
             ) from None
         for array in _arrays(element):
             size += (array.copy() if do_memcpy else array).nbytes
-    return epoch_figures(epoch, count, size, time.perf_counter() - started, print_stats)
+    return epoch_stats(epoch, count, size, time.perf_counter() - started, print_stats)
 
 
-def epoch_figures(
+def epoch_stats(
     epoch: int, count: int, size: int, elapsed: float, print_stats: bool
 ) -> dict[str, float]:
-    """Put one epoch's measurement into the fields of the JSON."""
+    """Return the measurement of one epoch as the fields of the JSON object."""
     elapsed = max(elapsed, 1e-9)
-    figures = {
+    stats = {
         "elements_processed": count,
         "total_bytes_processed": size,
         "time_elapsed": elapsed,
@@ -77,15 +77,15 @@ def epoch_figures(
     }
     if print_stats:
         print(
-            f"epoch {epoch}: {figures['elements_per_second']:,.1f} elements/s, "
-            f"{figures['bandwidth']:.3f} GB/s",
+            f"epoch {epoch}: {stats['elements_per_second']:,.1f} elements/s, "
+            f"{stats['bandwidth']:.3f} GB/s",
             file=sys.stderr,
         )
-    return figures
+    return stats
 
 
 def _arrays(element: Any) -> Iterator[np.ndarray]:
-    """Walk a pytree of dicts, lists and tuples without needing JAX."""
+    """Yield the leaves of a pytree of dicts, lists and tuples, without JAX."""
     if isinstance(element, dict):
         element = element.values()
     elif not isinstance(element, list | tuple):

@@ -1,19 +1,21 @@
-"""CRC-32C, the checksum of TFRecord files, fast enough without a library of its own.
+"""CRC-32C, the checksum of TFRecord files, vectorized in NumPy.
 
-The checksum is linear: the bits of each byte contribute a pattern that depends only on
-how many bytes follow, and the patterns are added without carry. So 64 bytes at a time
-are looked up in 64 tables and added, which NumPy does for all blocks of a message at
-once. The four-byte results, each standing for its block, are then put together by
-sixteens in the same manner, and so on until one is left.
+The standard library has no CRC-32C, and a loop over bytes in Python takes longer than
+decoding the image (10 ms against 1.5 ms for 120 KB; this takes 0.2 ms).
+
+The checksum is linear over GF(2): each byte contributes a pattern that depends only on its
+value and on the number of bytes after it, and patterns are combined by XOR. So every block
+of 64 bytes is looked up in 64 tables at once, which gives one four-byte state per block.
+Groups of 16 states, again 64 bytes, are reduced in the same way until one is left.
 """
 
 import functools
 
 import numpy as np
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
+_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _BLOCK = 64
-_STATES = _BLOCK // 4  # four-byte states in a block of the later rounds
+_STATES = _BLOCK // 4  # four-byte states per block in the later rounds
 _MASK_DELTA = 0xA282EAD8  # from the TFRecord format
 
 
@@ -30,9 +32,9 @@ def crc32c(data: bytes | memoryview) -> int:
     '0xe3069283'
     """
     if len(data) < 4 * _BLOCK:
-        return _short(bytes(data))
-    # The register starts as ones, which is the same as inverting the first four bytes;
-    # zeros put in front of a message then change nothing.
+        return _crc_bytewise(bytes(data))
+    # The register starts as ones, which equals inverting the first four bytes. Leading
+    # zeros then change nothing, so the message can be padded at its start.
     padding = -len(data) % _BLOCK
     message = np.zeros(padding + len(data), np.uint8)
     message[padding:] = np.frombuffer(data, np.uint8)
@@ -48,7 +50,7 @@ def crc32c(data: bytes | memoryview) -> int:
     return int(states[0]) ^ 0xFFFFFFFF
 
 
-def _short(data: bytes) -> int:
+def _crc_bytewise(data: bytes) -> int:
     crc = 0xFFFFFFFF
     table = _byte_list()
     for byte in data:
@@ -57,15 +59,15 @@ def _short(data: bytes) -> int:
 
 
 def _look_up(message: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """Add up what the bytes of each block contribute."""
-    places = np.arange(_BLOCK, dtype=np.intp) * 256
-    blocks = message.reshape(-1, _BLOCK) + places
+    """Combine the contributions of the bytes of each block."""
+    offsets = np.arange(_BLOCK, dtype=np.intp) * 256
+    blocks = message.reshape(-1, _BLOCK) + offsets
     return np.bitwise_xor.reduce(tables.ravel().take(blocks), axis=1)
 
 
 @functools.cache
 def _byte_table() -> np.ndarray:
-    """What each of the 256 bytes contributes when nothing follows it."""
+    """Return the contribution of each byte value when no byte follows."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> 1) ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -74,22 +76,22 @@ def _byte_table() -> np.ndarray:
 
 @functools.cache
 def _byte_list() -> list[int]:
-    return _byte_table().tolist()  # plain integers are faster one at a time
+    return _byte_table().tolist()  # Python integers are faster one at a time
 
 
 @functools.cache
 def _first_tables() -> np.ndarray:
-    """What a byte contributes at each place of a block: (64, 256)."""
+    """Return the contribution of a byte at each offset of a block: (64, 256)."""
     tables = np.empty((_BLOCK, 256), np.uint32)
     tables[-1] = _byte_table()
-    for place in reversed(range(_BLOCK - 1)):
-        tables[place] = _append_zero(tables[place + 1])
+    for offset in reversed(range(_BLOCK - 1)):
+        tables[offset] = _append_zero(tables[offset + 1])
     return tables
 
 
 @functools.cache
 def _later_tables(bytes_per_state: int) -> np.ndarray:
-    """What each byte of sixteen states contributes, the last one unchanged: (64, 256)."""
+    """Return the contribution of each byte of 16 states, the last unchanged: (64, 256)."""
     tables = np.empty((_STATES, 4, 256), np.uint32)
     for byte in range(4):
         tables[-1, byte] = np.arange(256, dtype=np.uint32) << np.uint32(8 * byte)
@@ -101,7 +103,7 @@ def _later_tables(bytes_per_state: int) -> np.ndarray:
 
 @functools.cache
 def _shift_tables(num_bytes: int) -> np.ndarray:
-    """The effect of `num_bytes` following zeros on each byte of a state: (4, 256)."""
+    """Return the effect of `num_bytes` zeros after each byte of a state: (4, 256)."""
     if num_bytes > 1:
         half = _shift_tables(num_bytes // 2)  # always a power of two
         return _apply(half, half)

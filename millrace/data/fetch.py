@@ -1,4 +1,8 @@
-"""Downloads data sets: checked, resumed where they broke off, never seen half done."""
+"""Downloads datasets: verified by checksum, resumed after an interruption, atomic.
+
+A file is downloaded as ``NAME.part`` and renamed once its checksum is right, so a file
+under its own name is always complete.
+"""
 
 import gzip
 import hashlib
@@ -20,7 +24,7 @@ from typing import BinaryIO
 from millrace.data.catalog import DataFile, Dataset
 
 Progress = Callable[[str, int, int], None]
-"""Told a file's name, the bytes that are there, and how many there will be."""
+"""Called with the name of a file, the bytes received, and its size."""
 
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60
@@ -28,43 +32,43 @@ _PAUSES_SECONDS = (1.0, 4.0)
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _DAMAGED_ARCHIVE = (
     *(tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError),
-    *(ValueError, OverflowError),  # numbers and names of entries
+    *(ValueError, OverflowError),  # malformed sizes and names of members
 )
 
 
 class FetchError(RuntimeError):
-    """A file could not be had; says how to get it by hand."""
+    """A file could not be downloaded; the message says how to get it manually."""
 
 
-class _BrokenOff(Exception):
-    """The server stopped in the middle, or has trouble that may pass."""
+class _Interrupted(Exception):
+    """The download stopped early, or the server has a problem that may pass."""
 
 
 def fetch(
     dataset: Dataset, folder: Path, *, url: str | None = None, progress: Progress
 ) -> list[Path]:
-    """Download the files of a data set that are not there, and unpack archives.
+    """Download the missing files of a dataset, and unpack archives.
 
     Args:
-        dataset: Says which files, and their checksums.
-        folder: Where they go; made if need be.
-        url: The folder they are published in, if not the catalog's: a mirror.
+        dataset: Names the files and their checksums.
+        folder: The folder to download to; created if missing.
+        url: The folder to download from, if not that of the catalog: a mirror.
         progress: Called for every megabyte.
 
     Returns:
-        The files that were downloaded; those that were there and right are left alone.
+        The files that were downloaded. Files that are already correct are left alone.
     """
     source = url or dataset.url
-    assert source is not None, "the command asks for a URL where there is none"
+    assert source is not None, "checked by FetchConfig"
     folder.mkdir(parents=True, exist_ok=True)
     downloaded = []
     for file in dataset.files:
         target = folder / file.name
-        there = target.is_file() and digest(target, file) == expected_digest(file)
-        if not there:
+        is_present = target.is_file() and digest(target, file) == expected_digest(file)
+        if not is_present:
             _download(file, f"{source.rstrip('/')}/{file.name}", target, progress)
             downloaded.append(target)
-        if file.name.endswith(_ARCHIVES) and (not there or not _has_folders(folder)):
+        if file.name.endswith(_ARCHIVES) and (not is_present or not _has_folders(folder)):
             unpack(target, folder)
     return downloaded
 
@@ -75,41 +79,42 @@ def expected_digest(file: DataFile) -> str:
 
 
 def digest(path: Path, file: DataFile) -> str:
-    """Compute what `expected_digest` should be equal to."""
+    """Compute the checksum of `path` to compare with `expected_digest`."""
     with path.open("rb") as opened:
-        kind = "md5" if file.sha256 is None else "sha256"
-        return hashlib.file_digest(opened, kind).hexdigest()
+        algorithm = "md5" if file.sha256 is None else "sha256"
+        return hashlib.file_digest(opened, algorithm).hexdigest()
 
 
 def _download(file: DataFile, address: str, target: Path, progress: Progress) -> None:
     part = target.with_name(f"{target.name}.part")
-    resumed = _begun_here(part)
+    is_resumed = _can_resume(part)
     _receive_all(file, address, part, progress)
-    if resumed and digest(part, file) != expected_digest(file):
-        # What was there may have been of another version.
+    if is_resumed and digest(part, file) != expected_digest(file):
+        # The earlier part may belong to another version of the file.
         part.unlink()
         _receive_all(file, address, part, progress)
-    if (found := digest(part, file)) != expected_digest(file):
+    if (actual := digest(part, file)) != expected_digest(file):
         part.unlink()
         raise FetchError(
-            f"What {address} sends is not the published {file.name}: its checksum is "
-            f"{found}, expected {expected_digest(file)}. It has been deleted. "
-            f"{_by_hand(file, target.parent)}"
+            f"{address} is not the published {file.name}: its checksum is {actual}, "
+            f"expected {expected_digest(file)}. The download has been deleted. "
+            f"{_manual_instructions(file, target.parent)}"
         )
     part.replace(target)
 
 
-def _begun_here(part: Path) -> bool:
-    """Whether `part` is a plain file of this folder; anything else is taken away.
+def _can_resume(part: Path) -> bool:
+    """Whether `part` is a plain file of this folder; remove anything else.
 
-    The name can be guessed: a link of that name could lead a download into another file.
+    The name is predictable: a link with that name could redirect the download into
+    another file.
     """
     if not os.path.lexists(part):
         return False
-    found = part.lstat()
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+    status = part.lstat()
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return True
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise FetchError(f"{part} is a folder. Remove it and run the command again.")
     part.unlink()
     return False
@@ -124,74 +129,80 @@ def _open_part(part: Path, *, append: bool) -> BinaryIO:
 
 
 def _receive_all(file: DataFile, address: str, part: Path, progress: Progress) -> None:
-    """Receive until all is there, going on where it broke off."""
+    """Receive the whole file, resuming after interruptions."""
     for pause in (*_PAUSES_SECONDS, None):
         try:
             return _receive(file, address, part, progress)
-        except _BrokenOff as error:
+        except _Interrupted as error:
             if pause is None:
                 raise FetchError(
-                    f"{address} broke off: {error}. What is there is kept: the same "
-                    f"command goes on from it. {_by_hand(file, part.parent)}"
+                    f"The download of {address} was interrupted: {error}. The part "
+                    "received is kept; run the same command again to continue. "
+                    f"{_manual_instructions(file, part.parent)}"
                 ) from error
             time.sleep(pause)
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code == 416 and part.exists():  # no such rest: ask for all of it
+            if error.code == 416 and part.exists():  # bad range: request the whole file
                 part.unlink()
                 continue
             raise FetchError(
                 f"The server answered {error.code} {error.reason} for {address}. "
-                f"{_by_hand(file, part.parent)}"
+                f"{_manual_instructions(file, part.parent)}"
             ) from error
         except urllib.error.URLError as error:
             raise FetchError(
-                f"Cannot reach {address}: {error.reason}. {_by_hand(file, part.parent)}"
+                f"Cannot reach {address}: {error.reason}. "
+                f"{_manual_instructions(file, part.parent)}"
             ) from error
-    raise FetchError(f"{address} broke off. {_by_hand(file, part.parent)}")
+    raise FetchError(
+        f"The download of {address} was interrupted. "
+        f"{_manual_instructions(file, part.parent)}"
+    )
 
 
 def _receive(file: DataFile, address: str, part: Path, progress: Progress) -> None:
-    """Append to `part` what is missing, or start again if the server cannot do that."""
+    """Append the missing bytes to `part`, or start again if the server cannot resume."""
     start = part.stat().st_size if part.exists() else 0
     if start == file.num_bytes:
         return
     headers = {"User-Agent": "millrace"}
     if 0 < start < file.num_bytes:
         headers["Range"] = f"bytes={start}-"
-    with _ask(urllib.request.Request(address, headers=headers)) as response:
+    with _request(urllib.request.Request(address, headers=headers)) as response:
         start = start if _continues(response, start) else 0
         with _open_part(part, append=start > 0) as opened:
             _copy(response, opened, file, start, progress)
     if (size := part.stat().st_size) < file.num_bytes:
-        raise _BrokenOff(f"{size:,} of {file.num_bytes:,} bytes came")
+        raise _Interrupted(f"{size:,} of {file.num_bytes:,} bytes received")
 
 
-def _ask(request: urllib.request.Request) -> http.client.HTTPResponse:
+def _request(request: urllib.request.Request) -> http.client.HTTPResponse:
     try:
         return urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code < 500:
             raise
         error.close()
-        raise _BrokenOff(f"the server answered {error.code} {error.reason}") from error
+        raise _Interrupted(f"the server answered {error.code} {error.reason}") from error
     except (ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise _BrokenOff(str(error) or type(error).__name__) from error
-    except (ValueError, LookupError) as error:  # it leads to an address that is none
-        raise _BrokenOff(f"the server's answer makes no sense: {error}") from error
+        raise _Interrupted(str(error) or type(error).__name__) from error
+    except (ValueError, LookupError) as error:  # a redirect to an invalid address
+        raise _Interrupted(f"invalid response of the server: {error}") from error
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
+    # Apart from the write of the same loop: a full disk is no network error.
     try:
         return response.read(_CHUNK_BYTES)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise _BrokenOff(str(error) or type(error).__name__) from error
+        raise _Interrupted(str(error) or type(error).__name__) from error
 
 
 def _continues(response: http.client.HTTPResponse, start: int) -> bool:
-    """Whether the server sends the rest, and not all of it again."""
-    sent = response.headers.get("Content-Range", "")
-    return response.status == 206 and sent.startswith(f"bytes {start}-")
+    """Whether the server sends only the rest of the file."""
+    content_range = response.headers.get("Content-Range", "")
+    return response.status == 206 and content_range.startswith(f"bytes {start}-")
 
 
 def _copy(
@@ -207,29 +218,28 @@ def _copy(
         done += len(chunk)
         progress(file.name, done, file.num_bytes)
         if done > file.num_bytes:
-            return  # the checksum will not match; enough has come to know it
+            return  # too long to be right; a server could send without end
 
 
-def _by_hand(file: DataFile, folder: Path) -> str:
-    """Say how to do without the server, and what is wrong with a file put there."""
-    there = folder / file.name
-    if not there.is_file():
+def _manual_instructions(file: DataFile, folder: Path) -> str:
+    """Explain how to do without the server, and what is wrong with a file in its place."""
+    path = folder / file.name
+    if not path.is_file():
         return (
-            f"Put {file.name} ({file.num_bytes:,} bytes) into {folder} by hand and run the "
-            "command again, or give the URL of a mirror's folder with --url."
+            f"Put {file.name} ({file.num_bytes:,} bytes) into {folder} manually and run "
+            "the command again, or give the URL of a mirror's folder with --url."
         )
-    wrong = _difference(there, file)
+    if (size := path.stat().st_size) != file.num_bytes:
+        difference = f"it has {size:,} bytes, expected {file.num_bytes:,}"
+    else:
+        difference = (
+            f"its checksum is {digest(path, file)}, expected {expected_digest(file)}"
+        )
     return (
-        f"The {file.name} in {folder} is not the published one: {wrong}. Put the right one "
-        "in its place and run the command again, or give the URL of a mirror's folder with "
+        f"The {file.name} in {folder} is not the published file: {difference}. Replace it "
+        "manually and run the command again, or give the URL of a mirror's folder with "
         "--url."
     )
-
-
-def _difference(path: Path, file: DataFile) -> str:
-    if (size := path.stat().st_size) != file.num_bytes:
-        return f"it has {size:,} bytes, expected {file.num_bytes:,}"
-    return f"its checksum is {digest(path, file)}, expected {expected_digest(file)}"
 
 
 def _has_folders(folder: Path) -> bool:
@@ -237,19 +247,19 @@ def _has_folders(folder: Path) -> bool:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack plain files and folders into `folder`; they appear when all is done.
+    """Unpack files and folders into `folder`; they appear once all are complete.
 
-    A name that leads out of the folder, a link or a device is refused: an archive from
-    elsewhere could write anywhere with them.
+    A name that leads out of the folder, a link or a device is rejected: with them an
+    archive could write anywhere.
     """
-    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder) as place:
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder) as staging:
         try:
             with tarfile.open(archive, "r:*") as opened:
                 for member in opened:
-                    _unpack_member(opened, member, Path(place), archive)
+                    _unpack_member(opened, member, Path(staging), archive)
         except _DAMAGED_ARCHIVE as error:
             raise FetchError(f"{archive} is a damaged archive: {error}.") from error
-        for entry in Path(place).iterdir():
+        for entry in Path(staging).iterdir():
             target = folder / entry.name
             if target.is_symlink():
                 target.unlink()
@@ -259,13 +269,13 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _unpack_member(
-    opened: tarfile.TarFile, member: tarfile.TarInfo, place: Path, archive: Path
+    opened: tarfile.TarFile, member: tarfile.TarInfo, staging: Path, archive: Path
 ) -> None:
     name = PurePosixPath(member.name)
     content = opened.extractfile(member) if member.isfile() else None
     if name.is_absolute() or ".." in name.parts or not (content or member.isdir()):
         raise FetchError(f"{archive} has the entry {name}, which is not safe to unpack.")
-    target = place / name
+    target = staging / name
     if content is None:
         target.mkdir(parents=True, exist_ok=True)
         return

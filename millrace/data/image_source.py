@@ -1,4 +1,9 @@
-"""Encoded pictures that are decoded when asked for, in threads, sparing damaged ones."""
+"""Encoded images, decoded in threads when requested; corrupt ones are replaced.
+
+A sample goes through these steps, each in one place: `read_encoded` reads its bytes,
+`open_image` parses the header, `prepare` decodes, crops and flips it, and `_stack` makes
+the batch. A batch transform, if any, comes after that.
+"""
 
 import io
 import os
@@ -18,40 +23,36 @@ from PIL import Image, UnidentifiedImageError
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream, Transform
 
-PerImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
-"""Makes the array of one picture, at random with a generator and always the same without.
+PrepareImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
+"""Decodes one opened image and returns an array, for example `augment.prepare_image`.
 
-The image is opened but not decoded. Every array must have the same shape."""
+With a generator the result is random, without one it is always the same. All arrays must
+have one shape."""
 
-# ``open_image`` refuses images of too many pixels itself, in a line that names the file.
+# `open_image` rejects images with too many pixels itself, and names the file.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-_FORMATS = ("JPEG", "PNG", "WEBP")  # some of Pillow's other readers start programs
-_MOST_PIXELS = 64_000_000  # 0.2 GB in RGB; the largest picture of ImageNet has 50 million
-_MOST_JPEG_PIXELS = 160_000_000  # more than any camera's
-_MIN_CORRUPT = 10
+_FORMATS = ("JPEG", "PNG", "WEBP")  # some other readers of Pillow start programs
+_MAX_PIXELS = 64_000_000  # 0.2 GB in RGB; the largest image of ImageNet has 50 million
+_MAX_JPEG_PIXELS = 160_000_000  # more than any camera produces
+_MIN_MAX_CORRUPT = 10
 _MAX_NAMES_SHOWN = 3
+# What Pillow raises for damaged files. It has no common base class for them.
 _DECODE_ERRORS = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    IndexError,
-    struct.error,
-    zlib.error,
+    *(OSError, EOFError, SyntaxError, ValueError, IndexError, struct.error, zlib.error),
     Image.DecompressionBombError,
 )
 
 
 class CorruptSample(ValueError):
-    """One sample cannot be read; another takes its place."""
+    """One sample cannot be read and will be replaced by another."""
 
 
 class TooManyCorrupt(RuntimeError):
-    """More samples cannot be read than one may overlook."""
+    """More samples are corrupt than `max_corrupt` allows."""
 
     def __init__(self, reasons: Mapping[str, str], num_samples: int, limit: int) -> None:
-        lines = [f"  {name}: {why}" for name, why in reasons.items()]
+        lines = [f"  {name}: {reason}" for name, reason in reasons.items()]
         if len(lines) > _MAX_NAMES_SHOWN:
             hidden = len(lines) - _MAX_NAMES_SHOWN
             lines = [*lines[:_MAX_NAMES_SHOWN], f"  and {hidden} more"]
@@ -63,25 +64,24 @@ class TooManyCorrupt(RuntimeError):
 
 
 class ImageSource(ABC):
-    """Pictures and labels by index; each is read and decoded anew.
+    """Images and labels by index, read and decoded each time they are requested.
 
-    A sample that cannot be decoded is remembered and replaced by the next good one of
-    the data set, so the same batch comes out whenever, and in however many parts, it is
-    read. An error of the disk is no damage, and is raised.
+    A sample that cannot be decoded is recorded and replaced by the next good one of the
+    dataset. The replacement does not depend on the batch, so a batch is the same however
+    often, and in however many parts, it is read. A read error of the disk is raised.
 
     Args:
-        num_samples: How many there are.
-        prepare: Makes the array of each picture.
-        num_threads: How many pictures to decode at a time; as many as there are cores
-            where not given.
-        max_corrupt: Samples that may be damaged before it is an error; 0.1 % of them,
-            and at least 10, where not given.
+        num_samples: Number of samples.
+        prepare: Decodes an image into an array.
+        num_threads: Images decoded at a time; by default one per core.
+        max_corrupt: Corrupt samples allowed before an error is raised; by default 0.1 %
+            of the samples, and at least 10.
     """
 
     def __init__(
         self,
         num_samples: int,
-        prepare: PerImage,
+        prepare: PrepareImage,
         *,
         num_threads: int | None = None,
         max_corrupt: int | None = None,
@@ -95,19 +95,19 @@ class ImageSource(ABC):
         self._threads = ThreadPoolExecutor(
             num_threads or num_cores(), thread_name_prefix="millrace-decode"
         )
-        self.max_corrupt = (
-            max(_MIN_CORRUPT, num_samples // 1000) if max_corrupt is None else max_corrupt
-        )
+        if max_corrupt is None:
+            max_corrupt = max(_MIN_MAX_CORRUPT, num_samples // 1000)
+        self.max_corrupt = max_corrupt
         self._corrupt: dict[int, str] = {}
         self._corrupt_lock = threading.Lock()
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return what to call a sample in a message: its file, and where in it."""
+        """Return the name of a sample for messages: its file, and the offset in it."""
 
     @abstractmethod
-    def encoded(self, index: int) -> tuple[bytes, int]:
-        """Return a sample's file content and label; raise CorruptSample if damaged."""
+    def read_encoded(self, index: int) -> tuple[bytes, int]:
+        """Return the encoded image and the label; raise CorruptSample if damaged."""
 
     def __len__(self) -> int:
         return self._num_samples
@@ -117,12 +117,12 @@ class ImageSource(ABC):
 
     @property
     def corrupt(self) -> dict[str, str]:
-        """The damaged samples met so far, by name, with what is wrong."""
+        """The corrupt samples found so far: name and reason."""
         with self._corrupt_lock:
-            return {self.name(index): why for index, why in self._corrupt.items()}
+            return {self.name(index): reason for index, reason in self._corrupt.items()}
 
-    def unreadable(self, indices: np.ndarray) -> np.ndarray:
-        """Say which of these samples have been found damaged, so others stand for them."""
+    def is_corrupt(self, indices: np.ndarray) -> np.ndarray:
+        """Return which of these samples have been found corrupt and replaced."""
         with self._corrupt_lock:
             return np.array([int(index) in self._corrupt for index in indices], bool)
 
@@ -131,57 +131,57 @@ class ImageSource(ABC):
     ) -> dict[str, np.ndarray]:
         """Return ``image`` and ``label`` at `indices`, prepared with `generator`.
 
-        Each picture gets a generator of its own, so the number of threads changes
-        nothing.
+        Each image has its own generator, so the number of threads changes nothing.
         """
-        places = [int(index) for index in indices]
-        generators: list[np.random.Generator | None] = [None] * len(places)
+        numbers = [int(index) for index in indices]
+        generators: list[np.random.Generator | None] = [None] * len(numbers)
         if generator is not None:
-            generators = list(generator.spawn(len(places)))
-        samples = list(self._threads.map(self._decode, places, generators))
+            generators = list(generator.spawn(len(numbers)))
+        samples = list(self._threads.map(self._decode, numbers, generators))
         self._check_limit()
         return _stack(
-            self._following(place, generator) if sample is None else sample
-            for place, generator, sample in zip(places, generators, samples, strict=True)
+            self._find_replacement(number, generator) if sample is None else sample
+            for number, generator, sample in zip(numbers, generators, samples, strict=True)
         )
 
     def stream(
         self, batch_size: int, *, transform: Transform | None = None, **options: Any
     ) -> Stream:
-        """Return a `Stream` whose generator reaches every picture's preparation.
+        """Return a `Stream` whose generator reaches the preparation of every image.
 
         Args:
             batch_size: Samples per batch.
             transform: Changes each batch after decoding.
-            options: The other arguments of `Stream`.
+            options: Further arguments of `Stream`.
         """
 
         def decode(batch: Any, generator: np.random.Generator) -> Any:
             decoded = self.read(batch["index"], generator)
             return decoded if transform is None else transform(decoded, generator)
 
-        # Every picture has a generator of its own; what else is done to them, we know not.
+        # Decoding is by sample; a further transform may not be.
         decode.by_sample = transform is None  # pyright: ignore[reportFunctionMemberAccess]
-        # The stream shuffles numbers; only its transform is given the generator.
-        numbers = ArraySource({"index": np.arange(len(self))})
-        return Stream(numbers, batch_size, transform=decode, **options)
+        # The stream shuffles indices and decodes in its transform, because only the
+        # transform is given the generator of the batch.
+        indices = ArraySource({"index": np.arange(len(self))})
+        return Stream(indices, batch_size, transform=decode, **options)
 
     def _decode(
         self, index: int, generator: np.random.Generator | None
     ) -> tuple[np.ndarray, int] | None:
         try:
-            content, label = self.encoded(index)
+            content, label = self.read_encoded(index)
         except CorruptSample as error:
-            return self._remember(index, str(error))
+            return self._record_corrupt(index, str(error))
         try:
             with open_image(io.BytesIO(content)) as image:
                 return self._prepare(image, generator), label
         except UnidentifiedImageError:
-            return self._remember(index, "neither JPEG, PNG nor WebP")
+            return self._record_corrupt(index, "not a JPEG, PNG or WebP image")
         except _DECODE_ERRORS as error:
-            return self._remember(index, str(error) or type(error).__name__)
+            return self._record_corrupt(index, str(error) or type(error).__name__)
 
-    def _remember(self, index: int, reason: str) -> None:
+    def _record_corrupt(self, index: int, reason: str) -> None:
         with self._corrupt_lock:
             self._corrupt[index] = reason
 
@@ -189,16 +189,17 @@ class ImageSource(ABC):
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorrupt(self.corrupt, len(self), self.max_corrupt)
 
-    def _following(
+    def _find_replacement(
         self, index: int, generator: np.random.Generator | None
     ) -> tuple[np.ndarray, int]:
-        """Return the first good sample after `index` in the data set.
+        """Return the first good sample after `index` in the dataset.
 
-        It depends on nothing else, so that processes which read parts of a batch get what
-        one that reads all of it gets.
+        It depends on nothing else, so processes that each read a part of a batch agree
+        with one that reads all of it.
         """
         for step in range(1, len(self)):
-            # A fresh one each: what a failure has drawn may depend on how far it came.
+            # A fresh generator per attempt: how much a failed attempt has drawn may
+            # depend on where the file is damaged.
             fresh = None if generator is None else generator.spawn(1)[0]
             sample = self._decode((index + step) % len(self), fresh)
             self._check_limit()
@@ -210,24 +211,24 @@ class ImageSource(ABC):
 def open_image(
     file: BinaryIO | Path | str, formats: tuple[str, ...] | None = _FORMATS
 ) -> Image.Image:
-    """Open a picture without decoding it; refuse one that would fill the memory.
+    """Open an image without decoding it; reject one that would fill the memory.
 
-    A file of half a megabyte can hold a picture of hundreds of millions of pixels. JPEG
-    may have more of them, because it is decoded at a fraction of its size, unless it is
+    A file of half a megabyte can hold hundreds of millions of pixels. A JPEG may have
+    more than other formats because it is decoded at a fraction of its size, unless it is
     progressive.
     """
     image = Image.open(file, formats=formats)
-    is_shrunk = image.format == "JPEG" and "progressive" not in image.info
-    most = _MOST_JPEG_PIXELS if is_shrunk else _MOST_PIXELS
-    if image.width * image.height > most:
+    is_reduced = image.format == "JPEG" and "progressive" not in image.info
+    limit = _MAX_JPEG_PIXELS if is_reduced else _MAX_PIXELS
+    if image.width * image.height > limit:
         size = f"{image.width} x {image.height}"
         image.close()
-        raise ValueError(f"it has {size} pixels, more than {most // 10**6} million")
+        raise ValueError(f"it has {size} pixels, more than {limit // 10**6} million")
     return image
 
 
 def num_cores() -> int:
-    """Count the cores this process may use."""
+    """Return the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -238,7 +239,7 @@ def _stack(samples: Iterable[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
     shapes = sorted({image.shape for image in images})
     if len(shapes) > 1:
         raise ValueError(
-            f"The pictures of a batch were prepared to different shapes: {shapes}. "
-            "`prepare` must bring them all to one."
+            f"`prepare` returned images of different shapes in one batch: {shapes}. It "
+            "must bring all images to one shape."
         )
     return {"image": np.stack(images), "label": np.array(labels, np.int32)}

@@ -1,4 +1,4 @@
-"""The batches of a stream, made ahead of time by several threads, in order."""
+"""Prepares the next batches of a stream in background threads, in order."""
 
 import copy
 import threading
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 
-class BatchesByPosition(Protocol):
-    """What a stream offers that can make any of its batches."""
+class RandomAccessStream(Protocol):
+    """A stream that can produce any of its batches."""
 
     def batch(self, position: int) -> Any:
         """Return batch number `position`."""
@@ -15,22 +15,22 @@ class BatchesByPosition(Protocol):
 
 
 class ParallelStream:
-    """A stream whose next batches are made while the current one is used.
+    """A stream that prepares its next batches while the current one is in use.
 
-    The batches are those of the plain stream. An exception is raised at the batch that
-    caused it, after the good ones before it.
+    The batches equal those of the plain stream. An exception is raised at the batch that
+    caused it, after the good batches before it.
 
     Args:
-        stream: Makes a batch by its number, for example a `Stream`.
-        num_workers: Batches made at a time. An `ImageSource` decodes in threads of its
-            own, which all workers share: two workers keep them busy.
-        ahead: Batches that may be ready or under way beyond the one in use; twice
-            `num_workers` where not given.
+        stream: Produces a batch by its number, for example a `Stream`.
+        num_workers: Batches prepared at a time. All workers share the decoding threads
+            of an `ImageSource`, so two workers keep those busy.
+        ahead: Batches that may be ready or in progress beyond the one in use; by default
+            twice `num_workers`.
     """
 
     def __init__(
         self,
-        stream: BatchesByPosition,
+        stream: RandomAccessStream,
         num_workers: int = 2,
         ahead: int | None = None,
     ) -> None:
@@ -49,15 +49,16 @@ class ParallelStream:
 
     @property
     def share(self) -> Callable[[slice], "ParallelStream"]:
-        """Return the same stream with only some samples of every batch.
+        """Return a function that makes a stream of only some samples of every batch.
 
-        There only where the stream that makes the batches can share them.
+        Raises AttributeError where the underlying stream has no `share`, so `hasattr`
+        answers for both.
         """
         share_stream = self.stream.share  # pyright: ignore[reportAttributeAccessIssue]
         return lambda rows: ParallelStream(share_stream(rows), self.num_workers, self.ahead)
 
     def batch(self, position: int) -> Any:
-        """Return batch number `position`, made here and now."""
+        """Return batch number `position`, prepared in the calling thread."""
         return self.stream.batch(position)
 
     def __iter__(self) -> Iterator[Any]:
@@ -71,20 +72,20 @@ class ParallelStream:
 
 
 class _Workers:
-    """Threads that make the batches from a position on, a bounded number ahead."""
+    """Threads that prepare batches from a position on, a bounded number ahead."""
 
     def __init__(
-        self, stream: BatchesByPosition, position: int, num_workers: int, ahead: int
+        self, stream: RandomAccessStream, position: int, num_workers: int, ahead: int
     ) -> None:
         self._ahead = ahead
         self._wanted = position
         self._next = position
-        self._made: dict[int, tuple[Any, BaseException | None]] = {}
+        self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._stopped = False
         self._changed = threading.Condition()
         for number in range(num_workers):
-            # A copy each: a stream remembers the order of one epoch, and two workers
-            # may be in different ones. Daemons, so that leaving Python never waits.
+            # One copy per worker: a stream caches the order of one epoch, and two workers
+            # may be in different epochs. Daemons, so that exiting Python never waits.
             threading.Thread(
                 target=self._work,
                 args=(copy.copy(stream),),
@@ -94,8 +95,8 @@ class _Workers:
 
     def next_batch(self) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: self._wanted in self._made)
-            batch, error = self._made.pop(self._wanted)
+            self._changed.wait_for(lambda: self._wanted in self._results)
+            batch, error = self._results.pop(self._wanted)
             self._wanted += 1
             self._changed.notify_all()
         if error is not None:
@@ -103,28 +104,28 @@ class _Workers:
         return batch
 
     def stop(self) -> None:
-        """Let the workers go after the batch in hand, without waiting for them.
+        """Tell the workers to stop after their current batch, without waiting for them.
 
-        Waiting could last for ever: the garbage collector may call this on a worker.
+        The garbage collector may call this on a worker, which would wait for itself.
         """
         with self._changed:
             self._stopped = True
-            self._made.clear()
+            self._results.clear()
             self._changed.notify_all()
 
-    def _work(self, stream: BatchesByPosition) -> None:
-        while (position := self._take()) is not None:
+    def _work(self, stream: RandomAccessStream) -> None:
+        while (position := self._claim_position()) is not None:
             try:
-                made = stream.batch(position), None
+                result = stream.batch(position), None
             except BaseException as error:
-                made = None, error
+                result = None, error
             with self._changed:
-                self._made[position] = made
+                self._results[position] = result
                 self._changed.notify_all()
-            del made  # a worker that waits must not keep its last batch
+            del result  # an idle worker must not keep its last batch alive
 
-    def _take(self) -> int | None:
-        """Return the next position to make, once there is room for it."""
+    def _claim_position(self) -> int | None:
+        """Return the next position to prepare once it is within `ahead`; None to stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._stopped or self._next < self._wanted + self._ahead

@@ -1,41 +1,44 @@
-"""Weights in safetensors files: a JSON header, then plain numbers; nothing is executed."""
+"""Reads safetensors files: a JSON header, then raw arrays; nothing is executed.
+
+The header is untrusted: every size in it is checked before it is used.
+"""
 
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.config import shown
 
 _TYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"},
+    **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
+    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"},
 }
-_HALF_OF_FLOAT32 = "BF16"
-_LONGEST_HEADER = 100_000_000
-_MOST_DIMS = 32
-_MOST_ITEMS = 2**59  # times eight bytes each, an array's size still fits 64 bits
-_PREFIX = 8  # bytes that give the header's length
+_BFLOAT16 = "BF16"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMS = 32  # the limit of NumPy 1
+_MAX_ITEMS = 2**59  # times eight bytes each, the size of an array still fits 64 bits
+_PREFIX = 8  # bytes that hold the length of the header
 
 
 class SafetensorsError(ValueError):
-    """A file is not a safetensors file, or not a whole one; names the file."""
+    """A file is not a complete safetensors file; the message names it."""
+
+
+class _Tensor(NamedTuple):
+    """An entry of the header, checked."""
+
+    kind: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
 
 
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name; they are read when they are looked at.
+    """Return the arrays of a file by name, mapped from disk.
 
     bfloat16, which NumPy lacks, becomes float32.
     """
@@ -46,26 +49,26 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
             header, start = _read_header(path, file, size)
     except OSError as error:
         raise SafetensorsError(f"Cannot read {path}: {error.strerror}.") from error
-    if size == start:
+    if size == start:  # an empty file cannot be mapped
         data = np.zeros(0, np.uint8)
     else:
         data = np.memmap(path, np.uint8, "r", offset=start)
-    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
-    _check_cover(path, entries, len(data))
-    return {name: _array(data, *entry) for name, entry in entries.items()}
+    tensors = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
+    _check_cover(path, tensors, len(data))
+    return {name: _view(data, tensor) for name, tensor in tensors.items()}
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
-    """Return what the file says it holds, and where its numbers start."""
+    """Return the header, and the offset at which the arrays start."""
     length = int.from_bytes(file.read(_PREFIX), "little")
-    if size < _PREFIX or length > min(_LONGEST_HEADER, size - _PREFIX):
+    if size < _PREFIX or length > min(_MAX_HEADER_BYTES, size - _PREFIX):
         raise SafetensorsError(
-            f"{path} is not a safetensors file, or it is cut short: its header should "
-            f"have {length} bytes, and the file has {size}."
+            f"{path} is not a safetensors file or is truncated: its header should have "
+            f"{length} bytes, and the file has {size}."
         )
     try:
         header = json.loads(file.read(length), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError also if not UTF-8
         raise SafetensorsError(f"{path} is not a safetensors file: {error}.") from error
     if not isinstance(header, dict):
         raise SafetensorsError(f"{path} is not a safetensors file: no header.")
@@ -80,38 +83,35 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return type, shape, first and last byte of an array, all of them possible."""
+def _parse_entry(path: Path, name: str, entry: Any) -> _Tensor:
     try:
         kind, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
         numbers = (*shape, first, last)
-        possible = len(shape) <= _MOST_DIMS and all(
-            type(n) is int and 0 <= n < _MOST_ITEMS for n in numbers
+        is_possible = len(shape) <= _MAX_DIMS and all(
+            type(n) is int and 0 <= n < _MAX_ITEMS for n in numbers
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SafetensorsError(
-            f"{path}: the header's entry {shown(name)} is broken."
+            f"{path}: the entry {shown(name)} of its header is malformed."
         ) from error
-    if not isinstance(kind, str) or kind not in (*_TYPES, _HALF_OF_FLOAT32):
-        raise SafetensorsError(
-            f"{path}: {shown(name)} has the type {shown(kind)}, which is not known."
-        )
-    # NumPy multiplies the dims that are not 0 even where one is.
-    if possible and math.prod(filter(None, shape)) >= _MOST_ITEMS:
-        possible = False
-    if not possible or math.prod(shape) * _item_size(kind) != last - first:
+    if not isinstance(kind, str) or kind not in (*_TYPES, _BFLOAT16):
+        raise SafetensorsError(f"{path}: {shown(name)} has the unknown type {shown(kind)}.")
+    # NumPy multiplies the nonzero dims even of an empty array.
+    if is_possible and math.prod(filter(None, shape)) >= _MAX_ITEMS:
+        is_possible = False
+    if not is_possible or math.prod(shape) * _item_size(kind) != last - first:
         raise SafetensorsError(
             f"{path}: {shown(name)} should have shape {shown(list(shape))} of {kind}, but "
             f"has bytes {shown(first)} to {shown(last)}."
         )
-    return kind, shape, first, last
+    return _Tensor(kind, shape, first, last)
 
 
-def _check_cover(path: Path, entries: dict[str, Any], size: int) -> None:
-    """Raise unless the arrays lie one behind the other, over all of the file."""
+def _check_cover(path: Path, tensors: dict[str, _Tensor], size: int) -> None:
+    """Raise unless the arrays cover the file without gap or overlap."""
     end = 0
-    for name, (_, _, first, last) in sorted(entries.items(), key=lambda e: e[1][2:]):
+    for name, (_, _, first, last) in sorted(tensors.items(), key=lambda t: t[1][2:]):
         if first != end:
             raise SafetensorsError(
                 f"{path}: {shown(name)} should start at byte {end}, not {first}."
@@ -119,20 +119,18 @@ def _check_cover(path: Path, entries: dict[str, Any], size: int) -> None:
         end = last
     if end != size:
         raise SafetensorsError(
-            f"{path} should hold {end} bytes of numbers, but has {size}: it is cut short "
-            "or has something behind its end."
+            f"{path} should have {end} bytes of arrays, but has {size}: it is truncated or "
+            "has trailing bytes."
         )
 
 
 def _item_size(kind: str) -> int:
-    return 2 if kind == _HALF_OF_FLOAT32 else _TYPES[kind].itemsize
+    return 2 if kind == _BFLOAT16 else np.dtype(_TYPES[kind]).itemsize
 
 
-def _array(
-    data: np.ndarray, kind: str, shape: tuple[int, ...], first: int, last: int
-) -> np.ndarray:
-    part = data[first:last]
-    if kind == _HALF_OF_FLOAT32:
+def _view(data: np.ndarray, tensor: _Tensor) -> np.ndarray:
+    part = data[tensor.first : tensor.last]
+    if tensor.kind == _BFLOAT16:  # the upper half of a float32
         wide = part.view("<u2").astype("<u4") << 16
-        return wide.view("<f4").reshape(shape)
-    return part.view(_TYPES[kind]).reshape(shape)
+        return wide.view("<f4").reshape(tensor.shape)
+    return part.view(_TYPES[tensor.kind]).reshape(tensor.shape)

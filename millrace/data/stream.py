@@ -1,7 +1,7 @@
-"""An endless stream of batches, shuffled anew each epoch, that resumes anywhere.
+"""Endless shuffled batches for training, and one padded pass for evaluation.
 
-Where a batch comes from depends only on the seed and its number, so a position is one
-integer and a resumed run sees exactly the batches an uninterrupted one would have seen.
+A training batch depends only on the seed and its number. The position of a stream is
+therefore one integer, and a resumed run sees exactly the batches of an uninterrupted one.
 """
 
 import copy
@@ -13,24 +13,24 @@ import numpy as np
 from millrace.data.source import Source
 
 Transform = Callable[[Any, np.random.Generator], Any]
-"""Changes a batch on the host, drawing from the given generator only.
+"""Changes a batch on the host and draws random numbers only from the given generator.
 
-One with an attribute ``by_sample`` that is true changes each sample by itself and draws
-its random numbers with the samples along the last dim: it can be given a part of a batch.
+A transform with a true attribute ``by_sample`` treats each sample on its own and draws
+random numbers with the samples along the last dim. It can be given a part of a batch.
 """
 
 
 class Stream:
-    """Batches for training, without end.
+    """Training batches without end, in a new order each epoch.
 
     Args:
-        source: Where samples come from.
-        batch_size: Samples per batch: a micro-batch for every replica.
-        batches_per_epoch: After how many batches the order is drawn anew. The samples
-            left over are other ones in every epoch.
-        seed: Of the order and of the transform's random numbers.
-        shuffle: Draw the order at random; otherwise samples come as they lie.
-        transform: Changes each batch, for augmentation.
+        source: Provides the samples.
+        batch_size: Samples per batch: one micro-batch for every replica.
+        batches_per_epoch: Batches until the samples are shuffled again. The leftover
+            samples differ from epoch to epoch.
+        seed: Seed for the order and for the random numbers of the transform.
+        shuffle: Shuffle the samples each epoch; otherwise keep the order of the source.
+        transform: Changes each batch, for example for augmentation.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Stream:
         self._position = position
 
     def share(self, rows: slice) -> "Stream":
-        """Return the same stream with only these samples of every batch.
+        """Return a stream of only these samples of every batch.
 
-        Only they are read, and they come out as they would in the whole batch.
+        Only they are read, and they equal the same samples of the whole batch.
         """
         part = copy.copy(self)
         part._rows = rows
@@ -85,37 +85,39 @@ class Stream:
     def batch(self, position: int) -> Any:
         """Return batch number `position`, counted from the start of training."""
         transform, rows = self._transform, self._rows
+        # Seeds [seed, 0, epoch] draw the order, [seed, 1, position] the transform: the two
+        # never overlap, and neither depends on what was drawn before.
         generator = np.random.default_rng([self._seed, 1, position])
         if transform is None or rows == slice(0, self.batch_size):
             batch = self.source[self.indices(position)[rows]]
             return batch if transform is None else transform(batch, generator)
         if getattr(transform, "by_sample", False):
             batch = self.source[self.indices(position)[rows]]
-            drawing: Any = _PartOfDraws(generator, self.batch_size, rows)
-            return transform(batch, drawing)
+            partial_generator: Any = _PartialGenerator(generator, self.batch_size, rows)
+            return transform(batch, partial_generator)
         whole = transform(self.source[self.indices(position)], generator)
         return {name: array[rows] for name, array in whole.items()}
 
     def indices(self, position: int) -> np.ndarray:
-        """Return the samples that make up batch number `position`."""
-        epoch, place = divmod(position, self.batches_per_epoch)
-        first = place * self.batch_size
+        """Return the indices of the samples in batch number `position`."""
+        epoch, number = divmod(position, self.batches_per_epoch)
+        first = number * self.batch_size
         return self._epoch_order(epoch)[first : first + self.batch_size]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             epoch = 0
-        kept = self._order  # read once: several threads may ask
-        if kept is None or kept[0] != epoch:
+        cached = self._order  # read once: another thread may replace it
+        if cached is None or cached[0] != epoch:
             order = np.arange(len(self.source))
             if self._shuffle:
                 np.random.default_rng([self._seed, 0, epoch]).shuffle(order)
-            kept = self._order = epoch, order
-        return kept[1]
+            cached = self._order = epoch, order
+        return cached[1]
 
 
-class _PartOfDraws:
-    """Draws what a whole batch would be given, and hands out the part of some samples."""
+class _PartialGenerator:
+    """Draws random numbers for a whole batch and returns those of some of its samples."""
 
     def __init__(self, generator: np.random.Generator, size: int, rows: slice) -> None:
         self._generator = generator
@@ -123,36 +125,36 @@ class _PartOfDraws:
         self._rows = rows
 
     def random(self, count: int) -> np.ndarray:
-        """Return numbers between 0 and 1, one for each sample."""
+        """Return one number between 0 and 1 per sample."""
         assert count == self._rows.stop - self._rows.start
         return self._generator.random(self._size)[self._rows]
 
     def integers(self, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Return whole numbers, with the samples along the last dim."""
+        """Return integers, with the samples along the last dim."""
         assert shape[-1] == self._rows.stop - self._rows.start
         drawn = self._generator.integers(low, high, (*shape[:-1], self._size))
         return drawn[..., self._rows]
 
     def spawn(self, count: int) -> list[np.random.Generator]:
-        """Return a generator for each sample."""
+        """Return one generator per sample."""
         assert count == self._rows.stop - self._rows.start
         return self._generator.spawn(self._size)[self._rows]
 
 
 @runtime_checkable
-class PartlyUnreadable(Protocol):
-    """A source that puts another sample in the place of one it cannot read."""
+class ReplacesCorrupt(Protocol):
+    """A source that returns another sample in place of one it cannot read."""
 
-    def unreadable(self, indices: np.ndarray) -> np.ndarray:
-        """Say which of these samples, all asked for before, could not be read."""
+    def is_corrupt(self, indices: np.ndarray) -> np.ndarray:
+        """Return which of these samples, all requested before, could not be read."""
         ...
 
 
 class EvaluationBatches:
-    """Every sample once, in order; the last batch is padded and says what is real.
+    """Every sample once, in order; the last batch is padded.
 
-    Yields ``{"batch": ..., "valid": bool array}``. What stands in for a sample that
-    cannot be read is not valid. `num_valid` counts the valid ones of the last pass.
+    Yields ``{"batch": ..., "valid": bool array}``. Padding and replacements of corrupt
+    samples are not valid. `num_valid` counts the valid samples of the last pass.
     """
 
     def __init__(self, source: Source, batch_size: int) -> None:
@@ -164,7 +166,7 @@ class EvaluationBatches:
         self.batch_size = batch_size
         self.num_valid = 0
         self._rows = slice(0, batch_size)
-        self._first, self._every = 0, 1
+        self._first, self._step = 0, 1
 
     def share(self, rows: slice) -> "EvaluationBatches":
         """Return the same batches with only these samples of each."""
@@ -172,10 +174,10 @@ class EvaluationBatches:
         part._rows = rows
         return part
 
-    def deal(self, first: int, every: int) -> "EvaluationBatches":
-        """Return batch number `first` and every so many-th after it, whole."""
+    def every(self, step: int, *, first: int) -> "EvaluationBatches":
+        """Return every `step`-th batch, starting with batch number `first`."""
         part = copy.copy(self)
-        part._first, part._every = first, every
+        part._first, part._step = first, step
         return part
 
     def __len__(self) -> int:
@@ -183,15 +185,15 @@ class EvaluationBatches:
 
     def _starts(self) -> range:
         size = self.batch_size
-        return range(self._first * size, len(self.source), self._every * size)
+        return range(self._first * size, len(self.source), self._step * size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.num_valid = 0
-        for first in self._starts():
-            places = np.arange(first, first + self.batch_size)[self._rows]
-            valid = places < len(self.source)
-            batch = self.source[np.minimum(places, len(self.source) - 1)]
-            if isinstance(self.source, PartlyUnreadable):
-                valid &= ~self.source.unreadable(places)
+        for start in self._starts():
+            indices = np.arange(start, start + self.batch_size)[self._rows]
+            valid = indices < len(self.source)
+            batch = self.source[np.minimum(indices, len(self.source) - 1)]
+            if isinstance(self.source, ReplacesCorrupt):
+                valid &= ~self.source.is_corrupt(indices)
             self.num_valid += int(valid.sum())
             yield {"batch": batch, "valid": valid}

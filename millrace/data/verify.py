@@ -1,4 +1,4 @@
-"""Whether a data set on disk is what it should be."""
+"""Compares a dataset on disk with its entry in the catalog."""
 
 from collections.abc import Iterator
 
@@ -14,20 +14,20 @@ _BATCH_SIZE = 64
 def verify(
     sources: tuple[Source, Source], expected: Dataset, *, num_samples: int | None = 256
 ) -> list[str]:
-    """Return what is not as expected, one plain sentence each; nothing if all is well.
+    """Return the differences from the catalog, one sentence each.
 
     Args:
-        sources: Training and validation.
-        expected: What is known of the data set.
-        num_samples: Samples of each to read, evenly spaced, where reading them means
-            decoding; None reads all. Arrays in memory are always checked whole.
+        sources: Training and validation samples.
+        expected: The entry in the catalog.
+        num_samples: Samples to read of each split, evenly spaced, if they have to be
+            decoded; None reads all. Arrays in memory are always checked completely.
     """
-    training, validation = sources
+    splits = ("training", "validation")
+    counts = (expected.num_training, expected.num_validation)
     return [
-        *_verify_split("training", training, expected.num_training, expected, num_samples),
-        *_verify_split(
-            "validation", validation, expected.num_validation, expected, num_samples
-        ),
+        difference
+        for split, source, count in zip(splits, sources, counts, strict=True)
+        for difference in _verify_split(split, source, count, expected, num_samples)
     ]
 
 
@@ -36,16 +36,16 @@ def _verify_split(
 ) -> Iterator[str]:
     if len(source) != count:
         yield f"{expected.name} has {len(source):,} {split} samples; expected {count:,}."
-    wrong: dict[str, None] = {}  # each sentence once, in order
+    differences: dict[str, None] = {}  # each sentence once, in order
     labels = []
     for batch in _batches(source, num_samples):
-        wrong |= dict.fromkeys(_verify_batch(split, batch, expected))
+        differences |= dict.fromkeys(_verify_batch(split, batch, expected))
         labels.append(batch.get("label", np.empty(0, np.int32)))
-    yield from wrong
+    yield from differences
     label = np.concatenate([np.empty(0, np.int32), *labels])
     if label.size and (label.min() < 0 or label.max() >= expected.num_classes):
         yield (
-            f"{split} labels go from {label.min()} to {label.max()}; expected 0 to "
+            f"{split} labels range from {label.min()} to {label.max()}; expected 0 to "
             f"{expected.num_classes - 1}."
         )
     if isinstance(source, ImageSource):

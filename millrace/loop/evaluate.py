@@ -43,7 +43,9 @@ def evaluate(
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
     alone = program.chunk_sharding.is_fully_addressable
     if alone and not by_itself:
-        batches = batches.deal(coordination.process_id(), coordination.num_processes())
+        batches = batches.every(
+            coordination.num_processes(), first=coordination.process_id()
+        )
     capacity = max(1, min(len(batches), _STAGED_BYTES // size))
     sums = _sums(program, program.validate_state(state), batches, capacity)
     if alone:

@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from millrace.data.benchmark import epoch_figures
+from millrace.data.benchmark import epoch_stats
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.loop.repeat import check_infeed
 
@@ -34,7 +34,7 @@ def infeed_benchmark(
         started = time.perf_counter()
         size = _take(infeed, elements_per_epoch)
         elapsed = time.perf_counter() - started
-        epochs.append(epoch_figures(epoch, elements_per_epoch, size, elapsed, print_stats))
+        epochs.append(epoch_stats(epoch, elements_per_epoch, size, elapsed, print_stats))
     return json.dumps({"epochs": epochs})
 
 

@@ -86,7 +86,7 @@ def test_the_trained_network_knows_digits_it_has_not_seen(cnn):
 
 
 def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
-    from millrace.data.digits import load_digits as splits
+    from millrace.data.mnist import load_digits as splits
 
     _, validation = splits()
     held_out = validation[np.arange(len(validation))]

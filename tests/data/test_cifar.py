@@ -1,3 +1,5 @@
+"""CIFAR in both published forms: read exactly; malicious or damaged files rejected."""
+
 import hashlib
 import importlib.util
 import io
@@ -20,9 +22,9 @@ PER_FILE = 4
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch, request):
-    """Let files of a few images pass for whole ones."""
+    """Accept files of a few images as complete."""
     if "published" not in request.node.name and "real" not in request.node.name:
-        monkeypatch.setattr(cifar, "_num_images", lambda name, layout, file: PER_FILE)
+        monkeypatch.setattr(cifar, "_num_images", lambda name, release, file: PER_FILE)
 
 
 def planes(seed):
@@ -35,7 +37,7 @@ def labels(seed, num_classes=10):
 
 
 def python2_pickle(entries):
-    """Write a dict as Python 2's cPickle did: protocol 2, byte strings, NumPy 1 names."""
+    """Pickle a dict like cPickle of Python 2: protocol 2, byte strings, NumPy 1 names."""
 
     def text(value):
         return b"T" + struct.pack("<i", len(value)) + value
@@ -72,9 +74,9 @@ def cifar10_pickle(seed):
     return python2_pickle(entries | {b"filenames": [b"a.png"] * PER_FILE})
 
 
-def cifar10_files(layout):
+def cifar10_files(release):
     names = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
-    if layout == "pickle":
+    if release == "pickle":
         return {name: cifar10_pickle(seed) for seed, name in enumerate(names)}
     return {
         f"{name}.bin": np.c_[np.array(labels(seed), np.uint8), planes(seed)].tobytes()
@@ -83,6 +85,8 @@ def cifar10_files(layout):
 
 
 FOLDERS = {"binary": "cifar-10-batches-bin", "pickle": "cifar-10-batches-py"}
+
+
 ARCHIVES = {"binary": "cifar-10-binary.tar.gz", "pickle": "cifar-10-python.tar.gz"}
 
 
@@ -110,28 +114,30 @@ def check_cifar10(training, validation):
     np.testing.assert_array_equal(validation.arrays["label"], labels(5))
 
 
-@pytest.mark.parametrize("layout", ["binary", "pickle"])
-@pytest.mark.parametrize("place", ["folder", "parent", "archive", "archive's folder"])
-def test_cifar10_is_read_in_either_layout_from_any_usual_place(tmp_path, layout, place):
-    files, folder = cifar10_files(layout), FOLDERS[layout]
+@pytest.mark.parametrize("release", ["binary", "pickle"])
+@pytest.mark.parametrize("location", ["folder", "parent", "archive", "archive's folder"])
+def test_cifar10_is_read_in_either_form_from_any_usual_location(
+    tmp_path, release, location
+):
+    files, folder = cifar10_files(release), FOLDERS[release]
     path = tmp_path
-    if place == "folder":
+    if location == "folder":
         write(tmp_path, files)
-    elif place == "parent":
+    elif location == "parent":
         write(tmp_path / folder, files)
     else:
-        archive(tmp_path / ARCHIVES[layout], folder, files)
-        path = tmp_path / ARCHIVES[layout] if place == "archive" else tmp_path
+        archive(tmp_path / ARCHIVES[release], folder, files)
+        path = tmp_path / ARCHIVES[release] if location == "archive" else tmp_path
     check_cifar10(*load_cifar10(path))
-    assert not (place.startswith("archive") and (tmp_path / folder).exists())
+    assert not (location.startswith("archive") and (tmp_path / folder).exists())
 
 
-@pytest.mark.parametrize("layout", ["binary", "pickle"])
-def test_cifar100_has_the_fine_labels(tmp_path, layout):
+@pytest.mark.parametrize("release", ["binary", "pickle"])
+def test_cifar100_has_the_fine_labels(tmp_path, release):
     files = {}
     for seed, name in enumerate(["train", "test"]):
         fine, coarse = labels(seed + 13, 100), [seed] * PER_FILE
-        if layout == "pickle":
+        if release == "pickle":
             entries = {
                 b"data": planes(seed),
                 b"coarse_labels": coarse,
@@ -150,7 +156,7 @@ def test_cifar100_has_the_fine_labels(tmp_path, layout):
 
 
 @pytest.mark.parametrize("protocol", [3, 4])
-def test_a_pickle_written_by_python_3_is_read_too(tmp_path, protocol):
+def test_a_pickle_written_by_python_3_is_also_read(tmp_path, protocol):
     for seed, name in enumerate(cifar10_files("pickle")):
         entries = {"labels": labels(seed), "data": planes(seed)}
         (tmp_path / name).write_bytes(pickle.dumps(entries, protocol))
@@ -169,7 +175,7 @@ class Malicious:
     ("function", "argument"),
     [(os.system, "touch {}"), (eval, "open('{}', 'w')"), (os.mkdir, "{}")],
 )
-def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, function, argument):
+def test_a_malicious_pickle_is_rejected_and_executes_nothing(tmp_path, function, argument):
     trap = tmp_path / "trap"
     write(tmp_path, cifar10_files("pickle"))
     entries = {"labels": Malicious(function, argument.format(trap)), "data": planes(0)}
@@ -181,7 +187,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, function, argu
     assert not trap.exists()
 
 
-def test_an_array_of_objects_is_refused(tmp_path):
+def test_an_array_of_objects_is_rejected(tmp_path):
     write(tmp_path, cifar10_files("pickle"))
     data = np.array([[Malicious(print, "executed")]], object)
     content = pickle.dumps({"labels": labels(0), "data": data}, 4)
@@ -196,13 +202,16 @@ def test_an_array_of_objects_is_refused(tmp_path):
         ([1, 2], "no 'data' and 'labels'"),
         ({"data": planes(0)}, "no 'data' and 'labels'"),
         ({"labels": [1, 2], "data": planes(0)}, "expected (2, 3072)"),
-        ({"labels": [0.5] * PER_FILE, "data": planes(0)}, "not a list of small whole"),
+        (
+            {"labels": [0.5] * PER_FILE, "data": planes(0)},
+            "not a list of integers from 0 to 255",
+        ),
         ({"labels": labels(0), "data": planes(0).astype("u2")}, "array of unsigned bytes"),
         ({"labels": labels(0), "data": [1]}, "array of unsigned bytes"),
         ({"labels": [10] * PER_FILE, "data": planes(0)}, "the label 10"),
     ],
 )
-def test_a_pickle_of_something_else_is_refused(tmp_path, entries, message):
+def test_a_pickle_with_other_content_is_rejected(tmp_path, entries, message):
     write(tmp_path, cifar10_files("pickle"))
     (tmp_path / "test_batch").write_bytes(pickle.dumps(entries, 4))
     with pytest.raises(ValueError, match="test_batch is not a file of cifar10") as caught:
@@ -234,7 +243,7 @@ def test_a_wrong_binary_file_is_named(tmp_path, content, message):
         load_cifar10(tmp_path)
 
 
-def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path):
+def test_a_missing_dataset_error_names_the_files_and_how_to_get_them(tmp_path):
     write(tmp_path, cifar10_files("binary"))
     (tmp_path / "test_batch.bin").unlink()
     with pytest.raises(ConfigurationError) as caught:
@@ -246,7 +255,7 @@ def test_a_missing_data_set_says_what_was_looked_for_and_how_to_get_it(tmp_path)
         load_cifar100(tmp_path / "nowhere")
 
 
-def test_a_damaged_or_foreign_archive_is_named(tmp_path):
+def test_a_damaged_or_unrelated_archive_is_named(tmp_path):
     path = tmp_path / ARCHIVES["binary"]
     archive(path, FOLDERS["binary"], cifar10_files("binary"))
     content = path.read_bytes()
@@ -255,18 +264,20 @@ def test_a_damaged_or_foreign_archive_is_named(tmp_path):
         with pytest.raises(ValueError, match=r"cifar-10-binary\.tar\.gz is a damaged"):
             load_cifar10(tmp_path)
     archive(path, "elsewhere", cifar10_files("binary"))
-    with pytest.raises(ValueError, match="does not hold the files"):
+    with pytest.raises(ValueError, match="does not contain"):
         load_cifar10(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["binary", "pickle"])
+@pytest.mark.parametrize("release", ["binary", "pickle"])
 @pytest.mark.parametrize("count", [0, 1, PER_FILE - 1])
-def test_a_file_cut_off_between_two_images_is_refused(layout, count, tmp_path, monkeypatch):
-    files = cifar10_files(layout)
-    name = "data_batch_2.bin" if layout == "binary" else "data_batch_2"
+def test_a_file_truncated_between_two_images_is_rejected(
+    release, count, tmp_path, monkeypatch
+):
+    files = cifar10_files(release)
+    name = "data_batch_2.bin" if release == "binary" else "data_batch_2"
     files[name] = files[name][: 3073 * count]
-    if layout == "pickle":
+    if release == "pickle":
         entries = {b"labels": labels(1)[:count], b"data": planes(1)[:count]}
         files[name] = python2_pickle(entries)
     write(tmp_path, files)
@@ -274,7 +285,7 @@ def test_a_file_cut_off_between_two_images_is_refused(layout, count, tmp_path, m
         load_cifar10(tmp_path)
 
 
-def test_each_file_must_have_as_many_images_as_published(tmp_path):
+def test_each_file_must_have_the_published_number_of_images(tmp_path):
     write(tmp_path, cifar10_files("binary"))
     with pytest.raises(ValueError, match=r"data_batch_1\.bin .*4 images, expected 10,000"):
         load_cifar10(tmp_path)
@@ -284,13 +295,13 @@ def test_each_file_must_have_as_many_images_as_published(tmp_path):
     ("name", "training", "in_each"),
     [("cifar10", ("1", "2", "3", "4", "5"), 10_000), ("cifar100", ("1",), 50_000)],
 )
-def test_as_many_images_are_asked_for_as_were_published(name, training, in_each):
-    layout = cifar._Layout("folder", "archive", training, "test", cifar._read_binary)
-    assert cifar._num_images(name, layout, "1") == in_each
-    assert cifar._num_images(name, layout, "test") == 10_000
+def test_the_expected_number_of_images_is_the_published_one(name, training, in_each):
+    release = cifar._Release("folder", "archive", training, "test", cifar._parse_binary)
+    assert cifar._num_images(name, release, "1") == in_each
+    assert cifar._num_images(name, release, "test") == 10_000
 
 
-def test_the_real_test_pictures_have_the_published_statistics(tmp_path):
+def test_the_real_test_images_have_the_published_statistics(tmp_path):
     folder = real_data("cifar10")
     spec = importlib.util.spec_from_file_location("shared", folder / "load_cifar10.py")
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine that can be told to misbehave."""
+"""Downloads from a local server that can be made to misbehave."""
 
 import hashlib
 import http.server
@@ -8,7 +8,6 @@ import socketserver
 import tarfile
 import threading
 import types
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,13 @@ CONTENT = bytes(range(256)) * 20
 
 
 class Server:
-    """Serves files over HTTP; remembers what was asked for, and may break off or fail."""
+    """Serves files over HTTP, records requests, and can disconnect or fail."""
 
     def __init__(self):
         self.files: dict[str, bytes] = {}
-        self.asked: list[tuple[str, str | None]] = []
+        self.requested: list[tuple[str, str | None]] = []
         self.failures: list[int] = []
-        self.break_off_after: list[int] = []
+        self.disconnect_after: list[int] = []
         self.ranges = True
         server = self
 
@@ -49,7 +48,7 @@ class Server:
 
     def answer(self, request):
         wanted = request.headers.get("Range")
-        self.asked.append((request.path, wanted))
+        self.requested.append((request.path, wanted))
         content = self.files.get(request.path)
         if self.failures or content is None:
             request.send_error(self.failures.pop(0) if self.failures else 404)
@@ -62,7 +61,7 @@ class Server:
             span = f"bytes {start}-{len(content) - 1}/{len(content)}"
             request.send_header("Content-Range", span)
         request.end_headers()
-        length = self.break_off_after.pop(0) if self.break_off_after else len(content)
+        length = self.disconnect_after.pop(0) if self.disconnect_after else len(content)
         request.wfile.write(content[start : start + length])
 
     def close(self):
@@ -73,7 +72,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(fetch, "_PAUSES_SECONDS", (0.0, 0.0))
-    # A proxy of the environment must not stand between us and this machine.
+    # A proxy must not come between this process and the local server.
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     opened = Server()
     yield opened
@@ -116,47 +115,49 @@ def test_files_are_downloaded_once(server, tmp_path):
     assert seen[0] == ("one", 0, len(CONTENT)) and seen[-1] == ("two", 1, 1)
     folder = tmp_path / "new" / "folder"
     assert (folder / "one").read_bytes() == CONTENT
-    assert sorted(os.listdir(folder)) == ["one", "two"]  # nothing else is left
+    assert sorted(os.listdir(folder)) == ["one", "two"]  # nothing else remains
     assert fetched(known, folder)[0] == []
-    assert len(server.asked) == 2
+    assert len(server.requested) == 2
 
 
-def test_a_wrong_file_that_is_there_is_replaced(server, tmp_path):
+def test_a_wrong_file_is_replaced(server, tmp_path):
     known = dataset(server, one=CONTENT)
     (tmp_path / "one").write_bytes(CONTENT[:-1])
     assert fetched(known, tmp_path)[0] == ["one"]
     assert (tmp_path / "one").read_bytes() == CONTENT
 
 
-def test_a_download_goes_on_where_it_stopped(server, tmp_path):
+def test_a_download_resumes_where_it_stopped(server, tmp_path):
     known = dataset(server, one=CONTENT)
     (tmp_path / "one.part").write_bytes(CONTENT[:1000])
     _, seen = fetched(known, tmp_path)
-    assert server.asked == [("/one", "bytes=1000-")]
+    assert server.requested == [("/one", "bytes=1000-")]
     assert seen[0] == ("one", 1000, len(CONTENT))
     assert (tmp_path / "one").read_bytes() == CONTENT
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_a_server_that_breaks_off_is_asked_for_the_rest(server, tmp_path):
+def test_a_download_continues_after_the_server_disconnects(server, tmp_path):
     known = dataset(server, one=CONTENT)
-    server.break_off_after = [700, 800]
+    server.disconnect_after = [700, 800]
     fetched(known, tmp_path)
-    assert [wanted for _, wanted in server.asked] == [None, "bytes=700-", "bytes=1500-"]
+    assert [wanted for _, wanted in server.requested] == [None, "bytes=700-", "bytes=1500-"]
     assert (tmp_path / "one").read_bytes() == CONTENT
 
 
-def test_what_came_is_kept_when_a_server_keeps_breaking_off(server, tmp_path):
+def test_the_received_part_is_kept_if_the_server_keeps_disconnecting(server, tmp_path):
     known = dataset(server, one=CONTENT)
-    server.break_off_after = [10, 10, 10]
-    with pytest.raises(FetchError, match=r"broke off: 30 of 5,120 bytes came.*goes on"):
+    server.disconnect_after = [10, 10, 10]
+    with pytest.raises(
+        FetchError, match=r"interrupted: 30 of 5,120 bytes received.*to continue"
+    ):
         fetched(known, tmp_path)
     assert (tmp_path / "one.part").read_bytes() == CONTENT[:30]
     fetched(known, tmp_path)
     assert (tmp_path / "one").read_bytes() == CONTENT
 
 
-def test_a_server_that_cannot_resume_sends_all_again(server, tmp_path):
+def test_a_server_that_cannot_resume_sends_the_whole_file(server, tmp_path):
     known = dataset(server, one=CONTENT)
     server.ranges = False
     (tmp_path / "one.part").write_bytes(CONTENT[:1000])
@@ -165,7 +166,7 @@ def test_a_server_that_cannot_resume_sends_all_again(server, tmp_path):
 
 
 @pytest.mark.parametrize("stale", [b"x" * 100, b"x" * len(CONTENT), b"x" * 9999])
-def test_a_part_of_another_version_is_thrown_away(server, tmp_path, stale):
+def test_a_part_of_another_version_is_discarded(server, tmp_path, stale):
     known = dataset(server, one=CONTENT)
     (tmp_path / "one.part").write_bytes(stale)
     fetched(known, tmp_path)
@@ -179,34 +180,36 @@ def test_a_wrong_checksum_is_an_error_and_nothing_is_left(server, tmp_path, wron
     with pytest.raises(FetchError) as caught:
         fetched(known, tmp_path)
     expected = hashlib.sha256(CONTENT).hexdigest()
-    for part in (f"{server.url}one sends", f"expected {expected}", str(tmp_path), "--url"):
+    for part in (f"{server.url}one is not", f"expected {expected}", str(tmp_path), "--url"):
         assert part in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
-def test_trouble_that_passes_is_waited_for(server, tmp_path):
+def test_temporary_server_errors_are_retried(server, tmp_path):
     known = dataset(server, one=CONTENT)
     server.failures = [503, 500]
     fetched(known, tmp_path)
-    assert len(server.asked) == 3
+    assert len(server.requested) == 3
 
 
 @pytest.mark.parametrize(
     ("failures", "message"),
     [
         ([404], r"answered 404 Not Found for http://127.*one\. Put one \(5,120 bytes\)"),
-        ([500] * 3, "broke off: the server answered 500 Internal Server Error"),
+        ([500] * 3, "interrupted: the server answered 500 Internal Server Error"),
     ],
 )
-def test_a_server_error_says_what_to_do_by_hand(server, tmp_path, failures, message):
+def test_a_server_error_says_how_to_get_the_file_manually(
+    server, tmp_path, failures, message
+):
     known = dataset(server, one=CONTENT)
     server.failures = failures
     with pytest.raises(FetchError, match=message) as caught:
         fetched(known, tmp_path)
-    assert f"into {tmp_path} by hand" in str(caught.value)
+    assert f"into {tmp_path} manually" in str(caught.value)
 
 
-def test_offline_says_which_file_to_put_where(server, tmp_path):
+def test_offline_the_error_says_which_file_to_put_where(server, tmp_path):
     known = dataset(server, one=CONTENT)
     server.close()
     with pytest.raises(FetchError) as caught:
@@ -218,7 +221,7 @@ def test_offline_says_which_file_to_put_where(server, tmp_path):
         str(tmp_path),
     ):
         assert part in str(caught.value)
-    (tmp_path / "one").write_bytes(CONTENT)  # by hand
+    (tmp_path / "one").write_bytes(CONTENT)  # manually
     assert fetched(known, tmp_path)[0] == []
 
 
@@ -229,21 +232,23 @@ def test_offline_says_which_file_to_put_where(server, tmp_path):
         (CONTENT[:-1] + b"?", f"expected {hashlib.sha256(CONTENT).hexdigest()}."),
     ],
 )
-def test_offline_says_what_is_wrong_with_a_file_put_there(server, tmp_path, wrong, found):
+def test_offline_the_error_says_what_is_wrong_with_a_present_file(
+    server, tmp_path, wrong, found
+):
     known = dataset(server, one=CONTENT)
     server.close()
     (tmp_path / "one").write_bytes(wrong)
     with pytest.raises(FetchError, match="Cannot reach") as caught:
         fetched(known, tmp_path)
-    said = str(caught.value)
-    assert f"The one in {tmp_path} is not the published one: it" in said
-    assert found in said
-    assert "Put the right one in its place and run the command again" in said
+    message = str(caught.value)
+    assert f"The one in {tmp_path} is not the published file: it" in message
+    assert found in message
+    assert "Replace it manually and run the command again" in message
     assert (tmp_path / "one").read_bytes() == wrong
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path, monkeypatch):
+def test_a_full_disk_is_not_mistaken_for_a_network_error(server, tmp_path, monkeypatch):
     known = dataset(server, one=CONTENT)
     monkeypatch.setattr(fetch, "_open_part", lambda part, append: open("/dev/full", "wb"))
     with pytest.raises(OSError, match="No space left on device"):
@@ -251,10 +256,10 @@ def test_a_full_disk_is_not_taken_for_the_network(server, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "pipe"])
-def test_a_link_in_the_place_of_a_part_leads_nowhere(server, tmp_path, kind):
+def test_a_link_in_place_of_a_part_is_not_followed(server, tmp_path, kind):
     known = dataset(server, one=CONTENT)
     (folder := tmp_path / "data").mkdir()
-    part, other = folder / "one.part", tmp_path / "precious"
+    part, other = folder / "one.part", tmp_path / "unrelated"
     if kind != "dangling":
         other.write_bytes(CONTENT[:7])
     if kind == "hard link":
@@ -270,19 +275,19 @@ def test_a_link_in_the_place_of_a_part_leads_nowhere(server, tmp_path, kind):
     assert not other.exists() if kind == "dangling" else other.read_bytes() == CONTENT[:7]
 
 
-def test_a_folder_in_the_place_of_a_part_is_named(server, tmp_path):
+def test_a_folder_in_place_of_a_part_is_an_error(server, tmp_path):
     (tmp_path / "one.part").mkdir()
     with pytest.raises(FetchError, match=r"one\.part is a folder"):
         fetched(dataset(server, one=CONTENT), tmp_path)
 
 
-def test_a_part_that_the_server_cannot_continue_is_fetched_from_its_start(server, tmp_path):
+def test_a_part_that_the_server_cannot_continue_is_downloaded_again(server, tmp_path):
     known = dataset(server, one=CONTENT)
     (tmp_path / "one.part").write_bytes(CONTENT[:100])
     server.failures = [416]
     fetched(known, tmp_path)
     assert (tmp_path / "one").read_bytes() == CONTENT
-    assert [wanted for _, wanted in server.asked] == ["bytes=100-", None]
+    assert [wanted for _, wanted in server.requested] == ["bytes=100-", None]
 
 
 HOSTILE = {
@@ -293,11 +298,11 @@ HOSTILE = {
     "redirect to itself": b"HTTP/1.1 302 x\r\nLocation: /one\r\n\r\n",
     "redirect nowhere": b"HTTP/1.1 302 x\r\n\r\n",
     "redirect to a file": b"HTTP/1.1 302 x\r\nLocation: file:///etc/passwd\r\n\r\n",
-    "redirect to half an address": b"HTTP/1.1 302 x\r\nLocation: http://[::1\r\n\r\n",
+    "redirect to half a URL": b"HTTP/1.1 302 x\r\nLocation: http://[::1\r\n\r\n",
     "redirect to no port": b"HTTP/1.1 302 x\r\nLocation: http://127.0.0.1:x/\r\n\r\n",
     "redirect to a far port": b"HTTP/1.1 302 x\r\nLocation: http://127.0.0.1:99999/\r\n\r\n",
     "redirect to no host": b"HTTP/1.1 302 x\r\nLocation: http:///one\r\n\r\n",
-    "redirect to letters": "HTTP/1.1 302 x\r\nLocation: http://\u00e9..\u00fc/\r\n\r\n".encode(),
+    "redirect to non-ASCII": "HTTP/1.1 302 x\r\nLocation: http://\u00e9..\u00fc/\r\n\r\n".encode(),
     "long label": b"HTTP/1.1 302 x\r\nLocation: http://" + b"a" * 300 + b"/\r\n\r\n",
     "range of many digits": b"HTTP/1.1 206 x\r\nContent-Range: bytes "
     + b"9" * 6000
@@ -306,7 +311,7 @@ HOSTILE = {
     "length of many digits": b"HTTP/1.1 200 OK\r\nContent-Length: "
     + b"9" * 6000
     + b"\r\n\r\nabc",
-    "length that lies": b"HTTP/1.1 200 OK\r\nContent-Length: 5120\r\n\r\nabc",
+    "wrong length": b"HTTP/1.1 200 OK\r\nContent-Length: 5120\r\n\r\nabc",
     "bad chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
     "negative chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
     "huge chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -316,16 +321,16 @@ HOSTILE = {
     "many headers": b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 200 + b"\r\n",
     "too much": b"HTTP/1.1 200 OK\r\n\r\n" + CONTENT * 3,
     "something else": b"HTTP/1.1 200 OK\r\n\r\n" + CONTENT[::-1],
-    "asks who it is": b"HTTP/1.1 401 x\r\nWWW-Authenticate: Strange\r\n\r\n",
+    "authentication required": b"HTTP/1.1 401 x\r\nWWW-Authenticate: Strange\r\n\r\n",
     "not satisfiable": b"HTTP/1.1 416 x\r\n\r\n",
     "not modified": b"HTTP/1.1 304 x\r\n\r\n",
-    "letters in the status": "HTTP/1.1 404 \u00fc\x00\x1b[31m\r\n\r\n".encode(),
+    "non-ASCII status": "HTTP/1.1 404 \u00fc\x00\x1b[31m\r\n\r\n".encode(),
 }
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["from the start", "resumed"])
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-def test_whatever_a_server_sends_is_one_error_or_a_file_that_is_right(
+def test_a_hostile_answer_is_one_error_and_never_a_wrong_file(
     answer, begun, tmp_path, monkeypatch
 ):
     class Handler(socketserver.BaseRequestHandler):
@@ -341,13 +346,13 @@ def test_whatever_a_server_sends_is_one_error_or_a_file_that_is_right(
         if begun:
             (tmp_path / "one.part").write_bytes(CONTENT[:1000])
         known = dataset(types.SimpleNamespace(url=url), one=CONTENT)
-        with pytest.raises(FetchError, match="by hand"):
+        with pytest.raises(FetchError, match="manually"):
             fetched(known, tmp_path)
         opened.shutdown()
     assert not (tmp_path / "one").exists()
 
 
-def test_a_connection_that_dies_is_tried_again(server, tmp_path, monkeypatch):
+def test_a_lost_connection_is_retried(server, tmp_path, monkeypatch):
     known = dataset(server, one=CONTENT)
     answer, calls = server.answer, []
 
@@ -374,7 +379,7 @@ def archive(**members):
     return stream.getvalue()
 
 
-def test_an_archive_is_unpacked_beside_itself(server, tmp_path):
+def test_an_archive_is_unpacked_next_to_itself(server, tmp_path):
     packed = archive(**{"batches/a.bin": b"a", "batches/deep/b.bin": b"b"})
     known = dataset(server, **{"all.tar.gz": packed})
     fetched(known, tmp_path)
@@ -383,9 +388,9 @@ def test_an_archive_is_unpacked_beside_itself(server, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["all.tar.gz", "batches"]
     (tmp_path / "batches" / "deep" / "b.bin").unlink()
     (tmp_path / "batches").rename(tmp_path / ".gone")
-    fetched(known, tmp_path)  # the archive is there, and is only unpacked
+    fetched(known, tmp_path)  # the archive is present, and is only unpacked
     assert (tmp_path / "batches" / "deep" / "b.bin").read_bytes() == b"b"
-    assert len(server.asked) == 1
+    assert len(server.requested) == 1
 
 
 @pytest.mark.parametrize(
@@ -421,20 +426,20 @@ def test_a_damaged_archive_is_named(tmp_path):
 
 @pytest.fixture
 def command(server, tmp_path, monkeypatch, capsys):
-    """Run ``millrace data fetch`` with a data folder of its own; return what it said."""
+    """Return a function that runs ``millrace data fetch`` with its own data folder."""
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def call(*words):
+    def call(*arguments):
         with pytest.raises(SystemExit) as left:
-            main(["data", "fetch", *words])
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
+            main(["data", "fetch", *arguments])
+        captured = capsys.readouterr()
+        return left.value.code, captured.out, captured.err
 
     return call
 
 
-def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_path):
+def test_mnist_is_downloaded_and_then_found_without_a_path(command, server, tmp_path):
     for file in catalog.CATALOG["mnist"].files:
         content = (real_data("mnist") / file.name).read_bytes()
         server.files[f"/mirror/{file.name}"] = content
@@ -452,29 +457,29 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
     sources = images.training, images.validation
     assert verify(sources, catalog.CATALOG["mnist"]) == []
     status, out, _ = command("mnist", "--url", f"{server.url}mirror")
-    assert (status, len(server.asked)) == (0, 4)
+    assert (status, len(server.requested)) == (0, 4)
     assert "was there already" in out
 
 
 @pytest.fixture
 def pebbles(server, monkeypatch):
-    """A data set in the catalog that a test can afford to download."""
+    """Put a small dataset into the catalog and return it."""
     known = dataset(server, one=CONTENT)
-    # The modules that use it first: what they import must be the real one.
+    # Patch the users first: patching imports them, which needs the real catalog.
     monkeypatch.setattr("millrace.commands.fetch_options.CATALOG", {"pebbles": known})
     monkeypatch.setattr("millrace.commands.fetch.CATALOG", {"pebbles": known})
     monkeypatch.setattr(catalog, "CATALOG", {"pebbles": known})
     return known
 
 
-def test_another_folder_is_said_to_be_given_again(command, pebbles, tmp_path):
+def test_the_command_for_another_folder_includes_its_path(command, pebbles, tmp_path):
     status, out, _ = command("pebbles", "--data-dir", str(tmp_path / "mine"))
     assert status == 0
     assert f"--dataset-path {tmp_path / 'mine' / 'pebbles'}\n" in out
     assert (tmp_path / "mine" / "pebbles" / "one").read_bytes() == CONTENT
 
 
-def test_quiet_says_nothing(command, pebbles):
+def test_quiet_prints_nothing(command, pebbles):
     assert command("pebbles", "--quiet") == (0, "", "")
 
 
@@ -486,7 +491,7 @@ def test_a_failed_download_is_one_line_and_status_1(command, pebbles, server):
     assert errors.count("\n") == 1
 
 
-def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
+def test_a_terminal_shows_a_progress_bar(pebbles, server, tmp_path, monkeypatch, capsys):
     from millrace.commands.fetch import fetch_dataset
     from millrace.commands.fetch_options import FetchConfig
 
@@ -497,7 +502,7 @@ def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "arguments are required: NAME"),
         (["cifr10"], "Did you mean cifar10?"),
@@ -507,51 +512,7 @@ def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
         (["mnist", "--date-dir", "x"], "Did you mean --data-dir?"),
     ],
 )
-def test_mistakes_are_status_2(command, words, message):
-    status, out, errors = command(*words)
+def test_usage_errors_exit_with_status_2(command, arguments, message):
+    status, out, errors = command(*arguments)
     assert (status, out) == (2, "")
     assert message in errors
-
-
-def test_a_missing_data_set_names_the_place_and_the_command(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
-    with pytest.raises(catalog.DatasetNotFound) as caught:
-        data.load(CnnConfig(dataset="cifar10", dataset_path=tmp_path))
-    for part in (
-        str(tmp_path),
-        "cifar-10-binary.tar.gz",
-        "`millrace data fetch cifar10`",
-        str(Path(tmp_path, "cache", "cifar10")),
-    ):
-        assert part in str(caught.value)
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    from millrace.data.cache import data_folder
-
-    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path))
-    assert data_folder() == tmp_path
-    monkeypatch.delenv("MILLRACE_DATA")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
-    assert data_folder() == Path("/some/cache/millrace")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert data_folder() == Path.home() / ".cache" / "millrace"
-
-
-def test_the_servers_of_the_catalog_are_well_formed():
-    for known in catalog.CATALOG.values():
-        if known.url is not None:
-            request = urllib.request.Request(known.url)
-            assert request.type in ("http", "https") and known.url.endswith("/")
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "md5"),
-    [
-        ("cifar10", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"),
-        ("cifar100", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8"),
-    ],
-)
-def test_the_archives_of_cifar_are_the_published_ones(name, size, md5):
-    (file,) = catalog.CATALOG[name].files
-    assert (file.num_bytes, file.md5) == (size, md5)

@@ -1,3 +1,5 @@
+"""Batches prepared by background threads: in order, bounded, and without leaks."""
+
 import gc
 import itertools
 import subprocess
@@ -31,19 +33,19 @@ def wait_until(condition):
         if condition():
             return
         time.sleep(0.02)
-    raise AssertionError("it did not come to pass in 4 s")
+    raise AssertionError("the condition did not become true within 4 s")
 
 
 class Recorded:
-    """Batches that are their positions, with a note of those asked for."""
+    """Returns positions as batches and records those requested."""
 
     def __init__(self, fail_at=None, first_takes=0.0):
         self.fail_at = fail_at
         self.first_takes = first_takes
-        self.asked = []
+        self.requested = []
 
     def batch(self, position):
-        self.asked.append(position)
+        self.requested.append(position)
         time.sleep(self.first_takes if position % 4 == 0 else 0)
         if position == self.fail_at:
             raise RuntimeError(f"batch {position} is bad")
@@ -52,7 +54,7 @@ class Recorded:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 @pytest.mark.parametrize("ahead", [None, 1, 9])
-def test_the_batches_are_those_of_the_plain_stream(num_workers, ahead):
+def test_the_batches_equal_those_of_the_plain_stream(num_workers, ahead):
     def jitter(batch, generator):
         return batch | {"id": batch["id"] + generator.integers(100)}
 
@@ -64,24 +66,24 @@ def test_the_batches_are_those_of_the_plain_stream(num_workers, ahead):
     assert parallel.batch(2)["id"].tolist() == expected[2]
 
 
-def test_batches_come_in_order_though_some_take_longer():
+def test_batches_arrive_in_order_even_if_some_take_longer():
     stream = Recorded(first_takes=0.02)
     assert list(itertools.islice(ParallelStream(stream, 4), 30)) == list(range(30))
 
 
-def test_only_so_many_batches_are_made_ahead():
+def test_the_number_of_batches_prepared_ahead_is_bounded():
     stream = Recorded()
     batches = iter(ParallelStream(stream, 3, ahead=4))
     next(batches)
-    wait_until(lambda: len(stream.asked) == 5)  # the one in use and four more
+    wait_until(lambda: len(stream.requested) == 5)  # the one in use and four more
     time.sleep(0.05)
-    assert sorted(stream.asked) == list(range(5))
+    assert sorted(stream.requested) == list(range(5))
     next(batches)
-    wait_until(lambda: len(stream.asked) == 6)
+    wait_until(lambda: len(stream.requested) == 6)
     batches.close()
 
 
-def test_an_exception_comes_at_its_place_with_its_own_traceback():
+def test_an_exception_is_raised_at_its_batch_with_its_traceback():
     batches = iter(ParallelStream(Recorded(fail_at=5), 3))
     assert list(itertools.islice(batches, 5)) == list(range(5))
     with pytest.raises(RuntimeError, match="batch 5 is bad") as caught:
@@ -104,7 +106,7 @@ def test_closing_or_dropping_the_iterator_stops_the_workers():
     wait_until(lambda: not workers())
 
 
-def test_two_iterations_do_not_disturb_each_other():
+def test_two_iterations_are_independent():
     parallel = ParallelStream(plain_stream(), 2)
     expected = ids(plain_stream(), 12)
     first, second = iter(parallel), iter(parallel)
@@ -113,7 +115,7 @@ def test_two_iterations_do_not_disturb_each_other():
     assert [b["id"].tolist() for _, b in pairs] == expected
 
 
-def test_an_infeed_reads_it_and_leaves_no_workers_behind():
+def test_an_infeed_leaves_no_workers_behind():
     expected = ids(plain_stream(), 8)
     with Infeed(ParallelStream(plain_stream(), 2)) as infeed:
         assert infeed.peek()["id"].tolist() == expected[0]
@@ -124,8 +126,8 @@ def test_an_infeed_reads_it_and_leaves_no_workers_behind():
     wait_until(lambda: not workers())
 
 
-@pytest.mark.parametrize("last_words", ["", "raise SystemExit(0)"])
-def test_leaving_python_does_not_wait_for_the_workers(last_words):
+@pytest.mark.parametrize("last_line", ["", "raise SystemExit(0)"])
+def test_exiting_python_does_not_wait_for_the_workers(last_line):
     program = f"""
 import time
 from millrace.data.parallel import ParallelStream
@@ -134,7 +136,7 @@ class Slow:
         time.sleep(60 if position else 0)
 batches = iter(ParallelStream(Slow(), 3))
 next(batches)
-{last_words}
+{last_line}
 """
     done = subprocess.run(
         [sys.executable, "-c", program], timeout=20, capture_output=True, text=True
@@ -143,6 +145,6 @@ next(batches)
 
 
 @pytest.mark.parametrize("option", [{"num_workers": 0}, {"ahead": 0}])
-def test_impossible_options_are_refused(option):
+def test_impossible_options_are_rejected(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be at least 1, got 0"):
         ParallelStream(plain_stream(), **option)

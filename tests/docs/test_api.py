@@ -1,4 +1,4 @@
-"""The API page has every name that the package offers."""
+"""The API page lists every public name of the package."""
 
 import re
 
@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
 @pytest.mark.parametrize("name", millrace.__all__)
-def test_every_public_name_stands_on_the_page(name):
+def test_every_public_name_is_on_the_page(name):
     module = re.escape(f"::: millrace.{millrace._HOME[name]}")
     if name in millrace._MODULES:
         assert re.search(rf"^{module}$", PAGE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Every option of the documents is in the table, and is what a command understands."""
+"""Every option of Graphcore's documents is in the tables and exists in the command."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from millrace.config.command_line import _hyphenate, _parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 
-# What Graphcore's documents name, command by command.
+# The options that Graphcore's documents name, by command.
 NAMED = {
     "cnn train": """
         --accelerator-side-preprocess --available-memory-proportion --bn-momentum
@@ -48,31 +48,32 @@ NAMED = {
 }
 
 
-def told(command: str) -> set[str]:
-    """The options in the first column of the tables after a command's name."""
+def documented_options(command: str) -> set[str]:
+    """Return the options in the first column of the tables below a command."""
     parts = re.split(r"^`millrace ([a-z -]+)`", PAGE, flags=re.MULTILINE)
-    found: set[str] = set()
+    options: set[str] = set()
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
         if name == command:
             cells = re.findall(r"^\| (.*?) \|", text.split("\n## ")[0], re.MULTILINE)
-            found |= set(re.findall(r"`(--?[a-zA-Z][\w-]*)`", " ".join(cells)))
-    return found
+            options |= set(re.findall(r"`(--?[a-zA-Z][\w-]*)`", " ".join(cells)))
+    return options
 
 
 @pytest.mark.parametrize("command", NAMED)
-def test_every_option_of_the_documents_is_in_the_table(command):
-    assert set(NAMED[command].split()) - told(command) == set()
+def test_every_option_of_the_documents_is_in_a_table(command):
+    assert set(NAMED[command].split()) - documented_options(command) == set()
 
 
 @pytest.mark.parametrize("command", NAMED)
-def test_every_option_in_the_table_is_one_that_the_command_has(command):
+def test_every_option_in_a_table_exists_in_the_command(command):
     entry = COMMANDS[command]
     config_type = entry.load_config_type()
     named = Path("runs.yml") if entry.named_configs else None
     parser = _parser(config_type, command, named)
-    known = {word for action in parser._actions for word in action.option_strings}
+    known = {flag for action in parser._actions for flag in action.option_strings}
 
-    def is_known(option: str) -> bool:  # cut short is understood too
-        return any(word.startswith(_hyphenate(option)) for word in known)
+    def is_known(option: str) -> bool:  # possibly abbreviated
+        return any(flag.startswith(_hyphenate(option)) for flag in known)
 
-    assert {option for option in told(command) if not is_known(option)} == set()
+    unknown = {o for o in documented_options(command) if not is_known(o)}
+    assert unknown == set()

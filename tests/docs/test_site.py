@@ -1,4 +1,4 @@
-"""The documentation as a site: built strictly, and opened in a real Chromium."""
+"""The documentation site builds without warnings and works in a real Chromium."""
 
 import importlib.util
 import re
@@ -15,14 +15,14 @@ def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
@@ -37,18 +37,18 @@ def looked(site, pages, tmp_path_factory):
     return look_at(site, wanted, tmp_path_factory.mktemp("profile"))
 
 
-def test_every_page_is_there(pages):
+def test_every_page_is_built(pages):
     written = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
     assert set(pages) == written
 
 
-def test_the_browser_has_nothing_to_complain_of(looked):
+def test_the_browser_reports_no_errors(looked):
     assert looked.console == []
     assert [seen.missing for seen in looked.pages] == [[]] * len(looked.pages)
     assert sum(seen.images for seen in looked.pages) >= 8
 
 
-def test_no_page_is_wider_than_the_phone(looked, pages):
+def test_no_page_is_wider_than_a_phone(looked, pages):
     wide = [
         page for page, seen in zip(pages, looked.pages[::2], strict=True) if seen.overflow
     ]
@@ -62,11 +62,11 @@ def test_text_can_be_selected(looked, pages):
     assert "training_program" in api.selected and "Infeed" in api.selected
 
 
-def test_pages_fetch_nothing_from_elsewhere(site, pages):
+def test_pages_load_nothing_from_other_sites(site, pages):
     for page in pages:
         text = (site / page).read_text()
         sources = re.findall(
             r'<(?:script|img|link|iframe)[^>]*(?:src|href)="([^"]+)"', text
         )
-        away = [source for source in sources if re.match(r"(https?:)?//", source)]
-        assert away == [], page
+        external = [source for source in sources if re.match(r"(https?:)?//", source)]
+        assert external == [], page

@@ -10,7 +10,8 @@ import numpy as np
 from millrace.apps.autoencoder.config.convert import ConvertConfig
 from millrace.apps.autoencoder.config.data import RECOMMENDED
 from millrace.config import ConfigurationError, writing
-from millrace.data.ratings.raw import read_raw
+from millrace.data.ratings.chunks import Events
+from millrace.data.ratings.reading import read_timed_events
 from millrace.data.ratings.split import (
     PERIODS,
     Period,
@@ -18,10 +19,8 @@ from millrace.data.ratings.split import (
     split_at,
     split_fractions,
     split_period,
-    window_of,
+    write_ratings,
 )
-from millrace.data.ratings.text import Events
-from millrace.data.ratings.writing import write_text
 from millrace.data.source import DatasetError
 
 _MOST_SMALL_RATINGS = 100_000
@@ -34,8 +33,8 @@ def convert(config: ConvertConfig) -> None:
     paths = _paths(config)
     period = None if config.period is None else PERIODS[config.period]
     lowest, highest = config.rating_range
-    window = (-math.inf, math.inf) if period is None else window_of(period)
-    events = read_raw(config.input, (lowest, highest), config.columns, window)
+    window = (-math.inf, math.inf) if period is None else period.window
+    events = read_timed_events(config.input, (lowest, highest), config.columns, window)
     split = _split(events, config, period)
     for name in _PARTS.values():
         if len(getattr(split, name)) == 0:
@@ -85,7 +84,9 @@ def _write(paths: dict[str, Path], events: Events, split: Split) -> None:
             chosen = getattr(split, _PARTS[part])
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(parts[path], events.users, events.items, events.values, chosen)
+                write_ratings(
+                    parts[path], events.users, events.items, events.values, chosen
+                )
         for path, written in parts.items():
             with writing(path):
                 written.replace(path)

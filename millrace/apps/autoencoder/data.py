@@ -13,9 +13,9 @@ import numpy as np
 
 from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.data.ratings.biases import ColumnBiases, fit_biases
-from millrace.data.ratings.file import load_ratings, paired
-from millrace.data.ratings.generated import generated_ratings, random_ratings
-from millrace.data.ratings.matrix import Ratings, Unseen, transposed
+from millrace.data.ratings.generated import generate_ratings, random_ratings
+from millrace.data.ratings.matrix import Ratings, Unseen, transpose
+from millrace.data.ratings.reading import load_aligned, load_ratings
 from millrace.run.run import Run
 
 _RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}
@@ -51,7 +51,7 @@ def without_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
     """Subtract the columns' biases, and the rows' as the training ratings tell them."""
     known = ratings.training
     training, *others = (
-        None if part is None else biases.subtracted(part, known)
+        None if part is None else biases.subtract(part, known)
         for part in (known, ratings.validation, ratings.test)
     )
     assert training is not None
@@ -64,7 +64,7 @@ def without_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
 def turned(ratings: RatingData) -> RatingData:
     """Make ratings by user ratings by item, or the other way round."""
     parts = (ratings.training, ratings.validation, ratings.test)
-    training, *others = (None if part is None else transposed(part) for part in parts)
+    training, *others = (None if part is None else transpose(part) for part in parts)
     assert training is not None
     return ratings._replace(training=training, validation=others[0], test=others[1])
 
@@ -78,7 +78,7 @@ def _by_user(config: DataOptions, seed: int) -> RatingData:
     limits = (config.rating_range[0], config.rating_range[1])
     if config.validation_data_file is None:
         return RatingData(load_ratings(config.training_data_file, limits=limits), None)
-    training, validation, unseen = paired(
+    training, validation, unseen = load_aligned(
         config.training_data_file, config.validation_data_file, limits=limits
     )
     return RatingData(training, validation, unseen=unseen)
@@ -86,7 +86,7 @@ def _by_user(config: DataOptions, seed: int) -> RatingData:
 
 def _generated(config: DataOptions, seed: int) -> RatingData:
     sizes = _given(config, "num_users", "num_items")
-    training, validation, test, truth = generated_ratings(**sizes, seed=seed)
+    training, validation, test, truth = generate_ratings(**sizes, seed=seed)
     return RatingData(training, validation, test, noise=truth.noise)
 
 

@@ -24,8 +24,8 @@ from millrace.apps.autoencoder.trained import (
     with_columns_of_model,
 )
 from millrace.config import ConfigurationError
-from millrace.data.ratings.cache import file_hash
-from millrace.data.ratings.matrix import Ratings, Unseen, align, transposed
+from millrace.data.ratings.matrix import Ratings, Unseen, align, transpose
+from millrace.data.ratings.reading import hash_file
 from millrace.nn.layers import num_parameters
 from millrace.run.run import Run
 
@@ -84,8 +84,8 @@ def _scores(
     if rows_are_users:
         return found
     columns = columns_of(model, params, known, batch_size, plan.types.compute)
-    by_user = transposed(known)
-    users = validation_users(by_user, transposed(targets), batch_size)
+    by_user = transpose(known)
+    users = validation_users(by_user, transpose(targets), batch_size)
     rankings = rankings_of(model, ranking, by_user.biases)
     ranked = Validator(rankings, plan, users, batch_size, device)
     return found | ranked.of_weights(columns)
@@ -135,7 +135,7 @@ def ratings_for(
     known, unknown = with_columns_of_model(loaded.training, trained)
     validated, unseen = _aligned(loaded.validation, known)
     if trained.config.rows == "items":
-        unknown, unseen = unknown.turned(), unseen.turned()
+        unknown, unseen = unknown.transpose(), unseen.transpose()
     aligned = loaded._replace(
         training=known,
         validation=validated,
@@ -180,7 +180,7 @@ def _check_file(trained: Trained, name: str) -> None:
             f"There is no file {path}, which the run was {ROLES[name]}. Say where it is "
             f"with --{name}-data-file."
         )
-    if name in trained.hashes and file_hash(path) != trained.hashes[name]:
+    if name in trained.hashes and hash_file(path) != trained.hashes[name]:
         _log.warning("%s has changed since the run was %s it.", path, ROLES[name])
 
 

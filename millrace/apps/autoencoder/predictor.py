@@ -18,7 +18,7 @@ from millrace.apps.autoencoder.recommend import (
 from millrace.apps.autoencoder.scoring import adding
 from millrace.apps.autoencoder.trained import find_trained
 from millrace.data.ratings.biases import ColumnBiases
-from millrace.data.ratings.matrix import find, from_events
+from millrace.data.ratings.matrix import find_ids, from_events
 
 
 class Recommender(NamedTuple):
@@ -50,7 +50,7 @@ class Recommender(NamedTuple):
             item_ids=self.item_ids,
         )
         if self.column_biases is not None:
-            given = self.column_biases.subtracted(given, given)
+            given = self.column_biases.subtract(given, given)
         row = np.zeros((1, self.model.num_items), np.float32)
         row[0, given.items] = given.values
         params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
@@ -78,7 +78,7 @@ class Recommender(NamedTuple):
     def _places(self, ratings: Mapping[Any, float]) -> np.ndarray:
         """Return the number of each rated item, which the model must know."""
         ids = np.array(list(ratings))
-        places = find(self.item_ids, ids) if len(ids) else np.zeros(0, int)
+        places = find_ids(self.item_ids, ids) if len(ids) else np.zeros(0, int)
         if (places < 0).any():
             unknown = ids[places < 0][0]
             raise ValueError(f"The model was trained without the item {unknown}.")

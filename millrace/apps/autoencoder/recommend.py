@@ -23,7 +23,7 @@ from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
 from millrace.config import ConfigurationError, writing
-from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
+from millrace.data.ratings.matrix import Ratings, Unseen, find_ids, transpose
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.durable import replacing
@@ -79,7 +79,7 @@ def rated_before(trained: Trained, path: Path | None = None) -> tuple[Ratings, U
     without = dataclasses.replace(trained.config, validation_data_file=None)
     found, unknown = ratings_for(trained._replace(config=without), path, None)
     by_item = trained.config.rows == "items"
-    return transposed(found.training) if by_item else found.training, unknown
+    return transpose(found.training) if by_item else found.training, unknown
 
 
 def find_users(
@@ -87,7 +87,7 @@ def find_users(
 ) -> np.ndarray:
     """Return the places of users in the ratings; each must have some."""
     names = list(names)
-    places = find(ratings.user_ids, np.array(names))
+    places = find_ids(ratings.user_ids, np.array(names))
     for name, place in zip(names, places, strict=True):
         if place < 0 and trained.config.rows == "items":
             raise ConfigurationError(
@@ -97,7 +97,7 @@ def find_users(
             )
         if place < 0:
             raise ConfigurationError(f"There is no user {name} in the ratings.")
-        if not len(ratings.of_user(place)[0]):
+        if not len(ratings.get_user(place)[0]):
             # Whoever stands in a file has rated something.
             lost = unknown.num_users and trained.config.rows == "users"
             what = "rated only items that the model does not know" if lost else "no ratings"
@@ -157,7 +157,7 @@ def _foreteller(trained: Trained, ratings: Ratings) -> tuple[Foretell, Any]:
         params = narrow(params, compute)
         return lambda params, rows, _: reconstruct(model, params, rows), params
     batch_size = trained.config.resolved_validation_batch_size
-    columns = columns_of(model, params, transposed(ratings), batch_size, compute)
+    columns = columns_of(model, params, transpose(ratings), batch_size, compute)
     return lambda columns, _, users: foretold(model, columns, users), columns
 
 

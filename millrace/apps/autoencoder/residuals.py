@@ -69,7 +69,7 @@ def residuals(
         error, row, item, value = (x[counts] for x in (error, row, item, value))
         if biases is not None:
             # Twice rounded to float32, they are whole or half stars all the same.
-            value = np.round(value + biases.of(batch["user"][row], item), 3)
+            value = np.round(value + biases.lookup(batch["user"][row], item), 3)
         found.append((error, value))
         seen += int(counts.sum())
     errors, ratings = map(np.concatenate, zip(*found, strict=True))

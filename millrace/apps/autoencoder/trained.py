@@ -18,8 +18,8 @@ from millrace.apps.autoencoder.program import model_of
 from millrace.checkpoint.store import Checkpoints, restore_part
 from millrace.config import ConfigurationError
 from millrace.data.ratings.biases import ColumnBiases
-from millrace.data.ratings.cache import file_hash
-from millrace.data.ratings.matrix import Ratings, Unseen, find, from_events
+from millrace.data.ratings.matrix import Ratings, Unseen, find_ids, from_events
+from millrace.data.ratings.reading import hash_file
 from millrace.durable import replacing
 from millrace.program.step import Weights
 from millrace.run.directory import write_atomically
@@ -151,7 +151,7 @@ def with_columns_of_model(ratings: Ratings, trained: Trained) -> tuple[Ratings, 
     assert ratings.biases is None, "they are subtracted when columns are the model's"
     if np.array_equal(ratings.item_ids, trained.column_ids):
         return ratings, Unseen(0, 0, 0)
-    places = find(trained.column_ids, ratings.item_ids)[ratings.items]
+    places = find_ids(trained.column_ids, ratings.item_ids)[ratings.items]
     users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
     is_known = places >= 0
     if not is_known.any():
@@ -188,7 +188,7 @@ def keep_ratings(folder: Path, config: AutoencoderConfig) -> None:
     """Write which files a run has its ratings from; one that is resumed must have these."""
     files = {name: getattr(config, f"{name}_data_file") for name in ROLES}
     found = {
-        name: {"file": str(path.absolute()), "hash": file_hash(path)}
+        name: {"file": str(path.absolute()), "hash": hash_file(path)}
         for name, path in files.items()
         if path is not None
     }

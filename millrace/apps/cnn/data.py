@@ -17,27 +17,25 @@ import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.preprocessing import Preparation, as_float, preparation
-from millrace.data import augment, cifar, mnist, synthetic
-from millrace.data.cache import fetched_folder
-from millrace.data.catalog import CATALOG, DatasetNotFound
-from millrace.data.digits import load_digits
+from millrace.data import augment, cifar, mnist
+from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
 from millrace.data.image_source import ImageSource
-from millrace.data.imagenet import Pictures, load_folders, load_imagenet
-from millrace.data.source import ArraySource
+from millrace.data.imagenet import ImageSplits, load_image_folder, load_imagenet
+from millrace.data.source import ArraySource, SyntheticImages
 from millrace.data.stream import Stream
 
 T = TypeVar("T")
 
 _ARRAYS: dict[str, Callable[[Any], tuple[ArraySource, ArraySource]]] = {
-    "digits": lambda _: load_digits(),
+    "digits": lambda _: mnist.load_digits(),
     "mnist": mnist.load_mnist,
     "fashion-mnist": mnist.load_fashion_mnist,
     "cifar10": cifar.load_cifar10,
     "cifar100": cifar.load_cifar100,
 }
-_PICTURES: dict[str, Callable[..., Pictures]] = {
+_PICTURES: dict[str, Callable[..., ImageSplits]] = {
     "imagenet": load_imagenet,
-    "imagefolder": load_folders,
+    "imagefolder": load_image_folder,
 }
 
 
@@ -96,7 +94,7 @@ def load(config: CnnConfig) -> ImageData:
     at_random = () if config.accelerator_side_preprocess else steps.augment_on_host
     return loaded._replace(
         validation=_Prepared(validation, travels),
-        transform=augment.on_images(
+        transform=augment.map_images(
             augment.by_sample(lambda image, _: travels(image)), *at_random
         ),
     )
@@ -110,7 +108,7 @@ def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple
     except DatasetNotFound as error:
         # The references keep imagenet-data among other data sets.
         inside = [given / "imagenet-data"] if name == "imagenet" else []
-        for folder in (*inside, fetched_folder(name)):
+        for folder in (*inside, download_folder(name)):
             with contextlib.suppress(DatasetNotFound):
                 return load_from(folder), folder
         raise error
@@ -123,7 +121,7 @@ def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
     travels = _on_wire(steps, config)
 
     def prepare(image: Any, generator: np.random.Generator | None) -> np.ndarray:
-        pixels = augment.imagenet_image(image, generator, size=size, flip=not on_device)
+        pixels = augment.prepare_image(image, generator, size=size, flip=not on_device)
         return pixels if config.eight_bit_transfer else travels(pixels)
 
     options = {
@@ -152,7 +150,7 @@ def _synthetic(name: str, config: CnnConfig) -> ImageData:
     if name in _PICTURES:
         shape = (config.resolved_image_size, config.resolved_image_size, 3)
     training, validation = (
-        synthetic.SyntheticImages(
+        SyntheticImages(
             count,
             shape,
             known.num_classes,

@@ -10,8 +10,8 @@ import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData, synthetic_preparation
-from millrace.data import synthetic
 from millrace.data.parallel import ParallelStream
+from millrace.data.source import PIXEL_MEAN, PIXEL_STD, PIXEL_TRUNCATION
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.resident import ResidentInfeed
 from millrace.run.run import Run
@@ -44,11 +44,11 @@ def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) ->
     """
     pixel_key, label_key = jax.random.split(jax.random.key(config.seed))
     shape = (count, samples)
-    limit = synthetic.TRUNCATED_AT
+    limit = PIXEL_TRUNCATION
     image = jax.random.truncated_normal(
         pixel_key, -limit, limit, (*shape, *images.image_shape)
     )
-    image = synthetic.MEAN + synthetic.STD * image
+    image = PIXEL_MEAN + PIXEL_STD * image
     label = jax.random.randint(label_key, shape, 0, images.num_classes)
     wire = images.training[np.arange(1)]["image"].dtype
     if not config.accelerator_side_preprocess:

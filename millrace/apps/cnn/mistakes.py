@@ -125,7 +125,7 @@ def _batches(source: Any, batch_size: int) -> Iterator[tuple[list[int], Any]]:
         batch = source[filled]
         is_good = np.ones(len(indices), bool)
         if isinstance(source, ImageSource):
-            is_good = ~source.unreadable(indices)
+            is_good = ~source.is_corrupt(indices)
         yield np.flatnonzero(is_good).tolist(), batch
 
 

@@ -15,7 +15,7 @@ from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.preprocessing import preparation
 from millrace.apps.cnn.program import model_of
 from millrace.checkpoint.store import restore_part
-from millrace.data.augment import imagenet_image
+from millrace.data.augment import prepare_image
 from millrace.data.image_source import open_image
 from millrace.nn.layers import Layer, apply_layers, init_shapes
 from millrace.program.step import Weights
@@ -69,7 +69,7 @@ class TrainedCnn(NamedTuple):
         pictures = []
         for path in paths:
             with open_image(path, formats=None) as image:
-                pictures.append(imagenet_image(image, None, size=side, flip=False))
+                pictures.append(prepare_image(image, None, size=side, flip=False))
         return self.predict(np.stack(pictures))
 
     def _apply(self, params: Any, model_state: Any, images: Any) -> Any:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn import device_images
-from millrace.data import augment, digits
+from millrace.data import augment
 from millrace.data.catalog import CATALOG
+from millrace.data.mnist import DIGITS_MAX_PIXEL
 
 _IMAGENET = CATALOG["imagenet"]
 _STATISTICS = {"mean": _IMAGENET.mean, "std": _IMAGENET.std}
@@ -55,7 +56,7 @@ def preparation(dataset: str, *, normalize: bool = True) -> Preparation:
             functools.partial(device_images.normalize, **_STATISTICS),
             augment_on_device=device_images.random_flip,
         )
-    largest = digits.LARGEST if dataset == "digits" else 255
+    largest = DIGITS_MAX_PIXEL if dataset == "digits" else 255
     return Preparation(
         lambda image: as_float(image) / largest,
         lambda image: image.astype(jnp.float32) / largest,

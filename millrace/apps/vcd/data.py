@@ -11,20 +11,18 @@ import numpy as np
 
 from millrace.apps.vcd.config.common import DataOptions
 from millrace.config import ConfigurationError
-from millrace.data import digits, mnist
-from millrace.data.binarized_mnist import load_binarized_mnist
-from millrace.data.cache import fetched_folder
-from millrace.data.catalog import DatasetNotFound
+from millrace.data import mnist
+from millrace.data.catalog import DatasetNotFound, download_folder
 from millrace.data.source import ArraySource, DatasetError
 
 _SHIFTS = np.arange(8, dtype=np.uint8)[::-1]  # as np.packbits: the highest bit comes first
 _HALF_OF_BYTE = 127  # pixels above it are above a half
 
 _LOADERS: dict[str, tuple[Callable[[Path], tuple[ArraySource, ArraySource]], int]] = {
-    "binarized-mnist": (load_binarized_mnist, 0),
+    "binarized-mnist": (mnist.load_binarized_mnist, 0),
     "fashion-mnist": (mnist.load_fashion_mnist, _HALF_OF_BYTE),
     "mnist": (mnist.load_mnist, _HALF_OF_BYTE),
-    "digits": (lambda _: digits.load_digits(), digits.LARGEST // 2),
+    "digits": (lambda _: mnist.load_digits(), mnist.DIGITS_MAX_PIXEL // 2),
 }
 """For each data set what loads it, and the value above which a pixel is 1."""
 
@@ -102,7 +100,7 @@ def _find(
     try:
         return load_from(given), given
     except DatasetNotFound as error:
-        cached = fetched_folder(name)
+        cached = download_folder(name)
         with contextlib.suppress(DatasetNotFound):
             return load_from(cached), cached
         raise error

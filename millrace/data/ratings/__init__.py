@@ -1,1 +1,1 @@
-"""What users think of items: read from text, kept as a sparse matrix, split by time."""
+"""Ratings of items by users: read from text, kept as a sparse matrix, split by time."""

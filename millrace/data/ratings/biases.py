@@ -1,6 +1,6 @@
-"""What of a rating is due to its user and its item alone: some rate high, some are liked.
+"""Biases of users and items: the part of a rating that does not depend on their match.
 
-Users are rows here and items columns; of turned ratings it is the other way round.
+Rows are users and columns items; for transposed ratings it is the other way around.
 """
 
 from dataclasses import dataclass, replace
@@ -10,64 +10,62 @@ import numpy as np
 from millrace.data.ratings.matrix import Biases, Ratings
 
 _ROUNDS = 8
-"""In the last of them no item's bias of Netflix' three months moves by more than 0.002."""
+"""In the last round no item bias of the three Netflix months moves by more than 0.002."""
 _STRENGTH = 10.0
-"""Of 2, 5, 10 and 25 the best for Netflix' three months, by their validation ratings."""
-_ALMOST_NOTHING = 1e-4
-"""For what is left of a rating that is exactly as foretold: 0 is for no rating."""
+"""The best of 2, 5, 10 and 25 on the validation ratings of the three Netflix months."""
+_ALMOST_ZERO = 1e-4
+"""Stands for a residual of exactly 0, because 0 means that there is no rating."""
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnBiases:
-    """The mean rating, and what the columns add to it; that of a row, its ratings tell."""
+    """The mean rating and the biases of the columns.
+
+    The bias of a row is computed from its known ratings, so new rows need no training.
+    """
 
     mean: float
     of_column: np.ndarray
     """float32[num_items]"""
     strength: float = _STRENGTH
-    """A bias is drawn to 0 as by so many ratings that are as foretold without it."""
+    """L2 shrinkage of the biases, in units of ratings."""
 
     def of_rows(self, ratings: Ratings) -> np.ndarray:
-        """Return what each row adds to its ratings beyond mean and columns."""
-        left = np.float32(ratings.values) - (self.mean + self.of_column[ratings.items])
-        return _means(left, _rows(ratings), ratings.num_users, self.strength)
+        """Return the bias of each row, given the mean and the columns."""
+        residuals = np.float32(ratings.values) - (self.mean + self.of_column[ratings.items])
+        return _shrunk_means(residuals, ratings.users, ratings.num_users, self.strength)
 
-    def subtracted(self, ratings: Ratings, known: Ratings) -> Ratings:
-        """Return what is left of ratings without their biases, and which these were.
+    def subtract(self, ratings: Ratings, known: Ratings) -> Ratings:
+        """Return the ratings without their biases.
 
         Args:
-            ratings: Of the rows and columns of `known`.
-            known: The ratings that the rows' biases are learned from.
+            ratings: Ratings with the rows and columns of `known`.
+            known: The ratings from which the biases of the rows are computed.
         """
         biases = Biases(self.mean, self.of_rows(known), self.of_column)
-        left = np.float32(ratings.values) - biases.of(_rows(ratings), ratings.items)
-        left[left == 0] = _ALMOST_NOTHING
-        return replace(ratings, values=left.astype(np.float32), biases=biases)
+        residuals = np.float32(ratings.values)
+        residuals = residuals - biases.lookup(ratings.users, ratings.items)
+        residuals[residuals == 0] = _ALMOST_ZERO
+        return replace(ratings, values=residuals.astype(np.float32), biases=biases)
 
 
 def fit_biases(ratings: Ratings, strength: float = _STRENGTH) -> ColumnBiases:
-    """Fit ``mean + row's bias + column's bias``, in turn until they hardly change."""
-    rows = _rows(ratings)
+    """Fit ``mean + row bias + column bias`` by alternating least squares."""
+    rows = ratings.users
     mean = float(np.mean(ratings.values, dtype=np.float64)) if len(ratings.values) else 0.0
-    left = np.float32(ratings.values) - np.float32(mean)
+    centered = np.float32(ratings.values) - np.float32(mean)
     fitted = ColumnBiases(mean, np.zeros(ratings.num_items, np.float32), strength)
     for _ in range(_ROUNDS):
-        rest = left - fitted.of_rows(ratings)[rows]
-        of_column = _means(rest, ratings.items, ratings.num_items, strength)
+        residuals = centered - fitted.of_rows(ratings)[rows]
+        of_column = _shrunk_means(residuals, ratings.items, ratings.num_items, strength)
         fitted = replace(fitted, of_column=of_column)
     return fitted
 
 
-def _rows(ratings: Ratings) -> np.ndarray:
-    return np.repeat(
-        np.arange(ratings.num_users, dtype=np.int32), ratings.num_ratings_by_user
-    )
-
-
-def _means(
-    values: np.ndarray, places: np.ndarray, count: int, strength: float
+def _shrunk_means(
+    values: np.ndarray, groups: np.ndarray, num_groups: int, strength: float
 ) -> np.ndarray:
-    """Return the mean of the values at each place, drawn to 0."""
-    sums = np.bincount(places, values, count)
-    counts = np.bincount(places, minlength=count)
+    """Return the mean of each group, shrunk toward 0."""
+    sums = np.bincount(groups, values, num_groups)
+    counts = np.bincount(groups, minlength=num_groups)
     return (sums / (counts + strength)).astype(np.float32)

@@ -1,4 +1,8 @@
-"""A text file in pieces of whole lines, plain or gzip, and threads to work on them."""
+"""Ratings in text, read in chunks of whole lines by several threads, in bounded memory.
+
+NumPy releases the GIL while it parses, so threads are enough. Identifiers are replaced by
+codes chunk by chunk: a text identifier is then kept once instead of once per rating.
+"""
 
 import collections
 import gzip
@@ -8,36 +12,77 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from millrace.config import ConfigurationError
+from millrace.data.ratings.fast_parser import parse_fast
+from millrace.data.ratings.parser import BadLine, LineLayout, ParsedLines, parse_lines
 from millrace.data.source import DatasetError
 
-LONGEST_LINE = 1 << 20
+MAX_LINE_BYTES = 1 << 20
+# Parsing takes about seven times this much memory per thread. Smaller chunks parse as
+# fast, but each adds its distinct identifiers to the final merge.
 _CHUNK_BYTES = 1 << 23
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _GZIP = b"\x1f\x8b"
 _ZIP = b"PK\x03\x04"
+_MIN_MILLISECONDS = 10**11
+"""Times from here on are milliseconds: as seconds they would be after the year 5000."""
+_MAX_SPARSENESS = 8
+"""A table is faster than sorting up to this many possible identifiers per actual one."""
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-def check_plain_file(path: Path, wanted: str = "file") -> None:
-    """Raise on what is not there, and on what cannot be read twice."""
+class CodedIds(NamedTuple):
+    """Identifiers, with each distinct one stored once."""
+
+    ids: np.ndarray
+    """The distinct identifiers, sorted."""
+    codes: np.ndarray
+    """int32, indices into `ids`."""
+
+
+class Events(NamedTuple):
+    """Ratings in the order of the file."""
+
+    users: CodedIds
+    items: CodedIds
+    values: np.ndarray
+    """float32"""
+    times: np.ndarray | None
+    """int64, seconds since 1970."""
+
+
+class Chunk(NamedTuple):
+    """Some whole lines of a file, each ending in a newline."""
+
+    text: bytes
+    lines_before: int
+    """Lines of the file before this chunk."""
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def check_regular_file(path: Path, wanted: str = "file") -> None:
+    """Raise unless `path` is a file that can be read more than once."""
     if path.is_dir():
         raise ConfigurationError(f"{path} is a directory, not a file of ratings.")
     if not path.exists():
         raise ConfigurationError(f"There is no {wanted} {path}.")
     if not path.is_file():
         raise ConfigurationError(
-            f"{path} is not a plain file but a pipe or the like, and ratings are read more "
-            "than once. Save them to a file first."
+            f"{path} is a pipe or a device, but ratings are read more than once. Save them "
+            "to a file first."
         )
 
 
 def open_text(path: Path) -> BinaryIO:
-    """Open a file, decompressing it if it is gzip, whatever its name."""
+    """Open a file, decompressing gzip regardless of its name."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -45,20 +90,19 @@ def open_text(path: Path) -> BinaryIO:
     if file.peek(4)[:4] == _ZIP:
         file.close()
         raise ConfigurationError(
-            f"{path} is a zip archive, of which there is no telling which file is meant. "
-            "Unpack it first."
+            f"{path} is a zip archive, which may contain several files. Unpack it first."
         )
     if file.peek(2)[:2] == _GZIP:
-        return cast(BinaryIO, _Unzipped(file, path))
+        return cast(BinaryIO, _GzipReader(file, path))
     return file
 
 
-class _Unzipped(io.BufferedReader):
-    """A gzip file whose damage is a plain error."""
+class _GzipReader(io.BufferedReader):
+    """A gzip file that reports damage as a DatasetError."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
-        super().__init__(cast(io.RawIOBase, gzip.GzipFile(fileobj=file)), LONGEST_LINE)
+        super().__init__(cast(io.RawIOBase, gzip.GzipFile(fileobj=file)), MAX_LINE_BYTES)
 
     def read(self, size: int | None = -1, /) -> bytes:
         try:
@@ -71,37 +115,100 @@ class _Unzipped(io.BufferedReader):
         self._file.close()
 
 
-def read_chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the rest of a file in pieces of whole lines; the last line gets its end."""
+def read_chunks(file: BinaryIO, path: Path, lines_before: int = 0) -> Iterator[Chunk]:
+    """Yield the rest of a file in chunks of whole lines."""
     rest = b""
     while data := file.read(_CHUNK_BYTES):
         whole, newline, after = data.rpartition(b"\n")
         if newline:
-            yield rest + whole + newline
+            text = rest + whole + newline
+            yield Chunk(text, lines_before)
+            lines_before += text.count(b"\n")
             rest = after
         else:
             rest += data
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MAX_LINE_BYTES:
             raise DatasetError(
                 f"{path} is not a text file of ratings: it has a line of more than "
-                f"{LONGEST_LINE:,} bytes, which begins with {rest[:50]!r}."
+                f"{MAX_LINE_BYTES:,} bytes, which starts with {rest[:50]!r}."
             )
     if rest:
-        yield rest + b"\n"
+        yield Chunk(rest + b"\n", lines_before)
 
 
-def in_parallel(function: Callable[[T], U], arguments: Iterable[T]) -> Iterator[U]:
-    """Yield `function` of each argument, in order, with few under way at a time."""
-    num_threads = min(os.cpu_count() or 1, _MOST_THREADS)
-    under_way: collections.deque[Future[U]] = collections.deque()
+def map_in_order(function: Callable[[T], U], arguments: Iterable[T]) -> Iterator[U]:
+    """Yield `function` of each argument, in order, computed by a few threads ahead."""
+    num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
+    pending: collections.deque[Future[U]] = collections.deque()
     with ThreadPoolExecutor(num_threads, "millrace-ratings") as pool:
         try:
             for argument in arguments:
-                under_way.append(pool.submit(function, argument))
-                if len(under_way) > num_threads + 1:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+                pending.append(pool.submit(function, argument))
+                # Submitting everything at once would read the whole file into memory.
+                if len(pending) > num_threads + 1:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for future in under_way:
+            for future in pending:
                 future.cancel()
+
+
+# ----------------------------------------------------------------------------- chunks
+
+
+def parse_chunk(text: bytes, layout: LineLayout) -> ParsedLines:
+    """Parse whole lines, with the fast parser if they are ordinary."""
+    return parse_fast(text, layout) or parse_lines(text, layout)
+
+
+def encode_lines(lines: ParsedLines, window: tuple[float, float] | None) -> Events:
+    """Encode identifiers, and keep only the ratings in the time window."""
+    users, items, values, times = lines
+    assert items is not None
+    if window is not None and times is not None:
+        times = np.where(times < _MIN_MILLISECONDS, times, times // 1000)
+        inside = (times >= window[0]) & (times < window[1])
+        users, items, values = users[inside], items[inside], values[inside]
+        times = times[inside]
+    return Events(_encode(users), _encode(items), values, times)
+
+
+def bad_line_error(path: Path, error: BadLine) -> DatasetError:
+    """Return an error that names the file, the line and what is wrong with it."""
+    text = error.text if len(error.text) <= 100 else f"{error.text[:100]}…"
+    return DatasetError(f"{path}, line {error.index + 1}: {error.reason}: {text!r}.")
+
+
+def _encode(ids: np.ndarray) -> CodedIds:
+    if len(ids) == 0 or ids.dtype.kind == "S" or np.ptp(ids) > _MAX_SPARSENESS * len(ids):
+        distinct, codes = np.unique(ids, return_inverse=True)
+        return CodedIds(distinct, codes.astype(np.int32))
+    # Dense integers need no sorting: mark those present in a table, and number them.
+    first = ids.min()
+    is_present = np.zeros(np.ptp(ids) + 1, bool)
+    is_present[ids - first] = True
+    codes = np.cumsum(is_present, dtype=np.int32) - np.int32(1)
+    return CodedIds(np.flatnonzero(is_present) + first, codes[ids - first])
+
+
+def concatenate(chunks: list[Events]) -> Events:
+    """Join chunks; the list is emptied to free their memory early."""
+    users = _merge_ids([chunk.users for chunk in chunks])
+    items = _merge_ids([chunk.items for chunk in chunks])
+    values = np.concatenate([chunk.values for chunk in chunks])
+    times = None
+    if chunks[0].times is not None:
+        times = np.concatenate([cast(np.ndarray, chunk.times) for chunk in chunks])
+    chunks.clear()
+    return Events(users, items, values, times)
+
+
+def _merge_ids(chunks: list[CodedIds]) -> CodedIds:
+    ids = np.unique(np.concatenate([chunk.ids for chunk in chunks]))
+    codes = np.concatenate(
+        [np.searchsorted(ids, chunk.ids).astype(np.int32)[chunk.codes] for chunk in chunks]
+    )
+    if ids.dtype.kind == "S":
+        ids = np.char.decode(ids, "utf-8")
+    return CodedIds(ids, codes)

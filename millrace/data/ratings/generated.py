@@ -1,4 +1,4 @@
-"""Made-up ratings: some with a truth that can be learned, some of pure chance."""
+"""Synthetic ratings: some with a known structure to learn, some purely random."""
 
 from typing import NamedTuple
 
@@ -7,29 +7,29 @@ import numpy as np
 from millrace.data.ratings.matrix import Ratings, from_events
 
 _LOWEST, _HIGHEST = 1.5, 4.5
-"""Between these lies the truth, so that noise leaves every rating above zero."""
-_NOISE_CUT_AT = 5
-"""In standard deviations: a rating of zero would mean that there is none."""
+"""Range of the ratings without noise, so that noise leaves every rating above 0."""
+_NOISE_TRUNCATION = 5
+"""Noise is clipped to this many std: a rating of 0 would mean that there is none."""
 _TASTE_CONCENTRATION = 0.5
-"""Below one, a user has mostly the taste of a few types and a little of the others."""
+"""Below 1, the taste of a user consists mostly of a few types."""
 
 
 class Truth(NamedTuple):
-    """What generated ratings are made from: ``tastes @ profiles``, plus noise."""
+    """The model behind generated ratings: ``tastes @ profiles``, plus noise."""
 
     tastes: np.ndarray
-    """float32[num_users, rank]: how much of each type a user is; a row's sum is 1."""
+    """float32[num_users, rank], the mixture of types of each user; rows sum to 1."""
     profiles: np.ndarray
-    """float32[rank, num_items]: what each type thinks of each item."""
+    """float32[rank, num_items], the rating of each item by each type."""
     noise: float
-    """Standard deviation of the noise: no model foretells better than this RMSE."""
+    """Standard deviation of the noise, the lowest RMSE a model can reach."""
 
     def rating(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the ratings these users would give these items without noise."""
+        """Return the ratings of these items by these users without noise."""
         return np.einsum("ij,ji->i", self.tastes[users], self.profiles[:, items])
 
 
-def generated_ratings(
+def generate_ratings(
     num_users: int = 4000,
     num_items: int = 400,
     *,
@@ -38,22 +38,21 @@ def generated_ratings(
     density: float = 0.3,
     seed: int = 0,
 ) -> tuple[Ratings, Ratings, Ratings, Truth]:
-    """Return training, validation and test ratings of a known truth, and the truth.
+    """Return training (80 %), validation and test ratings, and the truth behind them.
 
-    Every rating is there with probability `density`, and of those that are, eight in ten
-    are for training. They are not rounded to stars: rounding would add to the noise.
+    They are not rounded to stars, because rounding would add to the noise.
 
     Args:
-        num_users: How many users.
-        num_items: How many items.
-        rank: Types of user that everyone is a mixture of.
-        noise: Standard deviation of what cannot be foretold.
-        density: Share of all pairs that are rated.
-        seed: Of everything random.
+        num_users: Number of users.
+        num_items: Number of items.
+        rank: Number of types of which every user is a mixture.
+        noise: Standard deviation of the noise.
+        density: Probability that a user has rated an item.
+        seed: Seed for all random numbers.
     """
-    if not 0 <= noise < _LOWEST / _NOISE_CUT_AT:
+    if not 0 <= noise < _LOWEST / _NOISE_TRUNCATION:
         raise ValueError(
-            f"noise must be at least 0 and below {_LOWEST / _NOISE_CUT_AT:g}, so that "
+            f"noise must be at least 0 and below {_LOWEST / _NOISE_TRUNCATION:g}, so that "
             f"ratings stay above zero; got {noise:g}."
         )
     if not 0 < density <= 1:
@@ -65,10 +64,11 @@ def generated_ratings(
         profiles=generator.uniform(_LOWEST, _HIGHEST, (rank, num_items)).astype(np.float32),
         noise=noise,
     )
-    users, items = np.divmod(_rated(generator, num_users * num_items, density), num_items)
-    chance = generator.standard_normal(len(users), np.float32)
+    pairs = _draw_pairs(generator, num_users * num_items, density)
+    users, items = np.divmod(pairs, num_items)
+    noises = generator.standard_normal(len(users), np.float32)
     values = truth.rating(users, items)
-    values += np.float32(noise) * np.clip(chance, -_NOISE_CUT_AT, _NOISE_CUT_AT)
+    values += np.float32(noise) * np.clip(noises, -_NOISE_TRUNCATION, _NOISE_TRUNCATION)
     split = np.searchsorted([0.8, 0.9], generator.random(len(users)))
     training, validation, test = (
         from_events(
@@ -83,12 +83,17 @@ def generated_ratings(
     return training, validation, test, truth
 
 
-def _rated(generator: np.random.Generator, num_pairs: int, density: float) -> np.ndarray:
-    """Choose pairs, each with the same probability, without looking at every one."""
+def _draw_pairs(
+    generator: np.random.Generator, num_pairs: int, density: float
+) -> np.ndarray:
+    """Draw each pair with the same probability, without a random number for each.
+
+    The gaps between the pairs drawn have a geometric distribution.
+    """
     expected = num_pairs * density
-    enough = int(expected + 10 * expected**0.5 + 10)
+    enough = int(expected + 10 * expected**0.5 + 10)  # ten standard deviations
     pairs = np.cumsum(generator.geometric(density, enough)) - 1
-    while pairs[-1] < num_pairs:  # once in a lifetime
+    while pairs[-1] < num_pairs:
         more = np.cumsum(generator.geometric(density, enough)) + pairs[-1]
         pairs = np.append(pairs, more)
     return pairs[pairs < num_pairs]
@@ -101,10 +106,10 @@ def random_ratings(
     *,
     seed: int = 0,
 ) -> Ratings:
-    """Return ratings of 1 to 5 by chance, to measure speed with; nothing can be learned.
+    """Return random ratings from 1 to 5, to measure speed; there is nothing to learn.
 
-    The defaults are the reference's training data; its validation data are a million more.
-    A user and item drawn twice count once.
+    The defaults are the sizes of the training data of the reference; its validation data
+    are a million more. Duplicates count once.
     """
     generator = np.random.default_rng(seed)
     return from_events(

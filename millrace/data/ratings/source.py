@@ -1,9 +1,9 @@
-"""Batches of users for training and evaluation, sparse and of one shape.
+"""Batches of users for training and evaluation, sparse and of one fixed shape.
 
-A batch is a flat list of its ratings, filled up to a capacity. Users differ so much (most
-have tens of ratings, a few have thousands) that a bound for any batch would be mostly
-filling. What a run will read is known before it starts, so the capacity is that of its
-fullest batch. A batch that would not fit is an error; no rating is ever cut off.
+A batch is a flat list of its ratings, padded to a capacity. Most users have tens of
+ratings and a few have thousands, so a bound for any possible batch would be mostly
+padding. But the batches of a run are known before it starts: the capacity is that of its
+fullest batch. A batch that does not fit is an error; ratings are never dropped.
 """
 
 import math
@@ -11,27 +11,28 @@ import math
 import numpy as np
 
 from millrace.data.ratings.matrix import Ratings
+from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 
 _ROUNDING = 128
-"""Capacities are whole multiples of this, so that like runs compile to like programs."""
+"""Capacities are multiples of this, so that similar runs share a compiled program."""
 
 
 class RatingsSource:
-    """Users' ratings as batches of one shape.
+    """Ratings of users as batches of one shape.
 
-    A batch of B users has ``user`` int32[B] and its ratings, one after the other:
-    ``item`` int32[capacity], ``value`` float32[capacity], and ``row`` int32[capacity], the
-    rating's place in the batch. In the filling ``row`` is B, one past the end. With
-    `targets` there are also ``target_item``, ``target_value`` and ``target_row``.
+    A batch of B users has ``user`` int32[B] and its ratings in one list: ``item``
+    int32[capacity], ``value`` float32[capacity], and ``row`` int32[capacity], the index of
+    the user in the batch. For padding, ``row`` is B, one past the end. With `targets`
+    there are also ``target_item``, ``target_value`` and ``target_row``.
 
     Args:
-        ratings: What the model is shown.
-        capacity: Ratings in a batch.
-        targets: What it should foretell, with the same users and items.
-        target_capacity: The same for the targets.
-        users: The samples, as places in `ratings`; if not given, the users that have
-            something to learn from or be tested with.
+        ratings: The input of the model.
+        capacity: Ratings per batch.
+        targets: The ratings to predict, with the same users and items.
+        target_capacity: Targets per batch.
+        users: The samples, as indices into `ratings`; by default the users with targets,
+            or with ratings if there are no targets.
     """
 
     def __init__(
@@ -60,27 +61,28 @@ class RatingsSource:
         users = self.users[indices]
         batch = {"user": users.astype(np.int32)}
         for prefix, (ratings, capacity) in self._tables.items():
-            flat = _flat(ratings, users, capacity)
+            flat = _flatten(ratings, users, capacity)
             batch |= {prefix + name: array for name, array in flat.items()}
         return batch
 
 
-def _flat(ratings: Ratings, users: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
-    """Lay the ratings of these users one after the other."""
+def _flatten(ratings: Ratings, users: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
+    """Put the ratings of these users into one padded list."""
     firsts = ratings.starts[users]
     counts = ratings.starts[users + 1] - firsts
     total = int(counts.sum())
     if total > capacity:
         raise ValueError(
-            f"A batch of {len(users)} users has {total} ratings, but was given room for "
-            f"{capacity}. Make the source for the batches that are asked of it."
+            f"A batch of {len(users)} users has {total} ratings, but the capacity is "
+            f"{capacity}. Build the source for the batches that are read from it."
         )
-    places = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(total)
+    # The indices firsts[0], firsts[0] + 1, …, firsts[1], firsts[1] + 1, … without a loop.
+    indices = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(total)
     item = np.zeros(capacity, np.int32)
     value = np.zeros(capacity, np.float32)
     row = np.full(capacity, len(users), np.int32)
-    item[:total] = ratings.items[places]
-    value[:total] = ratings.values[places]
+    item[:total] = ratings.items[indices]
+    value[:total] = ratings.values[indices]
     row[:total] = np.repeat(np.arange(len(users), dtype=np.int32), counts)
     return {"item": item, "row": row, "value": value}
 
@@ -98,14 +100,14 @@ def training_source(
     seed: int,
     batches_per_epoch: int | None = None,
 ) -> RatingsSource:
-    """Return a source with room for the batches of one run.
+    """Return a source with the capacity for the batches of one run.
 
     Args:
-        ratings: What to learn.
-        batch_size: Users in a batch.
-        num_batches: How many batches the run will take.
-        seed: The stream's. A stream with another one may not fit.
-        batches_per_epoch: The stream's, if it is given one.
+        ratings: The training ratings.
+        batch_size: Users per batch.
+        num_batches: Batches of the run.
+        seed: The seed of the stream. The batches of another seed may not fit.
+        batches_per_epoch: That of the stream, if given.
     """
     users = active_users(ratings)
     counts = ratings.num_ratings_by_user[users]
@@ -114,13 +116,15 @@ def training_source(
         raise ValueError(
             f"{len(users)} users with ratings do not make one batch of {batch_size}."
         )
-    # One batch that is a whole epoch: the same order, thousands of batches at a time.
-    epochs = Stream(_Counted(counts), in_epoch * batch_size, batches_per_epoch=1, seed=seed)
+    # One batch per epoch: the stream draws the same order, and thousands of batches are
+    # summed at once.
+    source = ArraySource({"count": counts})
+    epochs = Stream(source, in_epoch * batch_size, batches_per_epoch=1, seed=seed)
     fullest = 0
     for epoch in range(-(-num_batches // in_epoch)):
-        sums = epochs.batch(epoch).reshape(in_epoch, batch_size).sum(1)
+        sums = epochs.batch(epoch)["count"].reshape(in_epoch, batch_size).sum(1)
         fullest = max(fullest, int(sums[: num_batches - epoch * in_epoch].max()))
-    return RatingsSource(ratings, capacity=_rounded(fullest), users=users)
+    return RatingsSource(ratings, capacity=_round_up(fullest), users=users)
 
 
 def evaluation_source(
@@ -129,25 +133,25 @@ def evaluation_source(
     batch_size: int,
     users: np.ndarray | None = None,
 ) -> RatingsSource:
-    """Return a source with room for one pass in order, as `EvaluationBatches` makes it.
+    """Return a source with the capacity for one pass of `EvaluationBatches`.
 
     Args:
-        ratings: What the model is shown.
-        targets: What it is tested with, aligned with `ratings`; only users who have some
-            come. None: every user with ratings comes, to recommend to.
-        batch_size: Users in a batch.
-        users: Who comes, if not those.
+        ratings: The input of the model.
+        targets: The ratings to predict, aligned with `ratings`; None to recommend.
+        batch_size: Users per batch.
+        users: The users to evaluate; by default those with targets, or with ratings if
+            there are no targets.
     """
     if users is None:
         users = active_users(ratings if targets is None else targets)
     if len(users) == 0:
         raise ValueError("There are no users with ratings to evaluate.")
-    # The last batch is filled up with the last user, over and over.
+    # EvaluationBatches pads the last batch with the last user.
     padded = np.append(users, np.repeat(users[-1:], -len(users) % batch_size))
 
     def capacity(table: Ratings) -> int:
         counts = table.num_ratings_by_user[padded]
-        return _rounded(int(counts.reshape(-1, batch_size).sum(1).max()))
+        return _round_up(int(counts.reshape(-1, batch_size).sum(1).max()))
 
     return RatingsSource(
         ratings,
@@ -158,18 +162,5 @@ def evaluation_source(
     )
 
 
-def _rounded(capacity: int) -> int:
+def _round_up(capacity: int) -> int:
     return max(1, math.ceil(capacity / _ROUNDING)) * _ROUNDING
-
-
-class _Counted:
-    """A source whose samples are the numbers of ratings."""
-
-    def __init__(self, counts: np.ndarray) -> None:
-        self._counts = counts
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return self._counts[indices]

@@ -23,8 +23,8 @@ from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.scoring import Ranking, ranking_quality
 from millrace.apps.autoencoder.trained import BIASES, find_trained
 from millrace.data.ratings.biases import fit_biases
-from millrace.data.ratings.file import load_ratings
-from millrace.data.ratings.matrix import align, transposed
+from millrace.data.ratings.matrix import align, transpose
+from millrace.data.ratings.reading import load_ratings
 from millrace.program.step import narrow
 from millrace.report.sections import read_parts
 
@@ -48,9 +48,9 @@ def expected(trained):
     params, _ = found.weights()
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
-    turn = transposed if found.config.rows == "items" else lambda ratings: ratings
+    turn = transpose if found.config.rows == "items" else lambda ratings: ratings
     biases = fit_biases(turn(known))
-    left = biases.subtracted(turn(known), turn(known))
+    left = biases.subtract(turn(known), turn(known))
     output = np.asarray(reconstruct(found.model, params, dense(left)))
     output = output + biases.mean + biases.of_rows(turn(known))[:, None] + biases.of_column
     output = output.T if found.config.rows == "items" else output
@@ -64,7 +64,7 @@ def test_errors_are_those_of_whole_ratings_and_the_biases_own_are_said(trained, 
     found = summary_of(trained)["best"]["validation_rmse"]
     assert found == pytest.approx(np.sqrt(np.square(error).mean()), rel=1e-4)
     biases = fit_biases(known)
-    alone = np.sqrt(np.square(biases.subtracted(later, known).values).mean())
+    alone = np.sqrt(np.square(biases.subtract(later, known).values).mean())
     said = summary_of(trained)["facts"]["ratings"].split("RMSE of the biases alone: ")[1]
     assert float(said.rstrip(")")) == pytest.approx(alone, abs=0.01)
 
@@ -120,7 +120,7 @@ def test_python_recommends_by_whole_ratings(trained, expected):
 def test_python_foretells_whole_ratings_of_a_user(trained, expected):
     known, _, output = expected
     model = mr.autoencoder.load(trained)
-    items, values = known.of_user(3)
+    items, values = known.get_user(3)
     names = known.item_ids[items].tolist()
     rated = dict(zip(names, map(float, values), strict=True))
     found = model.predict(rated)
@@ -137,7 +137,7 @@ def test_in_sixteen_bits_the_same_is_relevant(trained):
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
     biases = fit_biases(known)
-    left, targets = (biases.subtracted(part, known) for part in (known, later))
+    left, targets = (biases.subtract(part, known) for part in (known, later))
     batch = validation_users(left, targets, USERS)[np.arange(USERS)]
     counts = set()
     for dtype in ("float32", "float16", "bfloat16"):

@@ -14,7 +14,7 @@ from millrace.apps.autoencoder.convert import convert
 from millrace.cli import main
 from millrace.config import ConfigurationError
 from millrace.data.ratings import chunks
-from millrace.data.ratings.file import load_ratings, paired
+from millrace.data.ratings.reading import load_aligned, load_ratings
 from millrace.data.ratings.split import PERIODS
 from millrace.data.source import DatasetError
 
@@ -102,7 +102,7 @@ def test_the_periods_are_the_published_ones():
         ("1:\n6,3,2005-02-30\n", "line 2: the time '2005-02-30' is neither"),
         ("1:\n6,9,2005-10-01\n", "line 2: the rating 9 is not between 0.5 and 5"),
         ("1:\nx,3,2005-10-01\n", "line 2: its user is not a number: 'x,3,2005-10-01'"),
-        ("1:\n6,3,2005-10-01\nx:\n", "line 3: it is neither an item and a colon nor"),
+        ("1:\n6,3,2005-10-01\nx:\n", "line 3: it is neither an item with a colon nor"),
     ],
 )
 def test_a_malformed_line_of_netflix_is_named(tmp_path, content, reason):
@@ -117,9 +117,7 @@ def test_a_malformed_line_of_netflix_is_named(tmp_path, content, reason):
 def test_an_item_that_no_header_names_is_an_error(tmp_path):
     write_netflix(tmp_path, "folder")
     (tmp_path / "mv_0000002.txt").write_text("\n6,3,2005-10-01\n")
-    with pytest.raises(
-        DatasetError, match=r"mv_0000002\.txt, line 2: no item stands above"
-    ):
+    with pytest.raises(DatasetError, match=r"mv_0000002\.txt, line 2: no item precedes"):
         convert(ConvertConfig(input=tmp_path, period="3m"))
     (tmp_path / "mv_0000002.txt").write_text("")
     with pytest.raises(DatasetError, match=r"mv_0000002\.txt is empty"):
@@ -260,7 +258,7 @@ def test_a_folder_without_ratings_says_what_was_looked_for(tmp_path, capsys):
     assert "There is no file or folder" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")
     assert run(tmp_path / "pipe", "--period", "3m") == 2
-    assert "is not a plain file but a pipe" in capsys.readouterr().err
+    assert "is a pipe or a device" in capsys.readouterr().err
 
 
 def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, capsys):
@@ -272,7 +270,7 @@ def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, cap
     assert "No ratings are left for validation" in said
     assert "from 2001-09-09 to 2001-10-01" in said and not out.exists()
     assert run(path, "--period", "3m", "--output-dir", out) == 1
-    assert "has no ratings in the period asked for" in capsys.readouterr().err
+    assert "has no ratings in the requested period" in capsys.readouterr().err
 
 
 def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
@@ -285,7 +283,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
         if len(written) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "write_text", fail_at_the_second)
+    monkeypatch.setattr(module, "write_ratings", fail_at_the_second)
     said = rf"Cannot write {tmp_path}/out/3m_valid\.txt: No space left on device\."
     with pytest.raises(ConfigurationError, match=said):
         convert(ConvertConfig(input=path, period="3m", output_dir=tmp_path / "out"))
@@ -358,6 +356,8 @@ def test_movielens_1m_as_published(tmp_path, monkeypatch):
     stars = np.bincount(ratings.values.astype(int))
     assert stars.tolist() == [0, 56174, 107557, 261197, 348971, 226310]
     convert(ConvertConfig(input=tmp_path, fractions=[0.8, 0.1, 0.1], output_dir=tmp_path))
-    training, validation, unseen = paired(tmp_path / "train.txt", tmp_path / "valid.txt")
+    training, validation, unseen = load_aligned(
+        tmp_path / "train.txt", tmp_path / "valid.txt"
+    )
     assert training.num_ratings == 800_167
     assert validation.num_ratings > 20_000 and unseen.num_ratings == 0

@@ -86,7 +86,7 @@ def test_an_epoch_brings_every_rating_of_its_users_once(ratings):
         batches |= dict(zip(batch["user"].tolist(), rows, strict=True))
     assert len(batches) == 6 * per_epoch
     for user, row in batches.items():
-        items, values = ratings.of_user(user)
+        items, values = ratings.get_user(user)
         expected = np.zeros(ITEMS)
         expected[items] = values
         np.testing.assert_array_equal(row, expected)

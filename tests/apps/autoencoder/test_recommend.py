@@ -22,7 +22,7 @@ from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import RATINGS, find_trained
 from millrace.config import ConfigurationError
-from millrace.data.ratings.file import load_ratings
+from millrace.data.ratings.reading import load_ratings
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def expected_rankings(run):
     ratings = load_ratings(run.parent / "train.txt")
     rows = np.zeros((ratings.num_users, ITEMS), np.float32)
     for user in range(ratings.num_users):
-        items, values = ratings.of_user(user)
+        items, values = ratings.get_user(user)
         rows[user, items] = values
     output = np.where(rows == 0, reconstruct(found.model, params, rows), -np.inf)
     return ratings, np.argsort(-output, axis=1), output

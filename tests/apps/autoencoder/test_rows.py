@@ -23,9 +23,9 @@ import millrace as mr
 from millrace.apps.autoencoder.item_rows import columns_of, foretold
 from millrace.apps.autoencoder.model import Model, init_params, reconstruct
 from millrace.apps.autoencoder.trained import find_trained
-from millrace.data.ratings.file import load_ratings
 from millrace.data.ratings.generated import random_ratings
-from millrace.data.ratings.matrix import align, transposed
+from millrace.data.ratings.matrix import align, transpose
+from millrace.data.ratings.reading import load_ratings
 
 RECIPE = f"{SMALL} --batches-per-step 2 --base-learning-rate -10 --untied-decoder "
 RECIPE += "--no-dropout --no-dense-refeeding --epochs 6 --deterministic "
@@ -228,7 +228,7 @@ def test_columns_are_the_reconstruction_turned(tied):
     by_user = random_ratings(37, 23, 150, seed=1)  # some items have no ratings
     model = Model(37, 128, 0.5, tied=tied)
     params = init_params(model, jax.random.key(2))
-    columns = columns_of(model, params, transposed(by_user), 8, "float32")
+    columns = columns_of(model, params, transpose(by_user), 8, "float32")
     users = np.array([3, 36, 0])
     found = foretold(model, columns, users)
     rows = dense(by_user).T

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from image_files import encode, example, picture, write_folders, write_records
+from image_files import encode, example, make_image, write_folders, write_records
 
 from millrace.apps.cnn import datasets
 from millrace.cli import main
@@ -82,7 +82,7 @@ def test_anyones_pictures_are_only_read(command, tmp_path):
 
 def test_a_part_of_imagenet_is_told_from_the_whole(command, tmp_path):
     for name, label in (("train-0", 1), ("validation-0", 1001)):
-        write_records(tmp_path / name, [example(encode(picture(0)), label)])
+        write_records(tmp_path / name, [example(encode(make_image(0)), label)])
     status, out, _ = command("cnn", "verify-dataset", "--dataset", "imagenet")
     assert status == 1
     assert "mismatch: validation-0, byte 12 has the label 1001;" in out

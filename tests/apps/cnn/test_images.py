@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from image_files import encode, example, picture, write_folders, write_records
+from image_files import encode, example, make_image, write_folders, write_records
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -100,7 +100,7 @@ def test_pictures_without_a_validation_folder_are_trained_on_if_asked(command, t
     words = (*TRAIN, "--dataset", "imagefolder")
     status, said = command(*words)
     assert status == 2
-    assert f"{tmp_path} has train/, but not val/" in said and "--no-validation" in said
+    assert f"{tmp_path} has train/, but no val/" in said and "--no-validation" in said
     status, said = command(*words, "--no-validation")
     assert status == 0, said
     assert "15 training and 0 validation samples, 3 classes" in said
@@ -109,7 +109,7 @@ def test_pictures_without_a_validation_folder_are_trained_on_if_asked(command, t
 
 def test_of_many_damaged_pictures_the_warning_names_a_few(command, tmp_path):
     for name in sorted((write_folders(tmp_path) / "train").rglob("*.JPEG"))[:6]:
-        name.write_bytes(b"no picture")
+        name.write_bytes(b"no image")
     status, said = command(*TRAIN, "--dataset", "imagefolder")
     assert status == 0, said
     (warning,) = (line for line in said.splitlines() if "could not be read" in line)
@@ -118,21 +118,23 @@ def test_of_many_damaged_pictures_the_warning_names_a_few(command, tmp_path):
 
 
 def records(count, label=lambda number: number % 3 + 1):
-    return [example(encode(picture(number)), label(number)) for number in range(count)]
+    return [example(encode(make_image(number)), label(number)) for number in range(count)]
 
 
 def test_records_with_some_damage_are_trained_on_and_the_damage_is_named(command, tmp_path):
-    write_records(tmp_path / "train-0", [*records(7), example(b"no picture", 1)])
+    write_records(tmp_path / "train-0", [*records(7), example(b"no image", 1)])
     write_records(tmp_path / "validation-0", [*records(4), example(b"none either", 1)])
     words = [*TRAIN, "--dataset", "gc-imagenet"]  # in the current folder
     status, said = command(*words)
     assert status == 0, said
     assert f"imagenet from {tmp_path}, 8 training and 5 validation samples" in said
-    assert "1 of 1024 train files are there; 1 of 128 validation files are there" in said
+    assert (
+        "1 of 1024 train files are present; 1 of 128 validation files are present" in said
+    )
     assert "warning: 2 samples could not be read, and others took their place:" in said
     corrupt = summary(tmp_path)["corrupt_samples"]
     assert [name.split(",")[0] for name in corrupt] == ["train-0", "validation-0"]
-    assert set(corrupt.values()) == {"neither JPEG, PNG nor WebP"}
+    assert set(corrupt.values()) == {"not a JPEG, PNG or WebP image"}
     status, said = command(*words[:-3], "limited", *words[-2:], "--max-corrupt", "0")
     assert status == 1
     assert "1 of 8 samples cannot be read; at most 0 may be replaced" in said
@@ -144,7 +146,7 @@ def test_a_label_out_of_range_is_a_plain_error(command, tmp_path):
     write_records(tmp_path / "validation-0", records(4))
     status, said = command(*TRAIN, "--dataset", "imagenet", "--validation", "False")
     assert status == 1
-    assert re.search(r"train-0, byte \d+ has the label 1001; .* from 1 to 1000\.", said)
+    assert re.search(r"train-0, byte \d+ has the label 1001; .* between 1 and 1000\.", said)
     assert "ValueError" not in said
 
 
@@ -153,7 +155,7 @@ def test_a_class_that_training_does_not_know_is_a_plain_error(command, tmp_path)
     (tmp_path / "val" / "class_1").rename(tmp_path / "val" / "stranger")
     status, said = command(*TRAIN, "--dataset", "imagefolder")
     assert status == 1
-    assert "val has the class stranger, which training has not." in said
+    assert "val has the class stranger, which training does not have." in said
 
 
 @pytest.mark.parametrize(

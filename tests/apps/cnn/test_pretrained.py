@@ -246,7 +246,7 @@ def test_a_pickle_converted_as_the_refusal_says_is_read(tmp_path):
 
 def test_a_safetensors_file_that_is_cut_short_is_not_called_a_pickle(tmp_path):
     (path := tmp_path / "w").write_bytes(struct.pack("<Q", 0x280) + b'{"a": ')
-    with pytest.raises(ConfigurationError, match="or it is cut short"):
+    with pytest.raises(ConfigurationError, match="or is truncated"):
         read_pretrained(path)
 
 

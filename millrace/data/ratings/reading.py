@@ -1,0 +1,314 @@
+"""Loads ratings from text files: parsed once, then mapped from a cache on disk.
+
+A cache folder is named after the hash of the text, so it is never stale. It appears once
+it is complete, and its arrays are checked against their hashes when it is opened.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.config import ConfigurationError
+from millrace.data.catalog import data_folder
+from millrace.data.ratings.chunks import (
+    MAX_LINE_BYTES,
+    Chunk,
+    Events,
+    bad_line_error,
+    check_regular_file,
+    concatenate,
+    encode_lines,
+    map_in_order,
+    open_text,
+    parse_chunk,
+    read_chunks,
+)
+from millrace.data.ratings.matrix import Ratings, Unseen, align, from_events
+from millrace.data.ratings.netflix import is_netflix_file, read_netflix
+from millrace.data.ratings.parser import (
+    NAME_COLUMNS,
+    BadLine,
+    FileLayout,
+    TextIdentifier,
+    detect_layout,
+)
+from millrace.data.source import DatasetError
+
+STARS = (0.5, 5.0)
+"""The range of ratings of Netflix and MovieLens."""
+_NETFLIX_FILES = ("training_set/mv_*.txt", "mv_*.txt", "combined_data_*.txt")
+_MOVIELENS_FILES = ("ratings.csv", "ratings.dat", "u.data")
+
+_CACHE_VERSION = 2
+"""Part of the folder name; increase it if the format or the parsing changes."""
+_ARRAYS = ("starts", "items", "values", "user_ids", "item_ids")
+_FACTS = ("smallest", "largest", "num_duplicates")
+_INCOMPLETE = ".being-made-"
+_ABANDONED_SECONDS = 24 * 3600.0
+# What opening a damaged folder may raise.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+
+_log = logging.getLogger("millrace")
+
+
+def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ratings:
+    """Return the ratings in a text file, plain or gzip.
+
+    A line has user, item and rating, separated by tabs, commas, semicolons or '::', and
+    optionally a time, which is not used. A malformed line is a `DatasetError` that names
+    it. If a user rates an item twice, the later line counts, and a warning is logged.
+
+    Args:
+        path: The file.
+        limits: The smallest and the largest valid rating.
+    """
+    path = Path(path)
+    check_regular_file(path)
+    try:
+        before = path.stat()
+        content_hash = hash_file(path)
+    except OSError as error:
+        raise ConfigurationError(f"Cannot read {path}: {error.strerror}.") from error
+
+    def read() -> Ratings:
+        users, items, values, _ = read_events(path, limits)
+        after = path.stat()
+        # The cache would otherwise keep new content under the hash of the old.
+        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+            raise DatasetError(f"{path} changed while it was being read.")
+        return from_events(
+            users.codes, items.codes, values, user_ids=users.ids, item_ids=items.ids
+        )
+
+    ratings = _load_cached(content_hash, read)
+    lowest, highest = np.array(limits, np.float32)
+    if not lowest <= ratings.smallest <= ratings.largest <= highest:
+        read()  # it was cached with wider limits; parsing again names the line
+    if ratings.num_duplicates:
+        _log.warning(
+            "%s has %d ratings of items that the same user had rated before; the later "
+            "line counts.",
+            path,
+            ratings.num_duplicates,
+        )
+    return ratings
+
+
+def load_aligned(
+    training_path: str | Path,
+    validation_path: str | Path,
+    *,
+    limits: tuple[float, float] = STARS,
+) -> tuple[Ratings, Ratings, Unseen]:
+    """Return training and validation ratings with the same numbering.
+
+    Validation ratings of users or items that are not in training are dropped and counted.
+    """
+    training = load_ratings(training_path, limits=limits)
+    validation, unseen = align(load_ratings(validation_path, limits=limits), training)
+    if not validation.num_ratings:
+        raise DatasetError(
+            f"No rating in {validation_path} has both its user and its item in "
+            f"{training_path}. Are the identifiers the same?"
+        )
+    return training, validation, unseen
+
+
+def read_timed_events(
+    path: Path,
+    limits: tuple[float, float],
+    columns: Mapping[str, str],
+    window: tuple[float, float],
+) -> Events:
+    """Read a file of ratings with times, or the folder of a published dataset.
+
+    Args:
+        path: A file, or a folder of the Netflix Prize or of MovieLens.
+        limits: The smallest and the largest valid rating.
+        columns: See `detect_layout`.
+        window: The first time to keep, and the first after it to drop.
+    """
+    files = _find_files(path)
+    if is_netflix_file(files[0]):
+        if columns:
+            raise ConfigurationError(
+                f"{files[0]} has the columns of the Netflix Prize; they cannot be chosen."
+            )
+        events = read_netflix(files, limits, window)
+    else:
+        events = read_events(files[0], limits, columns, window=window)
+    if events.times is None:
+        raise ConfigurationError(
+            f"{files[0]} has no column of times to split by. If there is one, give its "
+            "name or number with --time-column."
+        )
+    if len(events.values) == 0:
+        raise DatasetError(f"{path} has no ratings in the requested period.")
+    return events
+
+
+def _find_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        check_regular_file(path, "file or folder")
+        return [path]
+    for pattern in _NETFLIX_FILES:
+        if files := sorted(path.glob(pattern)) or sorted(path.glob(f"{pattern}.gz")):
+            return files
+    for name in _MOVIELENS_FILES:
+        for file in (path / name, path / f"{name}.gz"):
+            if file.is_file():
+                return [file]
+    raise ConfigurationError(
+        f"{path.resolve()} has no ratings; looked for "
+        f"{', '.join((*_NETFLIX_FILES, *_MOVIELENS_FILES))} (or .gz). Give a file, or the "
+        "folder of one of these."
+    )
+
+
+def read_events(
+    path: Path,
+    limits: tuple[float, float],
+    columns: Mapping[str, str] | None = None,
+    *,
+    window: tuple[float, float] | None = None,
+) -> Events:
+    """Read ratings from text, plain or gzip: user, item, rating and optionally a time.
+
+    Fields are separated by tabs, commas, semicolons or '::'. A header must identify user,
+    item and rating by well-known names.
+
+    Args:
+        path: The file.
+        limits: The smallest and the largest valid rating.
+        columns: See `detect_layout`.
+        window: If times are needed, too, the first time to keep and the first after it to
+            drop.
+    """
+    with open_text(path) as file:
+        start = file.read(MAX_LINE_BYTES)
+    if not start.strip():
+        raise DatasetError(f"{path} has no ratings: it is empty.")
+    try:
+        file_layout = detect_layout(start, limits, columns, with_time=window is not None)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise DatasetError(f"{path} cannot be read as ratings: {error}.") from None
+    # Identifiers are integers until one is not; then the file is read again. That happens
+    # at most twice, for users and for items, and nearly always within the first chunk.
+    layout = file_layout.lines
+    while True:
+        try:
+            return _read_lines(path, file_layout._replace(lines=layout), window)
+        except TextIdentifier as error:
+            if error.index > file_layout.num_lines:
+                _log.warning("%s All are treated as text.", bad_line_error(path, error))
+            layout = layout._replace(texts=layout.texts | {error.kind})
+
+
+def _read_lines(
+    path: Path, layout: FileLayout, window: tuple[float, float] | None
+) -> Events:
+    def parse(chunk: Chunk) -> Events:
+        try:
+            return encode_lines(parse_chunk(chunk.text, layout.lines), window)
+        except BadLine as error:
+            error.index += chunk.lines_before
+            raise
+
+    try:
+        with open_text(path) as file:
+            file.read(layout.num_bytes)
+            chunks = read_chunks(file, path, layout.num_lines)
+            parsed = list(map_in_order(parse, chunks))
+    except TextIdentifier:
+        raise
+    except BadLine as error:
+        if layout.may_be_header and error.index == layout.num_lines:
+            error.reason += f" (if the line is a header: {NAME_COLUMNS})"
+        raise bad_line_error(path, error) from None
+    if not parsed or (window is None and not any(len(chunk.values) for chunk in parsed)):
+        raise DatasetError(f"{path} has no ratings, only a header.")
+    return concatenate(parsed)
+
+
+# ------------------------------------------------------------------------------ cache
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load_cached(content_hash: str, read: Callable[[], Ratings]) -> Ratings:
+    """Return the ratings cached under this hash, or read and cache them.
+
+    If the cache cannot be written, the ratings are returned from memory.
+    """
+    folder = data_folder() / "ratings" / f"{content_hash[:32]}-v{_CACHE_VERSION}"
+    try:
+        return _open_cached(folder)
+    except FileNotFoundError:
+        pass
+    except _DAMAGE as error:
+        _log.warning("The cache %s is damaged (%s); rebuilding it.", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+    ratings = read()
+    try:
+        _write_cache(ratings, folder)
+        return _open_cached(folder)
+    except _DAMAGE as error:
+        _log.warning("Cannot cache the ratings: %s.", error)
+        return ratings
+
+
+def _open_cached(folder: Path) -> Ratings:
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    try:
+        facts = json.loads((folder / "facts.json").read_text())
+        for name in _ARRAYS:
+            if hash_file(folder / f"{name}.npy") != facts["hashes"][name]:
+                raise ValueError(f"the hash of {name}.npy does not match")
+    except FileNotFoundError as error:  # the folder exists, so this is damage
+        raise ValueError(f"{Path(error.filename).name} is missing") from error
+    arrays: dict[str, Any] = {
+        name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
+    }
+    return Ratings(**arrays, **{name: facts[name] for name in _FACTS})
+
+
+def _write_cache(ratings: Ratings, folder: Path) -> None:
+    """Write a folder under a temporary name and rename it, unless another came first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=folder.parent))
+    try:
+        for name in _ARRAYS:
+            np.save(temporary / f"{name}.npy", getattr(ratings, name))
+        hashes = {name: hash_file(temporary / f"{name}.npy") for name in _ARRAYS}
+        facts = {name: getattr(ratings, name) for name in _FACTS}
+        (temporary / "facts.json").write_text(json.dumps({**facts, "hashes": hashes}))
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process has written the same content
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the incomplete folders of runs that were killed long ago."""
+    for entry in folder.glob(f"{_INCOMPLETE}*"):
+        if time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(entry, ignore_errors=True)
