@@ -16,7 +16,6 @@ before the first round counts. The targets are at the end of the report.
 
 import argparse
 import collections
-import dataclasses
 import functools
 import os
 import statistics
@@ -34,6 +33,7 @@ from millrace.apps.autoencoder.joint_training import first_state, trials_program
 from millrace.apps.autoencoder.program import model_of
 from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.config import build, replace_options
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
@@ -98,16 +98,19 @@ class Training:
 
 def config_of(load: Workload, args: argparse.Namespace) -> AutoencoderConfig:
     """Return the configuration of a workload, with as many epochs as can be needed."""
-    return AutoencoderConfig(
-        size=load.size,
-        batch_size=load.batch,
-        precision=args.precision,
-        half_type="bfloat16",
-        batches_per_step=load.per_call,
-        epochs=1000,
-        learning_rate=1e-4,
-        loss_scaling=1,
-        pipeline_num_parallel=4,
+    return build(
+        AutoencoderConfig,
+        {
+            "size": load.size,
+            "batch_size": load.batch,
+            "precision": args.precision,
+            "half_type": "bfloat16",
+            "batches_per_step": load.per_call,
+            "epochs": 1000,
+            "learning_rate": 1e-4,
+            "loss_scaling": 1,
+            "pipeline_num_parallel": 4,
+        },
     )
 
 
@@ -126,7 +129,7 @@ def variants_of_ours(
     made: dict[str, Callable[[], float]] = {}
 
     def infeed(on_device: bool) -> Infeed:
-        placed = dataclasses.replace(config, data_on_device=on_device)
+        placed = replace_options(config, data_on_device=on_device)
         return open_infeed(ratings, placed, steps, device)
 
     alone = Training(program_of(config, model, steps, device), *weights)
@@ -137,7 +140,7 @@ def variants_of_ours(
         made[name] = functools.partial(lambda run: users / seconds(run), run)
     if load.num_trials:
         for precision in sweep_precisions(args):
-            own = dataclasses.replace(config, precision=precision)
+            own = replace_options(config, precision=precision)
             one = Training(program_of(own, model, steps, device), *weights)
             counts = {f"one in {precision}": (one, 1)}
             many = sweep_of(load, own, model, steps, weights)

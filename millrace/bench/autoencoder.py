@@ -4,7 +4,7 @@ from typing import Any
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.feeding import open_infeed
 from millrace.apps.autoencoder.joint_training import first_state, trials_program
 from millrace.apps.autoencoder.model import Model
@@ -18,8 +18,8 @@ from millrace.data.ratings.source import active_users
 
 def autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -> Workload:
     """Return training as a run does it: ratings gathered where a run gathers them."""
-    device = devices[config.device_numbers[0]]
-    ratings = data.load(config, config.seed).training
+    device = devices[config.device_indices[0]]
+    ratings = data.load(config.data, config.run.seed).training
     steps = steps_of(config, len(active_users(ratings)))
     model = model_of(config, ratings.num_items)
     program = program_of(config, model, steps, device)
@@ -34,8 +34,8 @@ def _peer(
 ) -> dict[str, Any] | str:
     """Say what PyTorch should train, or why it would not be the same work."""
     unusual = not (model.tied and model.selu) or model.input_dropout_rate
-    alone = config.plan.num_replicas == 1 and config.refeeding != "detached"
-    if unusual or config.gradient_clipping or not alone:
+    alone = config.plan.num_replicas == 1 and config.training.refeeding != "detached"
+    if unusual or config.training.gradient_clipping or not alone:
         return "PyTorch's side has the usual recommender alone, on one device"
     return {
         "kind": "autoencoder",
@@ -43,16 +43,16 @@ def _peer(
         "widths": list(model.widths),
         "dropout": model.dropout_rate,
         "rated": max(1, ratings.num_ratings // len(active_users(ratings))),
-        "refeeding": config.refeeding,
-        "momentum": 0.9 if config.optimizer == "Momentum" else 0.0,
-        "weight_decay": config.weight_decay,
+        "refeeding": config.training.refeeding,
+        "momentum": 0.9 if config.training.optimizer == "Momentum" else 0.0,
+        "weight_decay": config.training.weight_decay,
         "compute": config.plan.types.compute,
     }
 
 
 def autoencoder_sweep(config: SweepConfig, devices: list[Any]) -> Workload:
     """Return the training of one model for each learning rate, all on the first device."""
-    ratings = data.load(config, config.seed).training
+    ratings = data.load(config.data, config.run.seed).training
     steps = steps_of(config, len(active_users(ratings)))
     model = model_of(config, ratings.num_items)
     count = len(config.exponents)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.apps.autoencoder.config.convert import ConvertConfig
-from millrace.apps.autoencoder.config.data import RECOMMENDED
+from millrace.apps.autoencoder.config.commands import ConvertConfig
+from millrace.apps.autoencoder.config.data import REFERENCE_SETTINGS
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.raw import read_raw
 from millrace.data.ratings.split import (
@@ -62,8 +62,8 @@ def _paths(config: ConvertConfig) -> dict[str, Path]:
 def _split(events: Events, config: ConvertConfig, period: Period | None) -> Split:
     if period is not None:
         return split_period(events, period, seed=config.seed)
-    if config.days:
-        return split_at(events, config.days, seed=config.seed)
+    if config.dates:
+        return split_at(events, config.dates, seed=config.seed)
     return split_fractions(events, config.fractions, per_user=config.per_user)
 
 
@@ -115,7 +115,7 @@ def _report(
         )
     train, valid = paths["train"], paths["valid"]
     # Size and batch are known for the published periods' names only.
-    how = "" if train.name in RECOMMENDED else _how_to_train(len(split.training))
+    how = "" if train.name in REFERENCE_SETTINGS else _how_to_train(len(split.training))
     print(
         f"Use them with: millrace autoencoder train {how}--training-data-file {train} "
         f"--validation-data-file {valid}"
@@ -127,7 +127,7 @@ def _how_to_train(num_ratings: int) -> str:
     if num_ratings <= _MOST_SMALL_RATINGS:
         return "--config small_ratings "
     enough = (name for name, period in PERIODS.items() if num_ratings <= period.num_ratings)
-    usual = RECOMMENDED[f"{next(enough, 'full')}_train.txt"]
+    usual = REFERENCE_SETTINGS[f"{next(enough, 'full')}_train.txt"]
     return f"--size {usual.size} --batch-size {usual.batch_size} "
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
+from millrace.config import option_value
 from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.file import load_ratings, paired
 from millrace.data.ratings.generated import generated_ratings, random_ratings
@@ -70,9 +72,9 @@ def turned(ratings: RatingData) -> RatingData:
 
 
 def _by_user(config: DataOptions, seed: int) -> RatingData:
-    if config.data_kind == "generated":
+    if config.kind == "generated":
         return _generated(config, seed)
-    if config.data_kind == "random":
+    if config.kind == "random":
         return _random(config, seed)
     assert config.training_data_file is not None
     limits = (config.rating_range[0], config.rating_range[1])
@@ -108,7 +110,7 @@ def describe(ratings: RatingData, config: DataOptions) -> str:
     if config.rows == "items":
         num_users, num_items = num_items, num_users
     place = "made up at random"
-    if config.data_kind == "generated":
+    if config.kind == "generated":
         place = f"generated, with noise {ratings.noise:g}"
     elif isinstance(config.training_data_file, Path):
         place = str(config.training_data_file)
@@ -123,23 +125,23 @@ def describe(ratings: RatingData, config: DataOptions) -> str:
     return line
 
 
-def announce(ratings: RatingData, config: DataOptions, run: Run) -> None:
+def announce(ratings: RatingData, config: TrainingConfig, run: Run) -> None:
     """Say what a user should know of the ratings before training starts."""
-    if config.data_kind == "random":
+    if config.data.kind == "random":
         run.console.warning(
             "No --training-data-file: THE RATINGS ARE RANDOM, and nothing can be learned "
             "from them. They serve to measure speed; --data generated shows learning."
         )
     say_unseen(ratings, run)
-    recommended = config.recommended
+    recommended = config.data.reference_settings
     for name in ("size", "batch_size"):
-        given = getattr(config, name, None)
+        given = option_value(config, name)
         usual = getattr(recommended, name, None)
-        if config.data_kind == "file" and given and usual and given != usual:
+        if config.data.kind == "file" and given and usual and given != usual:
             option = name.replace("_", "-")
             run.console.line(
                 f"--{option} {given} is used; the reference trains "
-                f"{config.training_data_file} with {usual}."
+                f"{config.data.training_data_file} with {usual}."
             )
 
 

@@ -1,6 +1,5 @@
 """Validate a trained recommender: its ratings and its ranking."""
 
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -10,8 +9,8 @@ import jax
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.data import Rows
-from millrace.apps.autoencoder.config.evaluate import ValidateConfig
+from millrace.apps.autoencoder.config.commands import ValidateConfig
+from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.feeding import validation_users
 from millrace.apps.autoencoder.item_rows import columns_of
@@ -23,7 +22,7 @@ from millrace.apps.autoencoder.trained import (
     find_trained,
     with_columns_of_model,
 )
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, replace_options
 from millrace.data.ratings.cache import file_hash
 from millrace.data.ratings.matrix import Ratings, Unseen, align, transposed
 from millrace.nn.layers import num_parameters
@@ -43,7 +42,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
     params, manifest = trained.weights()
     _describe(run, trained, ratings, num_parameters(params))
     if unknown.num_ratings:
-        run.console.warning(said_of_unknown(unknown, trained.config.rows))
+        run.console.warning(said_of_unknown(unknown, trained.config.data.rows))
     ranking = Ranking(config.top, config.relevant_rating)
     batch_size = (
         config.validation_batch_size or trained.config.resolved_validation_batch_size
@@ -77,7 +76,7 @@ def _scores(
 ) -> dict[str, float]:
     """Return the metrics of weights; whatever the rows are, it is users who rank items."""
     model, plan, device = trained.model, trained.config.plan, jax.devices()[0]
-    rows_are_users = trained.config.rows == "users"
+    rows_are_users = trained.config.data.rows == "users"
     rows = validation_users(known, targets, batch_size)
     errors = errors_of(model, ranking if rows_are_users else None, known.biases)
     found = Validator(errors, plan, rows, batch_size, device).of_weights(params)
@@ -94,13 +93,13 @@ def _scores(
 def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
     """Validate the newest checkpoint of another run, as the reference's option does."""
     assert config.testing_on_checkpoint is not None
-    values = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(ValidateConfig)
-        if hasattr(config, field.name)
-    }
     asked = ValidateConfig(
-        **values, checkpoint=config.testing_on_checkpoint, which="newest"
+        checkpoint=config.testing_on_checkpoint,
+        which="newest",
+        training_data_file=config.data.training_data_file,
+        validation_data_file=config.data.validation_data_file,
+        validation_batch_size=config.training.validation_batch_size,
+        run=config.run,
     )
     validate(asked, run)
     metrics = run.summary["metrics"]
@@ -131,10 +130,10 @@ def ratings_for(
         validation: What is to be foretold; None for what it was validated with.
     """
     asked = _asked(trained, training, validation)
-    loaded = data.load(asked, asked.seed)
+    loaded = data.load(asked.data, asked.run.seed)
     known, unknown = with_columns_of_model(loaded.training, trained)
     validated, unseen = _aligned(loaded.validation, known)
-    if trained.config.rows == "items":
+    if trained.config.data.rows == "items":
         unknown, unseen = unknown.turned(), unseen.turned()
     aligned = loaded._replace(
         training=known,
@@ -157,22 +156,22 @@ def _asked(
     for name in ROLES:
         if f"{name}_data_file" not in given:
             _check_file(trained, name)
-    if given and config.data_kind != "file":
+    if given and config.data.kind != "file":
         if training is None:
             raise ConfigurationError(
-                f"The model was trained on {config.data_kind} ratings, so a "
+                f"The model was trained on {config.data.kind} ratings, so a "
                 "validation_data_file needs a training_data_file beside it."
             )
         given |= dict.fromkeys(("data", "num_users", "num_items", "num_ratings"))
     # A file of another name says nothing about the size of this model.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     # The model's own biases are subtracted once the columns are the model's.
-    return dataclasses.replace(config, subtract_biases=False, **sizes, **given)
+    return replace_options(config, subtract_biases=False, **sizes, **given)
 
 
 def _check_file(trained: Trained, name: str) -> None:
     """Raise where a file of the run is gone, and warn where it is another by now."""
-    path: Path | None = getattr(trained.config, f"{name}_data_file")
+    path: Path | None = getattr(trained.config.data, f"{name}_data_file")
     if path is None:
         return
     if not path.exists():
@@ -196,7 +195,7 @@ def _aligned(targets: Ratings | None, known: Ratings) -> tuple[Ratings | None, U
     return aligned, unseen
 
 
-def said_of_unknown(unknown: Unseen, rows: Rows) -> str:
+def said_of_unknown(unknown: Unseen, rows: RowKind) -> str:
     """Say what users have rated that a model does not know, and whom that concerns."""
     columns, left = f"{unknown.num_items:,} items", "users have rated nothing else"
     count = unknown.num_users
@@ -220,7 +219,7 @@ def _describe(run: Run, trained: Trained, ratings: RatingData, num_parameters: i
         config.plan,
         None,
         model=f"size {config.resolved_size}, {num_parameters:,} parameters, rows of "
-        f"{config.rows}",
+        f"{config.data.rows}",
         checkpoint=str(trained.checkpoint),
         ratings=f"{ratings.validation.num_ratings:,} to foretell from "
         f"{ratings.training.num_ratings:,}",

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.reference_steps import Steps
 from millrace.apps.autoencoder.resident import ResidentRatings, fits, table_bytes
 from millrace.data.parallel import ParallelStream
@@ -86,7 +86,7 @@ class Refed:
 
 
 def open_infeed(
-    ratings: Ratings, config: TrainingOptions, steps: Steps, device: Any
+    ratings: Ratings, config: TrainingConfig, steps: Steps, device: Any
 ) -> Infeed:
     """Return the run's batches, on their way to the device or gathered there."""
     plan, batch_size = config.plan, config.resolved_batch_size
@@ -94,15 +94,15 @@ def open_infeed(
         ratings,
         plan.micro_batch_size,
         num_batches=steps.num_batches * plan.num_replicas,
-        seed=config.seed,
+        seed=config.run.seed,
         batches_per_epoch=steps.batches_per_epoch * plan.num_replicas,
     )
-    stream = Stream(ByUser(source, plan.micro_batch_size), batch_size, seed=config.seed)
-    refed = config.refeeding == "detached"
-    if plan.num_replicas == 1 and _on_device(ratings, config.data_on_device, device):
+    stream = Stream(ByUser(source, plan.micro_batch_size), batch_size, seed=config.run.seed)
+    refed = config.training.refeeding == "detached"
+    if plan.num_replicas == 1 and _on_device(ratings, config.data.data_on_device, device):
         return ResidentRatings(ratings, source.users, stream, refed=refed)
     batches = Refed(stream) if refed else stream
-    return Infeed(ParallelStream(batches, config.pipeline_num_parallel))
+    return Infeed(ParallelStream(batches, config.data.pipeline_num_parallel))
 
 
 def _on_device(ratings: Ratings, asked: bool | None, device: Any) -> bool:

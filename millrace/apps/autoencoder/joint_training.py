@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.kernels import joint
 from millrace.apps.autoencoder.loss import loss_of
 from millrace.apps.autoencoder.model import Model
@@ -120,7 +120,7 @@ def first_state(weights: tuple[Any, Any], count: int) -> tuple[Any, JointModelSt
 
 
 def trials_program(
-    config: TrainingOptions,
+    config: TrainingConfig,
     model: Model,
     steps: Steps,
     exponents: Sequence[float],
@@ -134,13 +134,15 @@ def trials_program(
         # One scale for all: with a model that diverges, no other would learn any more.
         plan = dataclasses.replace(plan, loss_scaling=_LOSS_SCALE)
         optimizer = each_if_finite(optimizer)
-    loss_fn = loss_of(model, config.refeeding, platform=device.platform)
-    if config.refeeding == "joint" and joint.are_for(
+    loss_fn = loss_of(model, config.training.refeeding, platform=device.platform)
+    if config.training.refeeding == "joint" and joint.are_for(
         model, batch_size, len(exponents), plan.types.compute, device
     ):
         loss_fn = joint.joint_loss(model)
     return training_program(
-        together(loss_fn, steps.updates_per_step, fp_exceptions=config.fp_exceptions),
+        together(
+            loss_fn, steps.updates_per_step, fp_exceptions=config.training.fp_exceptions
+        ),
         optimizer,
         plan,
         watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},

@@ -36,7 +36,7 @@ class Recommender(NamedTuple):
 
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
         """Return the rating that a user would give to each item."""
-        if self.config.rows == "items":
+        if self.config.data.rows == "items":
             raise ValueError(
                 "A model with rows of items foretells the ratings of the users that it was "
                 "trained with: ask recommend_to(user)."

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.model import DROPOUT_RATES, Model
 from millrace.apps.autoencoder.reference_steps import Steps
 
@@ -28,26 +28,26 @@ COMPILER_OPTIONS = {
 }
 
 
-def model_of(config: TrainingOptions, num_items: int) -> Model:
+def model_of(config: TrainingConfig, num_items: int) -> Model:
     """Return the model for so many items."""
     size = config.resolved_size
-    rate = config.dropout_rate
+    rate = config.model.dropout_rate
     if rate is None:
-        rate = 0.0 if config.no_dropout else DROPOUT_RATES[size]
+        rate = 0.0 if config.model.no_dropout else DROPOUT_RATES[size]
     return Model(
         num_items=num_items,
         size=size,
         dropout_rate=rate,
-        selu=not config.no_selu,
+        selu=not config.model.no_selu,
         # What is left of ratings without their biases is as often below 0 as above.
-        linear_output=config.subtract_biases,
-        tied=not config.untied_decoder,
-        input_dropout_rate=config.input_dropout_rate,
+        linear_output=config.data.subtract_biases,
+        tied=not config.model.untied_decoder,
+        input_dropout_rate=config.model.input_dropout_rate,
     )
 
 
 def learning_rate_of(
-    config: TrainingOptions, first: float | np.ndarray, steps: Steps
+    config: TrainingConfig, first: float | np.ndarray, steps: Steps
 ) -> optax.Schedule:
     """Return the learning rate of each update: constant within a step, as the factors say.
 
@@ -56,8 +56,10 @@ def learning_rate_of(
         first: The learning rate at the start; an array where several models are trained.
         steps: How long the run is.
     """
-    factors = np.array(config.decay_factors, np.float32)
-    last_steps = np.array([int(s * steps.total) for s in config.decay_switches], np.int32)
+    factors = np.array(config.training.decay_factors, np.float32)
+    last_steps = np.array(
+        [int(s * steps.total) for s in config.training.decay_switches], np.int32
+    )
 
     def rate(update: Any) -> jax.Array:
         step = jnp.asarray(update, jnp.int32) // steps.updates_per_step
@@ -68,16 +70,18 @@ def learning_rate_of(
 
 
 def optimizer_of(
-    config: TrainingOptions, learning_rate: optax.Schedule
+    config: TrainingConfig, learning_rate: optax.Schedule
 ) -> optax.GradientTransformation:
     """Return ``g <- g + decay w``, clipped if asked for; ``v <- 0.9 v + g; w <- w - lr v``.
 
     The decay reaches every variable, biases included.
     """
-    clip = optax.clip(_CLIPPED_AT) if config.gradient_clipping else optax.identity()
-    momentum = _MOMENTUM if config.optimizer == "Momentum" else None
+    clip = (
+        optax.clip(_CLIPPED_AT) if config.training.gradient_clipping else optax.identity()
+    )
+    momentum = _MOMENTUM if config.training.optimizer == "Momentum" else None
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay),
+        optax.add_decayed_weights(config.training.weight_decay),
         clip,
         optax.trace(momentum) if momentum else optax.identity(),
         scale_by_learning_rates(learning_rate),

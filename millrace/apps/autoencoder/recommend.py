@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.autoencoder.config.recommend import RecommendConfig
+from millrace.apps.autoencoder.config.commands import RecommendConfig
 from millrace.apps.autoencoder.evaluate import ratings_for, said_of_unknown
 from millrace.apps.autoencoder.feeding import ByUser
 from millrace.apps.autoencoder.item_rows import columns_of, foretold
@@ -22,7 +21,7 @@ from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.scoring import adding, top_items
 from millrace.apps.autoencoder.titles import load_titles
 from millrace.apps.autoencoder.trained import Trained, find_trained
-from millrace.config import ConfigurationError, writing
+from millrace.config import ConfigurationError, replace_options, writing
 from millrace.data.ratings.matrix import Ratings, Unseen, find, transposed
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
@@ -57,7 +56,7 @@ def recommend(config: RecommendConfig) -> None:
     if unknown.num_ratings:
         missed = config.all and unknown.num_users
         ending = " Nothing is recommended to these users." if missed else ""
-        console.warning(said_of_unknown(unknown, trained.config.rows) + ending)
+        console.warning(said_of_unknown(unknown, trained.config.data.rows) + ending)
     found = recommendations(trained, ratings, users, config.top, config.batch_size, titles)
     if config.titles is not None:
         found = _watched(found, config.titles, console)
@@ -76,9 +75,9 @@ def rated_before(trained: Trained, path: Path | None = None) -> tuple[Ratings, U
         path: A file of ratings; None for what it was trained on.
     """
     # What it was validated with is not needed, and may be gone.
-    without = dataclasses.replace(trained.config, validation_data_file=None)
+    without = replace_options(trained.config, validation_data_file=None)
     found, unknown = ratings_for(trained._replace(config=without), path, None)
-    by_item = trained.config.rows == "items"
+    by_item = trained.config.data.rows == "items"
     return transposed(found.training) if by_item else found.training, unknown
 
 
@@ -89,7 +88,7 @@ def find_users(
     names = list(names)
     places = find(ratings.user_ids, np.array(names))
     for name, place in zip(names, places, strict=True):
-        if place < 0 and trained.config.rows == "items":
+        if place < 0 and trained.config.data.rows == "items":
             raise ConfigurationError(
                 f"The model was trained without user {name}, and a model with rows of "
                 "items knows no others. Train again with this user's ratings, or with "
@@ -99,7 +98,7 @@ def find_users(
             raise ConfigurationError(f"There is no user {name} in the ratings.")
         if not len(ratings.of_user(place)[0]):
             # Whoever stands in a file has rated something.
-            lost = unknown.num_users and trained.config.rows == "users"
+            lost = unknown.num_users and trained.config.data.rows == "users"
             what = "rated only items that the model does not know" if lost else "no ratings"
             raise ConfigurationError(
                 f"User {name} has {what}, so there is nothing to go by."
@@ -153,7 +152,7 @@ def _foreteller(trained: Trained, ratings: Ratings) -> tuple[Foretell, Any]:
     """Return what foretells ratings by user, and the weights that it needs."""
     model, compute = trained.model, trained.config.plan.types.compute
     params, _ = trained.weights()
-    if trained.config.rows == "users":
+    if trained.config.data.rows == "users":
         params = narrow(params, compute)
         return lambda params, rows, _: reconstruct(model, params, rows), params
     batch_size = trained.config.resolved_validation_batch_size

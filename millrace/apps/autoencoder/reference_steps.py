@@ -5,7 +5,7 @@ Steps run on across epochs; an epoch is only so many rows.
 
 from typing import NamedTuple
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.config import ConfigurationError
 from millrace.loop.event_schedule import EventSchedule, countable
 
@@ -33,23 +33,23 @@ class Steps(NamedTuple):
         return self.batches_per_step * self.updates_per_batch
 
 
-def steps_of(config: TrainingOptions, num_rows: int) -> Steps:
+def steps_of(config: TrainingConfig, num_rows: int) -> Steps:
     """Work out the run for so many users, or items, with ratings."""
     batch = config.resolved_batch_size
     if num_rows < batch:
         raise ConfigurationError(
-            f"There are {num_rows} {config.rows} with ratings, fewer than one batch of "
-            f"{batch}. Lower --batch-size."
+            f"There are {num_rows} {config.data.rows} with ratings, fewer than one batch "
+            f"of {batch}. Lower --batch-size."
         )
-    per_step = min(config.batches_per_step, num_rows // batch)
+    per_step = min(config.training.batches_per_step, num_rows // batch)
     per_epoch = num_rows / (per_step * batch)
-    rate = config.valid_per_epoch
+    rate = config.training.valid_per_epoch
     steps = Steps(
         batches_per_step=per_step,
         total=max(1, int(config.resolved_epochs * per_epoch)),
         per_validation=max(1, int(per_epoch / rate)) if rate else 0,
         batches_per_epoch=num_rows // batch,
-        updates_per_batch=2 if config.refeeding == "detached" else 1,
+        updates_per_batch=2 if config.training.refeeding == "detached" else 1,
     )
     countable(steps.total * steps.updates_per_step)
     return steps

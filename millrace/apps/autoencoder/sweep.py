@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
 from millrace.apps.autoencoder.joint_training import (
@@ -42,14 +42,14 @@ def sweep(config: SweepConfig, run: Run) -> None:
     if _is_over(run):
         return
     devices = _devices_of(config)
-    ratings = data.load(config, config.seed)
+    ratings = data.load(config.data, config.run.seed)
     steps = steps_of(config, len(active_users(ratings.training)))
     model = model_of(config, ratings.training.num_items)
     shares = _shares(config.exponents, len(devices))
     here = [device.process_index == coordination.process_id() for device in devices]
     program, state = _started(config, model, steps, shares, devices)
     _describe(config, run, devices, ratings, model, steps)
-    opened = Checkpoints(run.directory.checkpoints, keep=config.keep_checkpoints)
+    opened = Checkpoints(run.directory.checkpoints, keep=config.run.keep_checkpoints)
     with contextlib.closing(opened) as checkpoints:
         state = run.train(
             program,
@@ -79,7 +79,7 @@ def _started(
         # Of another process's models the shapes are found out here.
         where = device if is_own else jax.local_devices()[0]
         program = trials_program(config, model, steps, share, where)
-        state = program.init(*first_state(weights, len(share)), seed=config.seed)
+        state = program.init(*first_state(weights, len(share)), seed=config.run.seed)
         programs.append(program if is_own else None)
         states.append(state if is_own else shapes(state))
     if len(programs) == 1 and programs[0] is not None:
@@ -127,7 +127,7 @@ def _validator(
     devices: Sequence[Any],
 ) -> Any:
     """Return what validates every model on the device that trains it."""
-    if ratings.validation is None or config.no_validation:
+    if ratings.validation is None or config.training.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
     rows = validation_users(ratings.training, ratings.validation, batch_size)
@@ -166,8 +166,9 @@ def _describe(
         config.plan,
         None,
         models=f"{len(exponents)} of size {config.resolved_size}, {size:,} parameters each",
-        ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
+        ratings=data.describe(ratings, config.data),
+        batch=f"{config.resolved_batch_size} {config.data.rows}, re-feeding "
+        f"{config.training.refeeding}",
         updates=f"{steps.total * steps.updates_per_step:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
         **{"learning rates": " ".join(f"2^-{label(exponent)}" for exponent in exponents)},
@@ -178,7 +179,7 @@ def _describe(
 def _finish(config: SweepConfig, run: Run, state: Any) -> None:
     """Sort the results by trial; the summary's throughput is that of all together."""
     rows_per_second = run.summary["samples_per_second"]
-    if config.refeeding == "detached":
+    if config.training.refeeding == "detached":
         rows_per_second /= 2  # a reconstruction is a sample, but not a row of ratings
     means = _means_of_all(state)
     metrics = run.summary["metrics"]

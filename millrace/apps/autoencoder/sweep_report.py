@@ -1,6 +1,5 @@
 """What a sweep found: a table, a plot, and the best configuration as YAML."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,10 @@ import numpy as np
 import yaml
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.data import Rows
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
+from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.joint_training import Means, label
-from millrace.config import as_plain
+from millrace.config import as_plain, flat_options, option_value
 from millrace.durable import finite_json, write_atomically
 from millrace.loop.nan_guard import NonFiniteError
 from millrace.report.plots import Picture
@@ -49,11 +48,13 @@ def trials_of(
         config: Has the learning rates.
         means: Of the last step, one for each device.
         metrics: Of the last validation.
-        speed: Rows per second of each model.
+        speed: RowKind per second of each model.
     """
     losses = np.concatenate([part.loss / part.num_updates for part in means])
     errors = np.concatenate([part.rmse / part.num_updates for part in means])
-    rates = zip(config.exponents, config.first_learning_rates, losses, errors, strict=True)
+    rates = zip(
+        config.exponents, config.initial_learning_rates, losses, errors, strict=True
+    )
     return [
         Trial(
             exponent,
@@ -73,12 +74,12 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     Raises:
         NonFiniteError: Every model diverged.
     """
-    for line in table(trials, config.rows):
+    for line in table(trials, config.data.rows):
         run.console.line(line)
     total = sum(trial.rows_per_second for trial in trials)
     run.closing_facts["throughput"] = (
-        f"{total:,.0f} {config.rows}/s over {len(trials)} models, "
-        f"{total / len(trials):,.0f} {config.rows}/s each"
+        f"{total:,.0f} {config.data.rows}/s over {len(trials)} models, "
+        f"{total / len(trials):,.0f} {config.data.rows}/s each"
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
     folder = run.directory.path
@@ -101,7 +102,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     )
 
 
-def table(trials: Sequence[Trial], rows: Rows = "users") -> list[str]:
+def table(trials: Sequence[Trial], rows: RowKind = "users") -> list[str]:
     """Write the trials in columns."""
     validated = trials[0].validation_rmse is not None
     header = ["2^", "learning rate", f"{rows}/s", "loss", "RMSE"]
@@ -138,13 +139,12 @@ def sweep_part(trials: Sequence[Trial]) -> Points:
 
 def best_config(config: SweepConfig, best: Trial) -> dict[str, Any]:
     """Return the options with which ``autoencoder train`` repeats the best trial."""
-    usual = as_plain(AutoencoderConfig())
+    usual, plain = as_plain(AutoencoderConfig()), as_plain(config)
     given = {}
-    for field in dataclasses.fields(AutoencoderConfig):
-        if field.metadata.get("may_change") or not hasattr(config, field.name):
+    for name, option in flat_options(AutoencoderConfig).items():
+        if option.metadata.get("may_change") or name not in plain:
             continue
-        value = getattr(config, field.name)
-        if as_plain(config)[field.name] != usual[field.name]:
-            absolute = isinstance(value, Path)
-            given[field.name] = str(value.resolve()) if absolute else value
+        value = option_value(config, name)
+        if plain[name] != usual[name]:
+            given[name] = str(value.resolve()) if isinstance(value, Path) else value
     return given | {"base_learning_rate": best.base_learning_rate}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingOptions
+from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingConfig
 from millrace.apps.autoencoder.data import RatingData
 from millrace.apps.autoencoder.early_stopping import EarlyStopping
 from millrace.apps.autoencoder.feeding import open_infeed, validation_users
@@ -50,20 +50,20 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     if _already_stopped(run):
         return
     training_device, validation_device = _devices_of(config)
-    ratings = data.load(config, config.seed)
+    ratings = data.load(config.data, config.run.seed)
     steps = steps_of(config, len(active_users(ratings.training)))
     model = model_of(config, ratings.training.num_items)
     program = program_of(config, model, steps, training_device)
     validator = validator_of(
         config, model, ratings.training, ratings.validation, validation_device
     )
-    state = program.init(*first_weights(config, model), seed=config.seed)
+    state = program.init(*first_weights(config, model), seed=config.run.seed)
     keep_ratings(run.directory.path, config)
-    keep_names(run.directory.path, ratings.training, config.rows)
+    keep_names(run.directory.path, ratings.training, config.data.rows)
     keep_biases(run.directory.path, ratings.column_biases)
     describe(config, run, program.devices, ratings, state.params, steps)
     folder = run.directory.checkpoints
-    opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)
+    opened = Checkpoints(folder, keep=config.run.keep_checkpoints, better=better)
     with contextlib.closing(opened) as checkpoints:
         if config.build_init:
             return _write_first(checkpoints, state, run)
@@ -88,9 +88,11 @@ def program_of(
     config: AutoencoderConfig, model: Model, steps: Steps, device: Any
 ) -> TrainingProgram:
     """Return the training loop: the model's loss, the optimizer and the plan."""
-    learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
+    learning_rate = learning_rate_of(config, config.initial_learning_rate, steps)
     return training_program(
-        loss_of(model, config.refeeding, config.num_replicas, platform=device.platform),
+        loss_of(
+            model, config.training.refeeding, config.num_replicas, platform=device.platform
+        ),
         optimizer_of(config, learning_rate),
         config.plan,
         watch={"learning_rate": learning_rate},
@@ -99,25 +101,25 @@ def program_of(
     )
 
 
-def first_weights(config: TrainingOptions, model: Model) -> tuple[Any, Any]:
+def first_weights(config: TrainingConfig, model: Model) -> tuple[Any, Any]:
     """Return the weights and the model state before the first update."""
-    params = init_params(model, jax.random.key(config.seed))
+    params = init_params(model, jax.random.key(config.run.seed))
     compute = config.plan.types.compute
     model_state = initial_model_state(
-        model, config.refeeding, config.resolved_batch_size, compute
+        model, config.training.refeeding, config.resolved_batch_size, compute
     )
     return params, model_state
 
 
 def validator_of(
-    config: TrainingOptions,
+    config: TrainingConfig,
     model: Model,
     training: Ratings,
     targets: Ratings | None,
     device: Any,
 ) -> Validator | None:
     """Return what validates weights, if there is something to validate with."""
-    if targets is None or config.no_validation:
+    if targets is None or config.training.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
     rows = validation_users(training, targets, batch_size)
@@ -139,27 +141,28 @@ def describe(
         config.plan,
         None,
         model=f"size {config.resolved_size}, {num_parameters(params):,} parameters, "
-        f"decoder {'untied' if config.untied_decoder else 'constrained'}",
-        ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
+        f"decoder {'untied' if config.model.untied_decoder else 'constrained'}",
+        ratings=data.describe(ratings, config.data),
+        batch=f"{config.resolved_batch_size} {config.data.rows}, re-feeding "
+        f"{config.training.refeeding}",
         updates=f"{updates:,} in {steps.total:,} steps, {config.resolved_epochs:g} epochs",
-        **{"learning rate": f"{config.first_learning_rate:.4g}"},
+        **{"learning rate": f"{config.initial_learning_rate:.4g}"},
     )
     data.announce(ratings, config, run)
-    if ratings.validation is None and not config.no_validation:
+    if ratings.validation is None and not config.training.no_validation:
         run.console.line("No --validation-data-file: the model is not validated.")
 
 
 def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
     devices = jax.local_devices() if config.num_replicas > 1 else jax.devices()
-    for number in config.device_numbers:
+    for number in config.device_indices:
         if number >= len(devices):
             raise ConfigurationError(
                 f"--select-devices asks for device {number}, but there are only "
                 f"{len(devices)}, counted from 0."
             )
-    training, validation = config.device_numbers
-    if config.select_devices.upper() == "AUTO" and config.validates_beside_training:
+    training, validation = config.device_indices
+    if config.select_devices.upper() == "AUTO" and config.validates_async:
         validation = min(1, len(devices) - 1)
     return devices[training], devices[validation]
 
@@ -185,7 +188,7 @@ def _beside_training(
     config: AutoencoderConfig, validator: Validator | None, run: Run
 ) -> Validator | AsyncValidation | None:
     """Have the model validated while it is trained further, if that is asked for."""
-    if validator is None or not config.validates_beside_training:
+    if validator is None or not config.validates_async:
         return validator
     if coordination.num_processes() > 1:
         run.console.line("Several processes validate together, between two steps.")
@@ -235,7 +238,9 @@ def _report_best(
             f"validation RMSE {facts['validation_rmse']:.4f} after epoch "
             f"{facts['epoch']:g}: {best}"
         )
-    if (targets := ratings.test or ratings.validation) and not config.no_validation:
+    if (
+        targets := ratings.test or ratings.validation
+    ) and not config.training.no_validation:
         batch_size = config.resolved_validation_batch_size
         rows = validation_users(ratings.training, targets, batch_size)
         compute = config.plan.types.compute

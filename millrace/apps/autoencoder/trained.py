@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.data import Rows
+from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.program import model_of
 from millrace.checkpoint.store import Checkpoints, restore_part
@@ -39,7 +39,7 @@ ROLES = {"training": "trained on", "validation": "validated with"}
 """What a file of ratings is to a run."""
 
 
-_COLUMNS: dict[Rows, str] = {"users": ITEMS, "items": USERS}
+_COLUMNS: dict[RowKind, str] = {"users": ITEMS, "items": USERS}
 
 
 class Trained(NamedTuple):
@@ -97,7 +97,7 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
             f"is no {ITEMS}."
         )
     config = _config_of(saved, folder)
-    columns = np.load(folder / _COLUMNS[config.rows])
+    columns = np.load(folder / _COLUMNS[config.data.rows])
     checkpoint = saved.newest()
     if not newest and path != checkpoint:
         checkpoint = best_checkpoint(checkpoint.parent) or checkpoint
@@ -107,7 +107,7 @@ def find_trained(path: Path, *, newest: bool = False) -> Trained:
         np.load(folder / ITEMS),
         columns,
         checkpoint,
-        _biases_in(folder) if config.subtract_biases else None,
+        _biases_in(folder) if config.data.subtract_biases else None,
         {name: kept["hash"] for name, kept in kept_ratings(folder).items()},
     )
 
@@ -155,7 +155,7 @@ def with_columns_of_model(ratings: Ratings, trained: Trained) -> tuple[Ratings, 
     users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
     is_known = places >= 0
     if not is_known.any():
-        columns = "items" if trained.config.rows == "users" else "users"
+        columns = "items" if trained.config.data.rows == "users" else "users"
         raise ConfigurationError(
             f"None of the {columns} in the ratings is one that the model was trained on. "
             "Are they of the same data set?"
@@ -186,7 +186,7 @@ def keep_biases(folder: Path, biases: ColumnBiases | None) -> None:
 
 def keep_ratings(folder: Path, config: AutoencoderConfig) -> None:
     """Write which files a run has its ratings from; one that is resumed must have these."""
-    files = {name: getattr(config, f"{name}_data_file") for name in ROLES}
+    files = {name: getattr(config.data, f"{name}_data_file") for name in ROLES}
     found = {
         name: {"file": str(path.absolute()), "hash": file_hash(path)}
         for name, path in files.items()
@@ -209,7 +209,7 @@ def kept_ratings(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keep_names(folder: Path, ratings: Ratings, rows: Rows) -> None:
+def keep_names(folder: Path, ratings: Ratings, rows: RowKind) -> None:
     """Write what the model's items, or users, are called; they stay when it is resumed."""
     kept = {_COLUMNS[rows]: ratings.item_ids}
     if rows == "items":

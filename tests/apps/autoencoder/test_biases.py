@@ -48,12 +48,12 @@ def expected(trained):
     params, _ = found.weights()
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
-    turn = transposed if found.config.rows == "items" else lambda ratings: ratings
+    turn = transposed if found.config.data.rows == "items" else lambda ratings: ratings
     biases = fit_biases(turn(known))
     left = biases.subtracted(turn(known), turn(known))
     output = np.asarray(reconstruct(found.model, params, dense(left)))
     output = output + biases.mean + biases.of_rows(turn(known))[:, None] + biases.of_column
-    output = output.T if found.config.rows == "items" else output
+    output = output.T if found.config.data.rows == "items" else output
     return known, later, output
 
 
@@ -166,7 +166,7 @@ def test_another_file_of_ratings_has_its_own_users_biases(trained, capsys, tmp_p
 def test_a_resumed_run_keeps_its_biases(trained, capsys):
     kept = (trained / BIASES).read_bytes()
     folder = trained.parent
-    rows = find_trained(trained).config.rows
+    rows = find_trained(trained).config.data.rows
     files = f"--training-data-file {folder}/train.txt "
     files += f"--validation-data-file {folder}/valid.txt "
     words = f"train {RECIPE}{files}--rows {rows} --run-dir {trained} --resume"

@@ -9,7 +9,7 @@ import pytest
 from image_files import real_data
 
 from millrace.apps.autoencoder import convert as module
-from millrace.apps.autoencoder.config.convert import ConvertConfig
+from millrace.apps.autoencoder.config.commands import ConvertConfig
 from millrace.apps.autoencoder.convert import convert
 from millrace.cli import main
 from millrace.config import ConfigurationError
@@ -317,15 +317,15 @@ def test_how_to_train_depends_on_how_many_ratings_there_are(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "One of --period, --split-at, --fractions must say where to split; got none"),
+        ({}, "Give one of --period, --split-at, --fractions to split by; got none"),
         ({"period": "3m", "fractions": [0.8, 0.1, 0.1]}, "got --period and --fractions"),
-        ({"split_at": ["yesterday"]}, "--split-at takes days such as 2005-12-01"),
+        ({"split_at": ["yesterday"]}, "--split-at takes dates such as 2005-12-01"),
         ({"split_at": ["2005-01-02", "2005-01-01"]}, "the earlier first"),
-        ({"split_at": ["2005-01-01"] * 3}, "one or two days"),
-        ({"fractions": [0.8, 0.2]}, "three numbers above 0 that make 1"),
-        ({"fractions": [0.8, 0.1, 0.2]}, "three numbers above 0 that make 1"),
-        ({"fractions": [1.0, 0.1, -0.1]}, "three numbers above 0 that make 1"),
-        ({"period": "3m", "per_user": True}, "--per-user goes with --fractions only"),
+        ({"split_at": ["2005-01-01"] * 3}, "one or two dates"),
+        ({"fractions": [0.8, 0.2]}, "three numbers above 0 that sum to 1"),
+        ({"fractions": [0.8, 0.1, 0.2]}, "three numbers above 0 that sum to 1"),
+        ({"fractions": [1.0, 0.1, -0.1]}, "three numbers above 0 that sum to 1"),
+        ({"period": "3m", "per_user": True}, "--per-user needs --fractions"),
         ({"period": "3m", "rating_range": [0, 5]}, "two numbers above 0"),
         ({"period": "3m", "rating_range": [5]}, "two numbers above 0"),
     ],

@@ -1,6 +1,5 @@
 """The joint loss in kernels of our own, interpreted: what XLA's own form gives."""
 
-import dataclasses
 import functools
 import types
 
@@ -18,6 +17,7 @@ from millrace.apps.autoencoder.model import Model, init_params
 from millrace.apps.autoencoder.program import model_of
 from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.train import first_weights
+from millrace.config import build, replace_options
 
 USERS, ITEMS = 16, 77
 MODEL = Model(ITEMS, 128, 0.5)
@@ -135,9 +135,8 @@ def test_what_overflows_is_seen_to():
 )
 def test_models_trained_together_become_what_they_become_without(monkeypatch, precision):
     scaling = {"32.32": 1, "16.32": "dynamic"}[precision]
-    config = AutoencoderConfig(
-        size=128, batch_size=USERS, precision=precision, loss_scaling=scaling
-    )
+    options = {"size": 128, "batch_size": USERS, "precision": precision}
+    config = build(AutoencoderConfig, options | {"loss_scaling": scaling})
     model = model_of(config, ITEMS)
     steps = steps_of(config, USERS)._replace(batches_per_step=4)
     device = jax.devices()[0]
@@ -173,7 +172,7 @@ def test_models_trained_together_become_what_they_become_without(monkeypatch, pr
         assert max(distances(found, expected)) < 1e-5
     else:  # each rounds in its own way: neither is further from the truth than the other
         monkeypatch.undo()
-        wide = dataclasses.replace(config, precision="32.32", loss_scaling=1)
+        wide = replace_options(config, precision="32.32", loss_scaling=1)
         exact = trained(wide)
         ours, xlas = distances(found, exact), distances(expected, exact)
         assert np.mean(ours) < 1.05 * np.mean(xlas) < 0.05

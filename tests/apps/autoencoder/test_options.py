@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.evaluate import ValidateConfig
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig, ValidateConfig
 from millrace.config import (
     ConfigurationError,
     as_plain,
@@ -49,24 +48,24 @@ def read(words, config_type=AutoencoderConfig):
 
 @pytest.mark.parametrize("words", SEED_COMMANDS)
 def test_the_seeds_commands_are_understood(words):
-    assert read(words).precision == "16.16"
+    assert read(words).training.precision == "16.16"
 
 
 def test_every_option_of_the_reference_is_understood():
     _, given = parse(AutoencoderConfig, shlex.split(EVERY_OPTION), program="x")
     assert len(given) == EVERY_OPTION.count("--")
     config = read(EVERY_OPTION)
-    assert config.first_learning_rate == 2.0**-15 * 32
-    assert config.run_dir.parent == Path("logs")
-    assert config.run_dir.name.startswith("test-")
-    assert config.device_numbers == (0, 1)
+    assert config.initial_learning_rate == 2.0**-15 * 32
+    assert config.run.run_dir.parent == Path("logs")
+    assert config.run.run_dir.name.startswith("test-")
+    assert config.device_indices == (0, 1)
     config = read(EVERY_OPTION.replace("--testing-on-checkpoint weights", ""))
-    assert config.run_dir.name.startswith("bs32-rn256-")
+    assert config.run.run_dir.name.startswith("bs32-rn256-")
 
 
 def test_a_test_needs_to_know_nothing_that_the_checkpoint_knows():
     config = read("--testing-on-checkpoint runs/a --validation-data-file mine.txt")
-    assert config.validation_data_file == Path("mine.txt")
+    assert config.data.validation_data_file == Path("mine.txt")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_batch_and_size_follow_from_the_files_name(name, batch, size):
 
 def test_random_ratings_have_the_references_settings():
     config = read("")
-    assert (config.data_kind, config.resolved_epochs) == ("random", 2)
+    assert (config.data.kind, config.resolved_epochs) == ("random", 2)
     assert (config.resolved_batch_size, config.resolved_size) == (64, 128)
     assert config.resolved_validation_batch_size == 128
 
@@ -101,35 +100,38 @@ def test_every_named_configuration_is_whole(name):
     config = build(AutoencoderConfig, load_named(RUNS, name))
     kind, _, period = name.partition("_")
     if kind == "netflix":  # what the reference's commands say
-        default = read(f"--training-data-file {config.training_data_file}")
+        default = read(f"--training-data-file {config.data.training_data_file}")
         assert config.resolved_size == default.resolved_size
         assert config.resolved_batch_size == default.resolved_batch_size
     if kind == "paper":
-        assert config.training_data_file == Path(f"netflix_data/{period}_train.txt")
-        assert (config.refeeding, config.untied_decoder) == ("detached", True)
-        assert (config.first_learning_rate, config.resolved_batch_size) == (0.005, 128)
-    assert config.rows == ("items" if kind == "movielens" else "users")
+        assert config.data.training_data_file == Path(f"netflix_data/{period}_train.txt")
+        assert (config.training.refeeding, config.model.untied_decoder) == (
+            "detached",
+            True,
+        )
+        assert (config.initial_learning_rate, config.resolved_batch_size) == (0.005, 128)
+    assert config.data.rows == ("items" if kind == "movielens" else "users")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--training-data-file mine.txt", "known only for files called 3m_train.txt"),
+        ("--training-data-file mine.txt", "a default only for files called 3m_train.txt"),
         ("--training-data-file mine.txt --batch-size 8", "size must be given for mine.txt"),
         ("--training-data-file nope.txt", "There is no training_data_file nope.txt."),
         ("--size 100", "--size must be one of 128, 256, 512; got '100'"),
         ("--validation-data-file b.txt", "Give a training_data_file as well"),
-        ("--data generated --training-data-file a.txt", "the ratings are made up"),
+        ("--data generated --training-data-file a.txt", "the ratings are synthetic"),
         ("--rows films", "--rows must be one of users, items; got 'films'"),
         ("--data file", "data file needs a training_data_file"),
         ("--data generated --num-ratings 5", "num_ratings is for random ratings"),
         ("--rating-range 5 1", "the smallest and the largest rating"),
         ("--no-dropout --dropout-rate 0.5", "not both"),
         ("--dropout-rate 1", "below 1"),
-        ("--no-dense-refeeding --detached-refeeding", "Give one of them"),
-        ("--learning-rate-decay 1,x", "numbers with commas between"),
+        ("--no-dense-refeeding --detached-refeeding", "not both"),
+        ("--learning-rate-decay 1,x", "comma-separated numbers"),
         ("--learning-rate-decay 1,0.1", "one number more than learning_rate_schedule"),
-        ("--learning-rate-schedule 0.9,0.5", "rising shares"),
+        ("--learning-rate-schedule 0.9,0.5", "increasing fractions from 0 to 1"),
         ("--select-ipus first", "select_devices must be AUTO"),
         ("--precision 8.8", "16.16, 16.32, 32.32"),
         ("--batch-size 0", "batch_size must be at least 1"),
@@ -169,7 +171,7 @@ def test_a_mistake_is_named(words, said, tmp_path, monkeypatch):
 def test_a_sweeps_learning_rates_are_read_as_the_seed_says(words, exponents):
     config = read(f"--training-data-file 3m_train.txt {words}", SweepConfig)
     assert config.exponents == exponents
-    assert config.first_learning_rates == [64 * 2.0**e for e in exponents]
+    assert config.initial_learning_rates == [64 * 2.0**e for e in exponents]
 
 
 @pytest.mark.parametrize("name", load_yaml(RUNS))
@@ -190,11 +192,11 @@ def test_a_sweep_goes_through_learning_rates_for_a_named_configuration(name):
         ("--base-learning-rates=-16", "without their signs"),
         ("--base-learning-rates 16..x", "must be like 16..20, got '16..x'"),
         ("--base-learning-rates 16,16", "more than once"),
-        ("--base-learning-rates 10,10.00000001", "more than once, in 32 bits"),
-        ("--base-learning-rates 16..18.5", "say how many values"),
-        ("--base-learning-rates 1..1000000000", "stands for 1,000,000,000 models"),
+        ("--base-learning-rates 10,10.00000001", "the same float32 rate more than once"),
+        ("--base-learning-rates 16..18.5", "Set the number of values with num_ipus"),
+        ("--base-learning-rates 1..1000000000", "means 1,000,000,000 models"),
         ("--base-learning-rates 1..1e308", "must be like 16..20, got '1..1e308'"),
-        ("--base-learning-rates 1..2 --num-ipus 1001", "stands for 1,001 models"),
+        ("--base-learning-rates 1..2 --num-ipus 1001", "means 1,001 models"),
         ("--base-learning-rates 16....20", "must be like 16..20, got '16....20'"),
         ("--base-learning-rates 16...2...20", "must be like 16..20"),
         ("--base-learning-rates 16,17..20", "must be like 16..20"),

@@ -52,9 +52,9 @@ def test_fewer_users_than_a_batch_are_refused():
 def test_the_learning_rate_falls_after_the_references_steps():
     """At the first step whose number is more than int(share of the steps)."""
     config = config_of(training_data_file="3m_train.txt")
-    assert config.first_learning_rate == 2**-10
+    assert config.initial_learning_rate == 2**-10
     steps = steps_of(config, 311_315)
-    rate = learning_rate_of(config, config.first_learning_rate, steps)
+    rate = learning_rate_of(config, config.initial_learning_rate, steps)
     first, second = int(0.5 * 3113) + 1, int(0.75 * 3113) + 1
     for step, factor in ((0, 1), (first - 1, 1), (first, 0.1), (second - 1, 0.1),
                          (second, 0.01), (3112, 0.01)):  # fmt: skip

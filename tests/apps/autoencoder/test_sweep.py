@@ -12,7 +12,7 @@ import yaml
 from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.joint_training import (
     each_if_finite,
     label,
@@ -22,7 +22,7 @@ from millrace.apps.autoencoder.joint_training import (
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.reference_steps import steps_of
 from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
-from millrace.config import as_plain, parse
+from millrace.config import as_plain, build, parse
 from millrace.drawing.charts import points_chart
 from millrace.report.plots import Picture
 
@@ -135,7 +135,7 @@ def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
 
 
 def test_models_do_not_share_a_scale_that_adapts_itself():
-    config = AutoencoderConfig(size=128, batch_size=4, loss_scaling="dynamic")
+    config = build(AutoencoderConfig, {"size": 128, "batch_size": 4})
     steps = steps_of(config, 8)
     made = trials_program(config, Model(6, 128, 0.0), steps, [-2.0, -9.0], jax.devices()[0])
     assert made.plan.loss_scaling == 1000

@@ -124,11 +124,11 @@ def test_updates_are_those_of_the_oracle(options):
     velocity = oracle.zeros_like(weights)
     for update, rows in enumerate(dense):
         kept = factors_on_codes(
-            model, before, update, 2 if config.refeeding == "joint" else 1
+            model, before, update, 2 if config.training.refeeding == "joint" else 1
         )
         seen = factors_on_ratings(model, before, update, chunk)
         loss, rmse, gradients, _ = oracle.loss_and_gradients(
-            weights, rows, kept, config.refeeding, active=model.selu, seen=seen
+            weights, rows, kept, config.training.refeeding, active=model.selu, seen=seen
         )
         assert info["loss"][update] == pytest.approx(loss, rel=1e-5)
         assert info["rmse"][update] == pytest.approx(rmse, rel=1e-5)
@@ -137,8 +137,8 @@ def test_updates_are_those_of_the_oracle(options):
             velocity,
             gradients,
             rate=config.learning_rate,
-            decay=config.weight_decay,
-            momentum=0.9 if config.optimizer == "Momentum" else 0.0,
+            decay=config.training.weight_decay,
+            momentum=0.9 if config.training.optimizer == "Momentum" else 0.0,
         )
     assert_moved_alike(before.params, after.params, weights)
 
