@@ -28,11 +28,10 @@ from torch_autoencoder import TorchAutoencoder
 from torch_training import add_torch_python
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.feeding import open_infeed
-from millrace.apps.autoencoder.joint_training import first_state, trials_program
-from millrace.apps.autoencoder.program import model_of
-from millrace.apps.autoencoder.reference_steps import steps_of
-from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.apps.autoencoder.data import open_infeed
+from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
+from millrace.apps.autoencoder.program import build_model, build_program, init_weights
+from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.config import build, replace_options
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import Ratings
@@ -119,12 +118,12 @@ def variants_of_ours(
 ) -> dict[str, Callable[[], float]]:
     """Return what measures users per second, by name."""
     config, device = config_of(load, args), jax.devices()[0]
-    model = model_of(config, ratings.num_items)
+    model = build_model(config, ratings.num_items)
     # As many batches as are taken: the capacity is that of the fullest.
     num_users = len(active_users(ratings))
     needed = (args.rounds + 3) * load.updates
-    steps = steps_of(config, num_users)._replace(total=needed // load.per_call + 1)
-    weights = first_weights(config, model)
+    steps = plan_steps(config, num_users)._replace(total=needed // load.per_call + 1)
+    weights = init_weights(config, model)
     users = load.updates * load.batch
     made: dict[str, Callable[[], float]] = {}
 
@@ -132,7 +131,7 @@ def variants_of_ours(
         placed = replace_options(config, data_on_device=on_device)
         return open_infeed(ratings, placed, steps, device)
 
-    alone = Training(program_of(config, model, steps, device), *weights)
+    alone = Training(build_program(config, model, steps, device), *weights)
     chunk = next_chunk(alone.program, infeed(True), (load.per_call,))
     made["on the device"] = lambda: users / seconds(alone.on_device, chunk, load.calls)
     for name, on_device in (("from the host", False), ("ratings on the device", True)):
@@ -141,7 +140,7 @@ def variants_of_ours(
     if load.num_trials:
         for precision in sweep_precisions(args):
             own = replace_options(config, precision=precision)
-            one = Training(program_of(own, model, steps, device), *weights)
+            one = Training(build_program(own, model, steps, device), *weights)
             counts = {f"one in {precision}": (one, 1)}
             many = sweep_of(load, own, model, steps, weights)
             counts[sweep_name(load, precision)] = many, load.num_trials
@@ -169,8 +168,8 @@ def sweep_name(load: Workload, precision: str) -> str:
 def sweep_of(load: Workload, config: Any, model: Any, steps: Any, weights: Any) -> Training:
     """Return the training of many models together."""
     exponents = [-20.0 - number / 2 for number in range(load.num_trials)]
-    program = trials_program(config, model, steps, exponents, jax.devices()[0])
-    return Training(program, *first_state(weights, load.num_trials))
+    program = build_trials_program(config, model, steps, exponents, jax.devices()[0])
+    return Training(program, *init_trials(weights, load.num_trials))
 
 
 def torch_settings(

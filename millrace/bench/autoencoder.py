@@ -5,12 +5,10 @@ from typing import Any
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
-from millrace.apps.autoencoder.feeding import open_infeed
-from millrace.apps.autoencoder.joint_training import first_state, trials_program
+from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.program import model_of
-from millrace.apps.autoencoder.reference_steps import steps_of
-from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.apps.autoencoder.program import build_model, build_program, init_weights
+from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.bench.workload import Training, Workload
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
@@ -20,11 +18,11 @@ def autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -> Workl
     """Return training as a run does it: ratings gathered where a run gathers them."""
     device = devices[config.device_indices[0]]
     ratings = data.load(config.data, config.run.seed).training
-    steps = steps_of(config, len(active_users(ratings)))
-    model = model_of(config, ratings.num_items)
-    program = program_of(config, model, steps, device)
-    infeed = open_infeed(ratings, config, steps, device)
-    weights = first_weights(config, model)
+    steps = plan_steps(config, len(active_users(ratings)))
+    model = build_model(config, ratings.num_items)
+    program = build_program(config, model, steps, device)
+    infeed = data.open_infeed(ratings, config, steps, device)
+    weights = init_weights(config, model)
     peer = _peer(config, model, ratings)
     return Training(program, weights, infeed, steps.updates_per_step, peer)
 
@@ -53,12 +51,12 @@ def _peer(
 def autoencoder_sweep(config: SweepConfig, devices: list[Any]) -> Workload:
     """Return the training of one model for each learning rate, all on the first device."""
     ratings = data.load(config.data, config.run.seed).training
-    steps = steps_of(config, len(active_users(ratings)))
-    model = model_of(config, ratings.num_items)
+    steps = plan_steps(config, len(active_users(ratings)))
+    model = build_model(config, ratings.num_items)
     count = len(config.exponents)
-    program = trials_program(config, model, steps, config.exponents, devices[0])
-    infeed = open_infeed(ratings, config, steps, devices[0])
-    weights = first_state(first_weights(config, model), count)
+    program = build_trials_program(config, model, steps, config.exponents, devices[0])
+    infeed = data.open_infeed(ratings, config, steps, devices[0])
+    weights = init_trials(init_weights(config, model), count)
     work = Training(program, weights, infeed, steps.updates_per_step)
     work.samples_per_unit *= count
     return work
