@@ -224,3 +224,17 @@ def test_a_mistake_in_a_sweep_is_explained(args, message):
 def test_a_mistake_in_a_validation_is_explained(args, message):
     with pytest.raises(ConfigurationError, match=message):
         read(f"--checkpoint run {args}", ValidateConfig)
+
+
+def test_help_lists_options_by_section(capsys):
+    with pytest.raises(SystemExit):
+        parse(AutoencoderConfig, ["--help"], program="x", named_configs=RUNS)
+    _, *groups = capsys.readouterr().out.split("\n\n")
+    titles = {group.split("\n")[0]: group for group in groups}
+    for title, option in {
+        "options:": "--base-learning-rate NUMBER",
+        "Ratings:": "--data {file,random,generated}",
+        "Model:": "--size {128,256,512}",
+        "Training:": "--batch-size INT",
+    }.items():
+        assert option in titles[title]

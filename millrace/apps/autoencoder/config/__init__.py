@@ -87,14 +87,14 @@ class AutoencoderConfig(TrainingConfig):
     )
     """Replicas of the model, one per device, that split every batch."""
     early_stopping: int | None = None
-    """Stop after this many validations in a row without a new best one."""
+    """Stop after this many consecutive validations without improvement."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
     """Steps between two log lines."""
     select_devices: str = field(
         default="AUTO", metadata=_MAY_CHANGE | {"aliases": ("--select-ipus",)}
     )
-    """Index of the device to use, or two such as 0,1: train on the first and validate on
-    the second at the same time. AUTO uses the first device."""
+    """Index of the device to use, or two indices such as 0,1 to train on the first and
+    validate on the second at the same time. AUTO uses the first device."""
     multiprocessing: bool = field(default=False, metadata=_MAY_CHANGE)
     """Validate while training continues, on the second device if there is one. This uses a
     thread, not a process."""

@@ -33,10 +33,10 @@ class SweepConfig(TrainingConfig):
     base_learning_rates: str = (
         "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
     )
-    """Negated exponents of the learning rates: 16,17,18 or 16..20 means 2^-16 and so on,
-    times batch_size. A range has steps of 1, or num_ipus values."""
+    """Exponents of the learning rates without the minus sign: 16,17,18 or 16..20 means
+    2^-16 and so on, times batch_size. A range has steps of 1, or num_ipus values."""
     num_ipus: int | None = field(default=None, metadata={"aliases": ("--num-trials",)})
-    """Number of learning rates; the reference uses one IPU for each."""
+    """Number of learning rates, which the reference trains on one IPU each."""
     num_devices: int | None = None
     """Devices to distribute the models over (default: all; one on CPU)."""
     steps_per_log: int = field(default=40, metadata={"may_change": True})
@@ -170,7 +170,7 @@ class RecommendConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """Split ratings by time into files for ``autoencoder train`` and ``validate``.
+    """Split ratings by time into files for autoencoder train and validate.
 
     INPUT is a file of user, item, rating and time, or the folder of a published data set:
     the Netflix Prize (training_set/mv_*.txt or combined_data_*.txt) or MovieLens (u.data,

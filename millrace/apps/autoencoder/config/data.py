@@ -36,9 +36,9 @@ class DataOptions:
     validation_data_file: Path | None = None
     """Later ratings of the same users, to predict (default: no validation)."""
     data: DataKind | None = None
-    """Source of the ratings: file, random (measures speed; there is nothing to learn) or
-    generated (from a known truth, so a model can learn it). Default: file if there is a
-    training file, else random."""
+    """Source of the ratings: file, random (to measure speed; there is nothing to learn) or
+    generated (drawn from a known truth that a model can learn). Default: file if there is
+    a training file, else random."""
     rows: RowKind = "users"
     """What one sample is: all ratings of a user, or all ratings of an item. Rows of items
     predict MovieLens better, but only for users in the training ratings."""
@@ -52,7 +52,8 @@ class DataOptions:
     num_items: int | None = None
     """Items in synthetic ratings (default: 18000 random, 400 generated)."""
     num_ratings: int | None = None
-    """Random ratings to train on; a thirteenth as many validate (default: 13000000)."""
+    """Random ratings for training; validation has a thirteenth as many (default:
+    13000000)."""
     pipeline_num_parallel: int = field(
         default=2, metadata={"may_change": True, "may_differ": True}
     )

@@ -11,8 +11,8 @@ class ModelOptions:
     """Model."""
 
     size: Size | None = None
-    """Width of the first layer, which sets the widths of the others (default: set by the
-    name of the training file; 128 for synthetic ratings)."""
+    """Width of the first layer, which sets the widths of the others (default: depends
+    on the name of the training file; 128 for synthetic ratings)."""
     no_selu: bool = False
     """Use linear layers without SELU activations."""
     no_dropout: bool = False

@@ -20,8 +20,8 @@ class TrainingOptions:
     """Passes over the training rows (default: 160; 60 for generated ratings, 2 for random
     ones). With --resume, a larger value extends the run."""
     batch_size: int | None = None
-    """Rows per weight update (default: set by the name of the training file; 64 for
-    synthetic ratings)."""
+    """Rows per weight update (default: depends on the name of the training file; 64
+    for synthetic ratings)."""
     batches_per_step: int = 250
     """Batches per step, which runs on the device without returning to the host; at most
     one epoch."""
@@ -37,19 +37,19 @@ class TrainingOptions:
     """Re-feed as in the paper: the reconstruction is a new example with its own update
     after each batch. By default it is a second term of the same loss."""
     optimizer: Literal["Momentum", "SGD"] = "Momentum"
-    """Optimizer; Momentum uses 0.9."""
+    """Optimizer; the momentum is 0.9."""
     weight_decay: float = 1e-4
     """L2 weight decay, added to every gradient."""
     gradient_clipping: bool = False
     """Clip every gradient to between -1 and 1."""
     learning_rate_decay: str = "1,0.1,0.01"
-    """Factors on the learning rate, in order."""
+    """Comma-separated factors on the learning rate, applied in order."""
     learning_rate_schedule: str = "0.5,0.75"
-    """Fractions of the run at which the next factor takes effect."""
+    """Comma-separated fractions of the run at which the next factor takes effect."""
     precision: PrecisionName = "16.16"
     """Bits of computation and of weights."""
     half_type: HalfType = "float16"
-    """The 16-bit type used for 16 in precision."""
+    """16-bit floating-point type that --precision refers to."""
     no_prng: bool = False
     """Round 16-bit weights to nearest instead of stochastically."""
     loss_scaling: float | Literal["dynamic"] = "dynamic"
