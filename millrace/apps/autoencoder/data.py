@@ -6,6 +6,7 @@ play the role of users. With biases subtracted, the values are residuals: errors
 same, and only code that shows or ranks ratings adds the biases back.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +52,16 @@ class RatingData(NamedTuple):
     column_biases: ColumnBiases | None = None
     """The biases that were subtracted, if any."""
 
+    def map(self, function: Callable[[Ratings], Ratings]) -> "RatingData":
+        """Apply a function to every split."""
+        splits = {name: getattr(self, name) for name in ("training", "validation", "test")}
+        return self._replace(**{n: function(s) for n, s in splits.items() if s is not None})
+
 
 def load(options: DataOptions, seed: int) -> RatingData:
     """Load or generate the ratings, with the rows that the options ask for."""
     ratings = _load_by_user(options, seed)
-    ratings = _transpose(ratings) if options.rows == "items" else ratings
+    ratings = ratings.map(transposed) if options.rows == "items" else ratings
     if not options.subtract_biases:
         return ratings
     return subtract_biases(ratings, fit_biases(ratings.training))
@@ -64,22 +70,8 @@ def load(options: DataOptions, seed: int) -> RatingData:
 def subtract_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
     """Subtract column biases, and row biases estimated from the training ratings."""
     known = ratings.training
-    training, *others = (
-        None if part is None else biases.subtracted(part, known)
-        for part in (known, ratings.validation, ratings.test)
-    )
-    assert training is not None
-    validation, test = others
-    return ratings._replace(
-        training=training, validation=validation, test=test, column_biases=biases
-    )
-
-
-def _transpose(ratings: RatingData) -> RatingData:
-    parts = (ratings.training, ratings.validation, ratings.test)
-    training, *others = (None if part is None else transposed(part) for part in parts)
-    assert training is not None
-    return ratings._replace(training=training, validation=others[0], test=others[1])
+    without = ratings.map(lambda part: biases.subtracted(part, known))
+    return without._replace(column_biases=biases)
 
 
 def _load_by_user(options: DataOptions, seed: int) -> RatingData:

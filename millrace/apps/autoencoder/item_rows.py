@@ -38,15 +38,7 @@ class EncodedItems(NamedTuple):
 def encode_items(
     model: Model, params: Any, by_item: Ratings, batch_size: int, compute_dtype: str
 ) -> EncodedItems:
-    """Apply all layers but the last to the ratings of every item.
-
-    Args:
-        model: Hyperparameters.
-        params: The weights.
-        by_item: The ratings, with items as rows.
-        batch_size: Items per batch.
-        compute_dtype: The dtype to compute in.
-    """
+    """Apply all layers but the last to the ratings of every item, given by item."""
 
     @jit
     def encode(params: Any, batch: Any) -> jax.Array:

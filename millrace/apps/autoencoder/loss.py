@@ -64,14 +64,8 @@ def build_loss(
     """Return the loss function of a batch, which also reports the RMSE of the batch.
 
     Replicas split a batch by rows, which have different numbers of ratings: each term is
-    normalized by the ratings of all replicas.
-
-    Args:
-        model: Hyperparameters.
-        refeeding: What happens to the reconstruction.
-        num_replicas: Replicas that split a batch.
-        platform: The platform it will run on. It selects an implementation; the loss is
-            the same.
+    normalized by the ratings of all replicas. The platform selects an implementation, not
+    another loss.
     """
     if refeeding == "detached":
         return _detached_loss(model)

@@ -32,10 +32,7 @@ def build_metrics(
 ) -> MetricFn:
     """Return the metric function of rating errors, and of rankings if rows are users.
 
-    Args:
-        model: Hyperparameters.
-        ranking: How to score rankings; None for rating errors only.
-        biases: The biases that were subtracted from the ratings; only rankings need them.
+    `biases` are those subtracted from the ratings; only rankings need them.
     """
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:

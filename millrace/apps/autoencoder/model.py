@@ -79,13 +79,9 @@ def reconstruct(
     rows: jax.Array,  # (users, items), 0 where there is no rating
     mask: jax.Array | None = None,  # (users, code)
 ) -> jax.Array:  # (users, items)
-    """Return the reconstruction of dense rows.
+    """Return the reconstruction of dense rows, computed in the dtype of the weights.
 
-    Args:
-        model: Hyperparameters.
-        params: The weights, in the dtype to compute in.
-        rows: The ratings.
-        mask: What dropout keeps of the codes; None keeps all, as in evaluation.
+    `mask` is what dropout keeps of the codes; None keeps all, as in evaluation.
     """
     first = params["encoder"]["fc_1"]
     sums = rows @ first["kernel"] + first["bias"]

@@ -193,12 +193,7 @@ Predict = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 def build_predict(recommender: Recommender, ratings: Ratings) -> tuple[Predict, Any]:
-    """Return a function that predicts ratings by user, and the weights it takes.
-
-    Args:
-        recommender: The model.
-        ratings: The known ratings, by user.
-    """
+    """Return a function that predicts ratings by user, and the weights it takes."""
     model, config = recommender.model, recommender.config
     add_biases = build_add_biases(ratings.biases)
     compute_dtype = config.plan.types.compute

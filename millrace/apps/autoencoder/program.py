@@ -83,10 +83,7 @@ def build_learning_rate(
 ) -> optax.Schedule:
     """Return the learning rate schedule, which is constant within a step.
 
-    Args:
-        config: Has the decay factors and when they take effect.
-        initial: The learning rate at the start; an array for several models.
-        steps: The length of the run.
+    `initial` is the learning rate at the start, or one per model.
     """
     factors = np.array(config.training.decay_factors, np.float32)
     switches = config.training.decay_switches

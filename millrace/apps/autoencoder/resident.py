@@ -118,18 +118,11 @@ def can_be_indexed(ratings: Ratings) -> bool:
 def gather_batches(
     tables: dict[str, jax.Array],
     users: jax.Array,  # int32 (batches, users)
-    is_refed: jax.Array,  # bool (batches,)
+    is_refed: jax.Array,  # bool (batches,), which batches to leave empty
     *,
-    capacity: int,
+    capacity: int,  # ratings per batch, padding included
 ) -> dict[str, jax.Array]:
-    """Build flat lists of the ratings of each batch, as `RatingsSource` does on the host.
-
-    Args:
-        tables: The starts, items and values of all ratings.
-        users: The users of each batch.
-        is_refed: Which batches to leave empty.
-        capacity: Ratings per batch, padding included.
-    """
+    """Build a flat list of ratings per batch, as `RatingsSource` does on the host."""
     batch_size = users.shape[1]
     starts = tables["starts"][users]
     counts = tables["starts"][users + 1] - starts

@@ -32,17 +32,7 @@ def save_residuals(
     batch_size: int,
     compute_dtype: str,
 ) -> None:
-    """Add the distribution of prediction errors to the report of a run.
-
-    Args:
-        folder: The run directory.
-        model: Hyperparameters.
-        params: The weights.
-        known: The ratings to predict from.
-        targets: The ratings to predict.
-        batch_size: Rows per batch.
-        compute_dtype: The dtype to compute in.
-    """
+    """Add the distribution of the errors on `targets` to the report of a run."""
     errors, ratings = _compute_residuals(
         model, params, known, targets, batch_size, compute_dtype
     )

@@ -141,14 +141,7 @@ def load_ratings_for(
     training: Path | None = None,
     validation: Path | None = None,
 ) -> FittedRatings:
-    """Load the ratings of the run that trained a model, or other files.
-
-    Args:
-        config: The configuration of the run.
-        files: The files of the run.
-        training: Known ratings; None for those it was trained on.
-        validation: Ratings to predict; None for those it was validated on.
-    """
+    """Load the ratings of the run that trained a model, or those in other files."""
     config = _replace_files(config, files, training, validation)
     loaded = data.load(config.data, config.run.seed)
     known, unknown = _fit_columns(loaded.training, files.column_ids, config.data.rows)
@@ -171,10 +164,7 @@ def load_known_ratings(
 ) -> tuple[Ratings, Unseen]:
     """Return the known ratings by user, and counts of those the model does not know.
 
-    Args:
-        config: The configuration of the run.
-        files: The files of the run.
-        path: A file of ratings; None for those it was trained on.
+    They come from the file at `path`, or are those of the run.
     """
     # The validation file is not needed and may be gone.
     config = replace_options(config, validation_data_file=None)

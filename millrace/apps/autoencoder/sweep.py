@@ -259,14 +259,7 @@ def _build_trials(
     metrics: dict[str, float],
     rows_per_second: float,
 ) -> list[Trial]:
-    """Return the results by learning rate.
-
-    Args:
-        config: Has the learning rates.
-        means: The means of the last step, one per device.
-        metrics: The metrics of the last validation.
-        rows_per_second: The throughput of each model.
-    """
+    """Return the results by learning rate: the last step and the last validation."""
     losses = np.concatenate([part.loss / part.num_updates for part in means])
     errors = np.concatenate([part.rmse / part.num_updates for part in means])
     return [

@@ -78,12 +78,8 @@ def forward(
 ) -> Iterator[jax.Array]:
     """Yield the value and the derivative of every activation.
 
-    The same as ``model.apply_hidden_layers``.
-
-    Args:
-        sums: The product of the first layer, without its bias.
-        scale: The factors of dropout on the codes; None for no dropout.
-        weights: Arrays or references to them, in the dtype to compute in.
+    The layers are those of ``model.apply_hidden_layers``, but `sums` have no bias yet.
+    `scale` has the factors of dropout, and `weights` are arrays or references to them.
     """
     dtype, load_kernel = weights.biases[0].dtype, _build_loader(weights)
     for number, bias in enumerate(weights.biases):
@@ -103,10 +99,7 @@ def backward(
 ) -> Iterator[jax.Array]:
     """Yield the gradient of the input of every activation, from the last to the first.
 
-    Args:
-        gradient: The gradient of the output of the hidden layers.
-        derivatives: Those of the forward pass.
-        weights: As in ``forward``.
+    `gradient` is that of the output of the hidden layers.
     """
     dtype, load_kernel = weights.biases[0].dtype, _build_loader(weights)
     for number, derivative in reversed(list(enumerate(derivatives))):
@@ -129,10 +122,8 @@ def compute_gradients(
 ) -> Any:
     """Return the gradients of the hidden layers, and of the bias of the first layer.
 
-    Args:
-        passes: All forward passes.
-        errors: The results of ``backward`` for each pass, in the order of activations.
-        factor: Multiplied with every gradient.
+    `errors` are the results of ``backward`` for each pass, in the order of activations;
+    all gradients are multiplied by `factor`.
     """
     dtype = passes[0].values[0].dtype
     gradients: dict[str, dict[str, Any]] = {"encoder": {}, "decoder": {}}

@@ -46,13 +46,6 @@ def is_supported(
     On an H200, sixteen models of size 128 with 64 users took 0.6 of the time of XLA (before
     a further tenth was saved), and one model took 1.3 of it. What a program keeps on the
     chip fits an H200, but not every other GPU.
-
-    Args:
-        model: Hyperparameters.
-        num_users: Users per batch.
-        num_models: Models trained together.
-        compute_dtype: The dtype to compute in.
-        device: The device to train on.
     """
     is_hopper = getattr(device, "compute_capability", None) == "9.0"
     fits = num_users == 64 and model.size == 128 and compute_dtype != "float32"
@@ -62,11 +55,9 @@ def is_supported(
 
 
 def build_joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
-    """Return ``loss.build_loss(model, "joint")`` for one replica.
+    """Return ``loss.build_loss(model, "joint")`` for one replica of a supported model.
 
-    Args:
-        model: A tied model with SELU everywhere and without input dropout.
-        interpret: Whether to interpret the kernels without a GPU, slowly, as tests do.
+    With `interpret`, the kernels run without a GPU, slowly, as in tests.
     """
 
     def call_over_items(function: Callable[..., Any], *arrays: Sequence[jax.Array]) -> Any:

@@ -60,12 +60,6 @@ def multiply_sparse(
 
     A program computes one user. The ratings are sorted by user, so the program counts the
     ratings before and up to its user to find its own, and keeps the sum in registers.
-
-    Args:
-        weights: The kernel of the first layer.
-        known: Ratings sorted by user, with padding at the end.
-        num_users: Users per batch.
-        interpret: Whether to interpret the kernel without a GPU.
     """
     num_known, width = len(known.row), weights.shape[1]
 
