@@ -23,7 +23,7 @@ import rating_baselines as baselines
 from reporting import Result, parser, publish
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.evaluate import ValidateConfig
+from millrace.apps.autoencoder.config.commands import ValidateConfig
 from millrace.apps.autoencoder.evaluate import validate
 from millrace.apps.autoencoder.train import train
 from millrace.config import build, load_named
@@ -32,6 +32,7 @@ from millrace.data.ratings.reading import load_aligned, load_ratings
 from millrace.drawing.chart import line_chart
 from millrace.report.record import read_run
 from millrace.report.series import Series, metric_series
+from millrace.run.options import RunOptions
 from millrace.run.process import tune_memory_allocation
 from millrace.run.run import run_command
 
@@ -54,8 +55,7 @@ def autoencoder(name: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     asked = ValidateConfig(
         checkpoint=folder / name,
         validation_data_file=Path(f"{args.prefix}test.txt"),
-        run_dir=folder / f"{name}-test",
-        quiet=True,
+        run=RunOptions(run_dir=folder / f"{name}-test", quiet=True),
     )
     if run_command(validate, asked, command="autoencoder-validate", command_line=name):
         raise SystemExit(f"{name} could not be tested")

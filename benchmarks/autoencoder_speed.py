@@ -16,7 +16,6 @@ before the first round counts. The targets are at the end of the report.
 
 import argparse
 import collections
-import dataclasses
 import functools
 import os
 import statistics
@@ -29,11 +28,11 @@ from torch_autoencoder import TorchAutoencoder
 from torch_training import add_torch_python
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.feeding import open_infeed
-from millrace.apps.autoencoder.joint_training import first_state, trials_program
-from millrace.apps.autoencoder.program import model_of
-from millrace.apps.autoencoder.reference_steps import steps_of
-from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.apps.autoencoder.data import open_infeed
+from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
+from millrace.apps.autoencoder.program import build_model, build_program, init_weights
+from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.config import build, replace_options
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
@@ -98,16 +97,19 @@ class Training:
 
 def config_of(load: Workload, args: argparse.Namespace) -> AutoencoderConfig:
     """Return the configuration of a workload, with as many epochs as can be needed."""
-    return AutoencoderConfig(
-        size=load.size,
-        batch_size=load.batch,
-        precision=args.precision,
-        half_type="bfloat16",
-        batches_per_step=load.per_call,
-        epochs=1000,
-        learning_rate=1e-4,
-        loss_scaling=1,
-        pipeline_num_parallel=4,
+    return build(
+        AutoencoderConfig,
+        {
+            "size": load.size,
+            "batch_size": load.batch,
+            "precision": args.precision,
+            "half_type": "bfloat16",
+            "batches_per_step": load.per_call,
+            "epochs": 1000,
+            "learning_rate": 1e-4,
+            "loss_scaling": 1,
+            "pipeline_num_parallel": 4,
+        },
     )
 
 
@@ -116,20 +118,20 @@ def variants_of_ours(
 ) -> dict[str, Callable[[], float]]:
     """Return what measures users per second, by name."""
     config, device = config_of(load, args), jax.devices()[0]
-    model = model_of(config, ratings.num_items)
+    model = build_model(config, ratings.num_items)
     # As many batches as are taken: the capacity is that of the fullest.
     num_users = len(active_users(ratings))
     needed = (args.rounds + 3) * load.updates
-    steps = steps_of(config, num_users)._replace(total=needed // load.per_call + 1)
-    weights = first_weights(config, model)
+    steps = plan_steps(config, num_users)._replace(total=needed // load.per_call + 1)
+    weights = init_weights(config, model)
     users = load.updates * load.batch
     made: dict[str, Callable[[], float]] = {}
 
     def infeed(on_device: bool) -> Infeed:
-        placed = dataclasses.replace(config, data_on_device=on_device)
+        placed = replace_options(config, data_on_device=on_device)
         return open_infeed(ratings, placed, steps, device)
 
-    alone = Training(program_of(config, model, steps, device), *weights)
+    alone = Training(build_program(config, model, steps, device), *weights)
     chunk = next_chunk(alone.program, infeed(True), (load.per_call,))
     made["on the device"] = lambda: users / seconds(alone.on_device, chunk, load.calls)
     for name, on_device in (("from the host", False), ("ratings on the device", True)):
@@ -137,8 +139,8 @@ def variants_of_ours(
         made[name] = functools.partial(lambda run: users / seconds(run), run)
     if load.num_trials:
         for precision in sweep_precisions(args):
-            own = dataclasses.replace(config, precision=precision)
-            one = Training(program_of(own, model, steps, device), *weights)
+            own = replace_options(config, precision=precision)
+            one = Training(build_program(own, model, steps, device), *weights)
             counts = {f"one in {precision}": (one, 1)}
             many = sweep_of(load, own, model, steps, weights)
             counts[sweep_name(load, precision)] = many, load.num_trials
@@ -166,8 +168,8 @@ def sweep_name(load: Workload, precision: str) -> str:
 def sweep_of(load: Workload, config: Any, model: Any, steps: Any, weights: Any) -> Training:
     """Return the training of many models together."""
     exponents = [-20.0 - number / 2 for number in range(load.num_trials)]
-    program = trials_program(config, model, steps, exponents, jax.devices()[0])
-    return Training(program, *first_state(weights, load.num_trials))
+    program = build_trials_program(config, model, steps, exponents, jax.devices()[0])
+    return Training(program, *init_trials(weights, load.num_trials))
 
 
 def torch_settings(

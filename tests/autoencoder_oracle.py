@@ -15,7 +15,7 @@ def selu_slope(x):
 
 
 class Pass:
-    """One pass through the network, which can be gone through backwards.
+    """A forward pass through the network that can be differentiated.
 
     `kept` is the factor on each value of the code: 0 where it is dropped.
     """
@@ -39,7 +39,7 @@ class Pass:
         return selu(self.sums[-1]) if self.active else self.sums[-1]
 
     def backward(self, slope, gradients):
-        """Add to the gradients; return the slope with respect to the rows."""
+        """Add to the gradients; return the gradient of the rows."""
         places = [("encoder", name) for name in LAYERS]
         places += [("decoder", name) for name in LAYERS]
         for number in reversed(range(6)):
@@ -65,14 +65,14 @@ def zeros_like(params):
 
 
 def known_loss(rows, output):
-    """Return the loss over the known ratings, and its slope."""
+    """Return the loss over the known ratings, and its gradient."""
     known, count = rows != 0, max(1, (rows != 0).sum())
     error = np.where(known, output - rows, 0)
     return (error**2).sum() / count, 2 * error / count
 
 
 def loss_and_gradients(params, rows, kept, refeeding, active=True, seen=1.0):
-    """Return the loss of a batch, what it reports as RMSE, and the gradients.
+    """Return the loss, the reported RMSE, the gradients and the output of a batch.
 
     `seen` is the factor on each rating that enters the network: 0 where it is hidden.
     """

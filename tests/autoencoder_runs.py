@@ -1,4 +1,4 @@
-"""Small files of ratings, and the recommender's commands run on them in this process."""
+"""Small files of ratings, and commands of the recommender run in this process."""
 
 import json
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from millrace.cli import main
 USERS, ITEMS = 48, 30
 FIRST_USER, FIRST_ITEM = 1000, 500
 SMALL = "--size 128 --batch-size 8 --precision 32.32 --quiet"
-"""Options that a file of another name than the reference's needs, and full precision."""
+"""Options without a default for these file names, and full precision."""
 
 
 def write_ratings(folder, *, extra=""):
-    """Write training and validation files whose ratings follow from user and item."""
+    """Write training and validation files with ratings of rank 2."""
     random = np.random.default_rng(0)
     taste = random.standard_normal((USERS, 2)) @ random.standard_normal((2, ITEMS))
     ratings = np.clip(np.round(2 * (3 + taste)) / 2, 0.5, 5)
@@ -30,13 +30,13 @@ def write_ratings(folder, *, extra=""):
     return files + f"--validation-data-file {folder}/valid.txt "
 
 
-def command(capsys, words):
-    """Run a command; return its status, what it said, and its run directory's files."""
-    words = words.split()
+def command(capsys, args):
+    """Run a command; return its status and what it printed."""
+    args = args.split()
     with pytest.raises(SystemExit) as left:
-        main(["autoencoder", *words])
-    said = capsys.readouterr() if capsys else SimpleNamespace(out="", err="")
-    return SimpleNamespace(status=left.value.code, out=said.out, err=said.err)
+        main(["autoencoder", *args])
+    printed = capsys.readouterr() if capsys else SimpleNamespace(out="", err="")
+    return SimpleNamespace(status=left.value.code, out=printed.out, err=printed.err)
 
 
 def dense(ratings):

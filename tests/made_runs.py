@@ -80,7 +80,7 @@ def add_parts(run: Path) -> None:
     save_part(run, "2-mistakes", Gallery(title="Mistakes", pictures=shown))
     residuals = Histogram(
         title="Residuals",
-        x_name="foretold less rated",
+        x_name="predicted minus actual rating",
         edges=[-1.0, 0.0, 1.0],
         counts=[3, 4],
         by_name="rating",

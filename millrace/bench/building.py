@@ -41,7 +41,7 @@ def _config_type(application: str) -> tuple[Any, Path | None]:
     elif application == "autoencoder train":
         from millrace.apps.autoencoder.config import AutoencoderConfig as config_type
     elif application == "autoencoder sweep":
-        from millrace.apps.autoencoder.config.sweep import SweepConfig
+        from millrace.apps.autoencoder.config.commands import SweepConfig
 
         return SweepConfig, None
     else:
@@ -93,7 +93,7 @@ def _cnn_validate(entry: Entry, config: Any, devices: list[Any]) -> Workload:
 def _autoencoder(entry: Entry, config: Any, devices: list[Any]) -> Workload:
     from millrace.bench.autoencoder import autoencoder_training
 
-    _enough(1 + max(config.device_numbers), devices)
+    _enough(1 + max(config.device_indices), devices)
     return autoencoder_training(config, devices)
 
 

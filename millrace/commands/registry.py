@@ -94,24 +94,24 @@ COMMANDS = {
         named_configs="millrace.apps.autoencoder:runs.yml",
     ),
     "autoencoder validate": Command(
-        "millrace.apps.autoencoder.config.evaluate:ValidateConfig",
+        "millrace.apps.autoencoder.config.commands:ValidateConfig",
         "millrace.apps.autoencoder.evaluate:validate",
         "measure the rating errors and the ranking of a trained recommender",
     ),
     "autoencoder recommend": Command(
-        "millrace.apps.autoencoder.config.recommend:RecommendConfig",
+        "millrace.apps.autoencoder.config.commands:RecommendConfig",
         "millrace.apps.autoencoder.recommend:recommend",
         "list the items that users are likely to rate highest",
         needs_run=False,
     ),
     "autoencoder sweep": Command(
-        "millrace.apps.autoencoder.config.sweep:SweepConfig",
+        "millrace.apps.autoencoder.config.commands:SweepConfig",
         "millrace.apps.autoencoder.sweep:sweep",
         "train one recommender per learning rate, all together",
         named_configs="millrace.apps.autoencoder:runs.yml",
     ),
     "autoencoder convert": Command(
-        "millrace.apps.autoencoder.config.convert:ConvertConfig",
+        "millrace.apps.autoencoder.config.commands:ConvertConfig",
         "millrace.apps.autoencoder.convert:convert",
         "split ratings by time into training, validation and test files",
         needs_run=False,

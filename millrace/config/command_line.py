@@ -140,7 +140,8 @@ def _sections(config_type: Any) -> dict[str, dict[str, Option]]:
             name
             for base in ((cls,) if cls in config_type.__mro__ else cls.__mro__)
             for name in inspect.get_annotations(base)
-            if name in left
+            # A section may have an option of its own name, such as data in data.
+            if name in left and (left[name].section is None) == (cls in config_type.__mro__)
         ]
         if names:
             title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")

@@ -113,12 +113,12 @@ def test_the_confusion_matrix_counts_every_validation_sample_once(cnn):
     assert len(mistakes["pictures"]) == min(24, total - right)
 
 
-def test_a_recommender_foretells_and_recommends(autoencoder):
+def test_a_recommender_predicts_and_recommends(autoencoder):
     model = autoencoder.model
     items = model.item_ids.tolist()
     rated = {items[0]: 5.0, items[1]: 1.0}
-    foretold = model.predict(rated)
-    assert list(foretold) == items
+    predicted = model.predict(rated)
+    assert list(predicted) == items
     best = model.recommend(rated, top=3)
     assert len(best) == 3 and not set(rated) & {item for item, _ in best}
     assert [r for _, r in best] == sorted((r for _, r in best), reverse=True)

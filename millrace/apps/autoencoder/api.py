@@ -1,4 +1,4 @@
-"""``mr.autoencoder``: the commands of this application from Python."""
+"""``mr.autoencoder``: the commands of this application in Python."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,31 +12,32 @@ __all__ = ["convert", "load", "sweep", "train", "validate"]
 
 
 def train(**options: Any) -> "RunResult[Recommender]":
-    """Train a recommender; the options are those of ``millrace autoencoder train``.
+    """Train a recommender.
 
     Args:
-        options: With underscores: ``training_data_file="mine.csv", epochs=20``.
+        options: The options of ``millrace autoencoder train``, with underscores:
+            ``training_data_file="mine.csv", epochs=20``.
     """
     return call_command("autoencoder train", options, load)
 
 
 def validate(**options: Any) -> RunResult[None]:
-    """Measure a recommender; the options are those of ``millrace autoencoder validate``."""
+    """Validate a recommender, with the options of ``millrace autoencoder validate``."""
     return call_command("autoencoder validate", options, lambda _: None)
 
 
 def sweep(**options: Any) -> RunResult[None]:
-    """Train one model for each learning rate; ``summary["trials"]`` has them all."""
+    """Train one model per learning rate; ``summary["trials"]`` has the results."""
     return call_command("autoencoder sweep", options, lambda _: None)
 
 
 def convert(**options: Any) -> None:
-    """Split ratings by time into files, as ``millrace autoencoder convert`` does."""
+    """Split ratings by time into files, like ``millrace autoencoder convert``."""
     call_without_run("autoencoder convert", options)
 
 
 def load(run: Path | str) -> "Recommender":
-    """Return the recommender that a run has trained: the best of its checkpoints."""
+    """Load the best checkpoint of a training run."""
     from millrace.apps.autoencoder.predictor import load_recommender
 
     return load_recommender(run)

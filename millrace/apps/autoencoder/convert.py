@@ -1,4 +1,4 @@
-"""``millrace autoencoder convert``: published ratings become training, valid and test."""
+"""Convert published ratings into training, validation and test files."""
 
 import contextlib
 import math
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.apps.autoencoder.config.convert import ConvertConfig
-from millrace.apps.autoencoder.config.data import RECOMMENDED
+from millrace.apps.autoencoder.config.commands import ConvertConfig
+from millrace.apps.autoencoder.config.data import REFERENCE_SETTINGS
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.chunks import Events
 from millrace.data.ratings.reading import read_timed_events
@@ -24,13 +24,13 @@ from millrace.data.ratings.split import (
 from millrace.data.source import DatasetError
 
 _MOST_SMALL_RATINGS = 100_000
-"""Up to so many are trained well with the named configuration small_ratings."""
+"""Up to this many ratings, the named configuration small_ratings trains well."""
 _PARTS = {"train": "training", "valid": "validation", "test": "test"}
 
 
 def convert(config: ConvertConfig) -> None:
-    """Write the three files, all or none, and say what is in them."""
-    paths = _paths(config)
+    """Write the three files, all or none, and print what is in them."""
+    paths = _choose_paths(config)
     period = None if config.period is None else PERIODS[config.period]
     lowest, highest = config.rating_range
     window = (-math.inf, math.inf) if period is None else period.window
@@ -38,22 +38,22 @@ def convert(config: ConvertConfig) -> None:
     split = _split(events, config, period)
     for name in _PARTS.values():
         if len(getattr(split, name)) == 0:
-            raise DatasetError(f"No ratings are left for {name}. {_span(events)}")
+            raise DatasetError(f"No ratings are left for {name}. {_format_span(events)}")
     _write(paths, events, split)
     if not config.quiet:
-        _report(paths, events, split, period)
+        _print_counts(paths, events, split, period)
 
 
-def _paths(config: ConvertConfig) -> dict[str, Path]:
+def _choose_paths(config: ConvertConfig) -> dict[str, Path]:
     prefix = config.prefix
     if prefix is None:
         prefix = "" if config.period is None else f"{config.period}_"
     paths = {part: config.output_dir / f"{prefix}{part}.txt" for part in _PARTS}
-    there = [str(path) for path in paths.values() if path.exists()]
-    if there and not config.overwrite:
+    existing = [str(path) for path in paths.values() if path.exists()]
+    if existing and not config.overwrite:
         raise ConfigurationError(
-            f"{' and '.join(there)} would be replaced. Say --overwrite, or choose another "
-            "--output-dir or --prefix."
+            f"{' and '.join(existing)} would be replaced. Give --overwrite, or choose "
+            "another --output-dir or --prefix."
         )
     return paths
 
@@ -61,23 +61,20 @@ def _paths(config: ConvertConfig) -> dict[str, Path]:
 def _split(events: Events, config: ConvertConfig, period: Period | None) -> Split:
     if period is not None:
         return split_period(events, period, seed=config.seed)
-    if config.days:
-        return split_at(events, config.days, seed=config.seed)
+    if config.dates:
+        return split_at(events, config.dates, seed=config.seed)
     return split_fractions(events, config.fractions, per_user=config.per_user)
 
 
-def _span(events: Events) -> str:
+def _format_span(events: Events) -> str:
     assert events.times is not None
-    first, last = (np.datetime64(int(t), "s").item() for t in _ends(events.times))
+    ends = events.times.min(), events.times.max()
+    first, last = (np.datetime64(int(time), "s").item() for time in ends)
     return f"The ratings are from {first:%Y-%m-%d} to {last:%Y-%m-%d}."
 
 
-def _ends(times: np.ndarray) -> tuple[int, int]:
-    return times.min(), times.max()
-
-
 def _write(paths: dict[str, Path], events: Events, split: Split) -> None:
-    """Write all three beside their places, then move them there."""
+    """Write temporary files next to their destinations, then move all three."""
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in paths.values()}
     try:
         for part, path in paths.items():
@@ -96,12 +93,11 @@ def _write(paths: dict[str, Path], events: Events, split: Split) -> None:
                 written.unlink(missing_ok=True)
 
 
-def _report(
+def _print_counts(
     paths: dict[str, Path], events: Events, split: Split, period: Period | None
 ) -> None:
     for part, path in paths.items():
-        chosen = getattr(split, _PARTS[part])
-        print(f"{path}  {_counts(events, chosen)}")
+        print(f"{path}  {_format_counts(events, getattr(split, _PARTS[part]))}")
     unseen = split.unseen
     print(
         f"Left out of valid and test: {unseen.num_ratings:,} ratings, because "
@@ -110,29 +106,30 @@ def _report(
     if period is not None:
         later = np.concatenate([split.validation, split.test])
         print(
-            f"Published: {period.num_ratings:,} ratings by {period.num_users:,} users, and "
-            f"later {period.num_test_ratings:,} by {period.num_test_users:,}; here later "
-            f"{_counts(events, later)}."
+            f"Published: {period.num_ratings:,} ratings by {period.num_users:,} users for "
+            f"training, {period.num_test_ratings:,} by {period.num_test_users:,} after "
+            f"that. Here, after that: {_format_counts(events, later)}."
         )
     train, valid = paths["train"], paths["valid"]
-    # Size and batch are known for the published periods' names only.
-    how = "" if train.name in RECOMMENDED else _how_to_train(len(split.training))
+    # Only the file names of the published periods imply a size and a batch size.
+    implied = train.name in REFERENCE_SETTINGS
+    options = "" if implied else _suggest_options(len(split.training))
     print(
-        f"Use them with: millrace autoencoder train {how}--training-data-file {train} "
+        f"To train: millrace autoencoder train {options}--training-data-file {train} "
         f"--validation-data-file {valid}"
     )
 
 
-def _how_to_train(num_ratings: int) -> str:
-    """Return options that so many ratings can be trained with, to begin with."""
+def _suggest_options(num_ratings: int) -> str:
+    """Return options to start with for this many ratings."""
     if num_ratings <= _MOST_SMALL_RATINGS:
         return "--config small_ratings "
     enough = (name for name, period in PERIODS.items() if num_ratings <= period.num_ratings)
-    usual = RECOMMENDED[f"{next(enough, 'full')}_train.txt"]
-    return f"--size {usual.size} --batch-size {usual.batch_size} "
+    settings = REFERENCE_SETTINGS[f"{next(enough, 'full')}_train.txt"]
+    return f"--size {settings.size} --batch-size {settings.batch_size} "
 
 
-def _counts(events: Events, chosen: np.ndarray) -> str:
+def _format_counts(events: Events, chosen: np.ndarray) -> str:
     num_users = len(np.unique(events.users.codes[chosen]))
     num_items = len(np.unique(events.items.codes[chosen]))
     return f"{len(chosen):,} ratings by {num_users:,} users of {num_items:,} items"

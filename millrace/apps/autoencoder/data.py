@@ -1,154 +1,256 @@
-"""Ratings to train on, to validate with and to test with, from files or made up.
+"""Ratings from files or synthetic ones, and the batches made from them.
 
-Where rows are to be items, the ratings are turned when they are loaded: from there on
-items take the users' part, and the rest of the application need not know. Where biases are
-to be subtracted, that is done here too: errors are the same, and only what shows ratings
-has to add them again.
+Two options are handled when ratings are loaded, so that the rest of the application need
+not know about them. With rows of items, the ratings are transposed: from then on, items
+play the role of users. With biases subtracted, the values are residuals: errors are the
+same, and only code that shows or ranks ratings adds the biases back.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
+from millrace.apps.autoencoder.reference_steps import Steps
+from millrace.apps.autoencoder.resident import (
+    ResidentRatings,
+    can_be_indexed,
+    count_table_bytes,
+)
+from millrace.config import option_value
+from millrace.data.parallel import ParallelStream
 from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.generated import generate_ratings, random_ratings
 from millrace.data.ratings.matrix import Ratings, Unseen, transpose
 from millrace.data.ratings.reading import load_aligned, load_ratings
+from millrace.data.ratings.source import RatingsSource, evaluation_source, training_source
+from millrace.data.stream import Stream
+from millrace.feeds.infeed import Infeed
 from millrace.run.run import Run
 
 _RANDOM_SIZES = {"num_users": 480_000, "num_items": 18_000, "num_ratings": 13_000_000}
-_VALIDATION_SHARE = 13
-"""Of random ratings there are this many times fewer to validate with."""
+_VALIDATION_DIVISOR = 13
+"""Random ratings have this many times fewer ratings for validation than for training."""
+_MEMORY_FRACTION = 0.1
+"""Fraction of the device memory that all ratings may take by default."""
 
 
 class RatingData(NamedTuple):
-    """Ratings, numbered alike, by user or by item."""
+    """Ratings with the same users and items, by user or by item."""
 
     training: Ratings
     validation: Ratings | None
     test: Ratings | None = None
-    """Only where ratings are generated."""
+    """Only for generated ratings."""
     unseen: Unseen | None = None
-    """What was left out of validation."""
+    """Counts of what was left out of validation."""
     noise: float | None = None
-    """Of generated ratings: no model foretells better than this RMSE."""
+    """RMSE that no model can beat on generated ratings."""
     column_biases: ColumnBiases | None = None
-    """What has been subtracted, where something has."""
+    """The biases that were subtracted, if any."""
+
+    def map(self, function: Callable[[Ratings], Ratings]) -> "RatingData":
+        """Apply a function to every split."""
+        splits = {name: getattr(self, name) for name in ("training", "validation", "test")}
+        return self._replace(**{n: function(s) for n, s in splits.items() if s is not None})
 
 
-def load(config: DataOptions, seed: int) -> RatingData:
-    """Load the ratings that the configuration names, or make them up; rows as it says."""
-    ratings = _by_user(config, seed)
-    ratings = turned(ratings) if config.rows == "items" else ratings
-    if not config.subtract_biases:
+def load(options: DataOptions, seed: int) -> RatingData:
+    """Load or generate the ratings, with the rows that the options ask for."""
+    ratings = _load_by_user(options, seed)
+    ratings = ratings.map(transpose) if options.rows == "items" else ratings
+    if not options.subtract_biases:
         return ratings
-    return without_biases(ratings, fit_biases(ratings.training))
+    return subtract_biases(ratings, fit_biases(ratings.training))
 
 
-def without_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
-    """Subtract the columns' biases, and the rows' as the training ratings tell them."""
+def subtract_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
+    """Subtract column biases, and row biases estimated from the training ratings."""
     known = ratings.training
-    training, *others = (
-        None if part is None else biases.subtract(part, known)
-        for part in (known, ratings.validation, ratings.test)
-    )
-    assert training is not None
-    validation, test = others
-    return ratings._replace(
-        training=training, validation=validation, test=test, column_biases=biases
-    )
+    without = ratings.map(lambda part: biases.subtract(part, known))
+    return without._replace(column_biases=biases)
 
 
-def turned(ratings: RatingData) -> RatingData:
-    """Make ratings by user ratings by item, or the other way round."""
-    parts = (ratings.training, ratings.validation, ratings.test)
-    training, *others = (None if part is None else transpose(part) for part in parts)
-    assert training is not None
-    return ratings._replace(training=training, validation=others[0], test=others[1])
-
-
-def _by_user(config: DataOptions, seed: int) -> RatingData:
-    if config.data_kind == "generated":
-        return _generated(config, seed)
-    if config.data_kind == "random":
-        return _random(config, seed)
-    assert config.training_data_file is not None
-    limits = (config.rating_range[0], config.rating_range[1])
-    if config.validation_data_file is None:
-        return RatingData(load_ratings(config.training_data_file, limits=limits), None)
+def _load_by_user(options: DataOptions, seed: int) -> RatingData:
+    if options.kind == "generated":
+        sizes = _given_sizes(options, "num_users", "num_items")
+        training, validation, test, truth = generate_ratings(**sizes, seed=seed)
+        return RatingData(training, validation, test, noise=truth.noise)
+    if options.kind == "random":
+        sizes = _RANDOM_SIZES | _given_sizes(options, *_RANDOM_SIZES)
+        training = random_ratings(**sizes, seed=seed)
+        fewer = {"num_ratings": max(1, sizes["num_ratings"] // _VALIDATION_DIVISOR)}
+        return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
+    assert options.training_data_file is not None, "checked by DataOptions"
+    limits = (options.rating_range[0], options.rating_range[1])
+    if options.validation_data_file is None:
+        return RatingData(load_ratings(options.training_data_file, limits=limits), None)
     training, validation, unseen = load_aligned(
-        config.training_data_file, config.validation_data_file, limits=limits
+        options.training_data_file, options.validation_data_file, limits=limits
     )
     return RatingData(training, validation, unseen=unseen)
 
 
-def _generated(config: DataOptions, seed: int) -> RatingData:
-    sizes = _given(config, "num_users", "num_items")
-    training, validation, test, truth = generate_ratings(**sizes, seed=seed)
-    return RatingData(training, validation, test, noise=truth.noise)
+def _given_sizes(options: DataOptions, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names if getattr(options, name)}
 
 
-def _random(config: DataOptions, seed: int) -> RatingData:
-    sizes = _RANDOM_SIZES | _given(config, *_RANDOM_SIZES)
-    training = random_ratings(**sizes, seed=seed)
-    fewer = {"num_ratings": max(1, sizes["num_ratings"] // _VALIDATION_SHARE)}
-    return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
-
-
-def _given(config: DataOptions, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names if getattr(config, name)}
-
-
-def describe(ratings: RatingData, config: DataOptions) -> str:
-    """Name the ratings and their numbers in a line."""
+def describe(ratings: RatingData, options: DataOptions) -> str:
+    """Return one line on the ratings and their counts."""
     training, validation = ratings.training, ratings.validation
     num_users, num_items = training.num_users, training.num_items
-    if config.rows == "items":
+    if options.rows == "items":
         num_users, num_items = num_items, num_users
-    place = "made up at random"
-    if config.data_kind == "generated":
-        place = f"generated, with noise {ratings.noise:g}"
-    elif isinstance(config.training_data_file, Path):
-        place = str(config.training_data_file)
+    origin = "random"
+    if options.kind == "generated":
+        origin = f"generated, with noise {ratings.noise:g}"
+    elif isinstance(options.training_data_file, Path):
+        origin = str(options.training_data_file)
     line = (
-        f"{training.num_ratings:,} by {num_users:,} users of {num_items:,} items ({place})"
+        f"{training.num_ratings:,} by {num_users:,} users of {num_items:,} items ({origin})"
     )
     if validation is not None:
-        line += f", {validation.num_ratings:,} to validate with"
+        line += f", {validation.num_ratings:,} for validation"
         if ratings.column_biases is not None:
-            alone = np.sqrt(np.mean(np.square(validation.values)))
-            line += f" (RMSE of the biases alone: {alone:.4f})"
+            rmse = np.sqrt(np.mean(np.square(validation.values)))
+            line += f" (RMSE of the biases alone: {rmse:.4f})"
     return line
 
 
-def announce(ratings: RatingData, config: DataOptions, run: Run) -> None:
-    """Say what a user should know of the ratings before training starts."""
-    if config.data_kind == "random":
+def print_notices(ratings: RatingData, config: TrainingConfig, run: Run) -> None:
+    """Print what a user should know about the ratings before training starts."""
+    options = config.data
+    if options.kind == "random":
         run.console.warning(
-            "No --training-data-file: THE RATINGS ARE RANDOM, and nothing can be learned "
-            "from them. They serve to measure speed; --data generated shows learning."
+            "No --training-data-file: THE RATINGS ARE RANDOM and there is nothing to learn "
+            "from them. Use them to measure speed; --data generated shows learning."
         )
-    say_unseen(ratings, run)
-    recommended = config.recommended
+    warn_unseen(ratings, run)
     for name in ("size", "batch_size"):
-        given = getattr(config, name, None)
-        usual = getattr(recommended, name, None)
-        if config.data_kind == "file" and given and usual and given != usual:
-            option = name.replace("_", "-")
+        given = option_value(config, name)
+        reference = getattr(options.reference_settings, name, None)
+        if options.kind == "file" and given and reference and given != reference:
             run.console.line(
-                f"--{option} {given} is used; the reference trains "
-                f"{config.training_data_file} with {usual}."
+                f"Using --{name.replace('_', '-')} {given}; the reference trains "
+                f"{options.training_data_file} with {reference}."
             )
 
 
-def say_unseen(ratings: RatingData, run: Run) -> None:
-    """Say what was left out of validation, if anything."""
+def warn_unseen(ratings: RatingData, run: Run) -> None:
+    """Print what was left out of validation, if anything."""
     unseen = ratings.unseen
     if unseen is not None and unseen.num_ratings:
         run.console.warning(
-            f"{unseen.num_ratings:,} of the ratings to validate with are left out: "
+            f"{unseen.num_ratings:,} validation ratings are left out: "
             f"{unseen.num_users:,} users and {unseen.num_items:,} items do not occur in "
             "training."
         )
+
+
+class RowSource:
+    """A source of sparse batches in which every array has the rows along dim 0.
+
+    The runtime splits and counts samples along dim 0. A batch is a flat list of ratings,
+    so the list is cut into as many equal pieces as the batch has rows; ``row`` says which
+    row each rating belongs to.
+
+    Args:
+        source: Returns the ratings of some rows as a flat list.
+        micro_batch_size: Rows per replica; a batch is one such list per replica, joined.
+            By default all rows belong to one replica.
+    """
+
+    def __init__(self, source: RatingsSource, micro_batch_size: int | None = None) -> None:
+        self._source = source
+        self._micro_batch_size = micro_batch_size
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        size = self._micro_batch_size or len(indices)
+        if size < len(indices):
+            starts = range(0, len(indices), size)
+            parts = [self[indices[start : start + size]] for start in starts]
+            return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+        batch = self._source[indices]
+        return {
+            name: array if name == "user" else _cut(array, len(indices), name)
+            for name, array in batch.items()
+        }
+
+
+def _cut(array: np.ndarray, num_rows: int, name: str) -> np.ndarray:
+    if missing := -len(array) % num_rows:
+        padding = num_rows if name.endswith("row") else 0
+        array = np.append(array, np.full(missing, padding, array.dtype))
+    return array.reshape(num_rows, -1)
+
+
+class EvaluationRowSource(RowSource):
+    """A row source that also says whether a batch is full, without repeated rows."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        batch = super().__getitem__(indices)
+        is_whole = len(np.unique(indices)) == len(indices)
+        return batch | {"is_whole": np.full(len(indices), is_whole)}
+
+
+class RefedStream:
+    """A stream in which an empty batch follows every batch.
+
+    The empty batch tells the loss to train on the reconstruction of the one before it.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        first = stream.batch(0)
+        self._num_rows = len(first["user"])
+        self._empty = first | {"row": np.full_like(first["row"], self._num_rows)}
+
+    def batch(self, position: int) -> dict[str, np.ndarray]:
+        """Return the batch at `position`, counting empty ones."""
+        number, is_refed = divmod(position, 2)
+        batch = self._empty if is_refed else self._stream.batch(number)
+        return batch | {"refed": np.full(self._num_rows, bool(is_refed))}
+
+
+def open_infeed(
+    ratings: Ratings, config: TrainingConfig, steps: Steps, device: Any
+) -> Infeed:
+    """Return the batches of a run, sent from the host or gathered on the device."""
+    plan, seed = config.plan, config.run.seed
+    source = training_source(
+        ratings,
+        plan.micro_batch_size,
+        num_batches=steps.num_batches * plan.num_replicas,
+        seed=seed,
+        batches_per_epoch=steps.batches_per_epoch * plan.num_replicas,
+    )
+    rows = RowSource(source, plan.micro_batch_size)
+    stream = Stream(rows, config.resolved_batch_size, seed=seed)
+    refed = config.training.refeeding == "detached"
+    if plan.num_replicas == 1 and _fits_on_device(ratings, config.data, device):
+        return ResidentRatings(ratings, source.users, stream, refed=refed)
+    batches = RefedStream(stream) if refed else stream
+    return Infeed(ParallelStream(batches, config.data.pipeline_num_parallel))
+
+
+def _fits_on_device(ratings: Ratings, options: DataOptions, device: Any) -> bool:
+    """Whether to keep all ratings on the device."""
+    if options.data_on_device is not None:
+        return options.data_on_device
+    statistics = device.memory_stats() if device.platform != "cpu" else None
+    memory = (statistics or {}).get("bytes_limit", 0)
+    fits = count_table_bytes(ratings) <= memory * _MEMORY_FRACTION
+    return fits and can_be_indexed(ratings)
+
+
+def open_evaluation_source(
+    ratings: Ratings, targets: Ratings | None, batch_size: int
+) -> EvaluationRowSource:
+    """Return rows with their known ratings, and the target ratings to predict."""
+    return EvaluationRowSource(evaluation_source(ratings, targets, batch_size))

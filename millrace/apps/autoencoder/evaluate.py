@@ -1,228 +1,228 @@
-"""Validate a trained recommender: its ratings and its ranking."""
+"""Validation of weights during training, and of a trained recommender."""
 
 import dataclasses
-import logging
+import math
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.data import Rows
-from millrace.apps.autoencoder.config.evaluate import ValidateConfig
-from millrace.apps.autoencoder.data import RatingData
-from millrace.apps.autoencoder.feeding import validation_users
-from millrace.apps.autoencoder.item_rows import columns_of
-from millrace.apps.autoencoder.residuals import keep_residuals, residuals
-from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of, rankings_of
-from millrace.apps.autoencoder.trained import (
-    ROLES,
-    Trained,
-    find_trained,
-    with_columns_of_model,
+from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingConfig
+from millrace.apps.autoencoder.config.commands import ValidateConfig
+from millrace.apps.autoencoder.data import (
+    EvaluationRowSource,
+    RatingData,
+    open_evaluation_source,
 )
+from millrace.apps.autoencoder.item_rows import encode_items
+from millrace.apps.autoencoder.metrics import (
+    RankingOptions,
+    build_metrics,
+    build_ranking_metrics,
+    compute_scores,
+)
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.predictor import Recommender, load_recommender
+from millrace.apps.autoencoder.residuals import save_residuals
+from millrace.apps.autoencoder.run_ratings import format_unknown, load_ratings_for
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings, Unseen, align, transpose
-from millrace.data.ratings.reading import hash_file
+from millrace.data.ratings.matrix import Ratings, transpose
+from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import evaluate
+from millrace.loop.nan_guard import NonFiniteError
 from millrace.nn.layers import num_parameters
+from millrace.plan import Plan
+from millrace.program.evaluate import EvaluationProgram, MetricFn
+from millrace.program.step import Weights
 from millrace.run.run import Run
 
-_NOTHING = Unseen(0, 0, 0)
-_log = logging.getLogger("millrace")
+
+class Validator:
+    """Validates weights on one device; every row counts once.
+
+    Args:
+        metric_fn: The metric function, such as the one of `build_metrics`.
+        plan: Gives the precision.
+        source: Rows with their known ratings, and the ratings to predict.
+        batch_size: Rows per batch.
+        device: The device to use.
+        local: Whether this process validates alone. Otherwise the processes of a run share
+            the rows, and each returns the result for all of them.
+    """
+
+    def __init__(
+        self,
+        metric_fn: MetricFn,
+        plan: Plan,
+        source: EvaluationRowSource,
+        batch_size: int,
+        device: Any,
+        *,
+        local: bool = False,
+    ) -> None:
+        single = dataclasses.replace(plan, num_replicas=1)
+        self._program = EvaluationProgram(metric_fn, single, [device])
+        self._source = source
+        self._batch_size = batch_size
+        self._local = local
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        """Return the metrics of a training state; raise if it has diverged."""
+        return _check_finite(self.score(state.params), int(state.update))
+
+    def score(self, params: Any) -> dict[str, float]:
+        """Return the metrics of weights."""
+        return compute_scores(self.compute_means(params))
+
+    def compute_means(self, params: Any) -> dict[str, float]:
+        """Return the mean over rows of every result of the metric function."""
+        return self._evaluate(self._program.place(Weights(params)))
+
+    def _evaluate(self, placed: Any) -> dict[str, float]:
+        return evaluate(
+            self._program, placed, self._source, self._batch_size, by_itself=self._local
+        )
+
+    def run_async(self) -> AsyncValidation:
+        """Return the same validation, for use while training continues."""
+
+        def snapshot(state: Any) -> tuple[Any, int]:
+            # A copy, because the next update donates the buffers of the state.
+            copied = jax.tree.map(jnp.copy, state.params)
+            return self._program.place(Weights(copied)), int(state.update)
+
+        def validate(kept: tuple[Any, int]) -> dict[str, float]:
+            placed, update = kept
+            return _check_finite(compute_scores(self._evaluate(placed)), update)
+
+        return AsyncValidation(snapshot, validate)
+
+
+def _check_finite(scores: dict[str, float], update: int) -> dict[str, float]:
+    if not math.isfinite(scores["rmse"]):
+        raise NonFiniteError(
+            f"The validation RMSE is {scores['rmse']:g} after update {update}: training "
+            "has diverged. Start again with a smaller learning rate."
+        )
+    return scores
+
+
+def build_validator(
+    config: TrainingConfig,
+    model: Model,
+    known: Ratings,
+    targets: Ratings | None,
+    device: Any,
+) -> Validator | None:
+    """Return the validator of a run, or None without ratings to predict."""
+    if targets is None or config.training.no_validation:
+        return None
+    batch_size = config.resolved_validation_batch_size
+    source = open_evaluation_source(known, targets, batch_size)
+    return Validator(build_metrics(model), config.plan, source, batch_size, device)
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
     """Report the metrics of a checkpoint on ratings that it was not trained on."""
     started = time.perf_counter()
-    trained = find_trained(config.checkpoint, newest=config.which == "newest")
-    ratings, unknown = ratings_for(
-        trained, config.training_data_file, config.validation_data_file
+    recommender = load_recommender(config.checkpoint, newest=config.which == "newest")
+    trained = recommender.config
+    ratings, unknown = load_ratings_for(
+        trained,
+        recommender.files,
+        training=config.training_data_file,
+        validation=config.validation_data_file,
     )
-    params, manifest = trained.weights()
-    _describe(run, trained, ratings, num_parameters(params))
+    _describe(run, recommender, ratings)
     if unknown.num_ratings:
-        run.console.warning(said_of_unknown(unknown, trained.config.rows))
-    ranking = Ranking(config.top, config.relevant_rating)
-    batch_size = (
-        config.validation_batch_size or trained.config.resolved_validation_batch_size
-    )
-    event = {"update": manifest["update"], "epoch": manifest["epoch"]}
+        run.console.warning(format_unknown(unknown, trained.data.rows))
+    ranking = RankingOptions(config.top, config.relevant_rating)
+    batch_size = config.validation_batch_size or trained.resolved_validation_batch_size
+    known, metrics = ratings.training, run.summary["metrics"]
     for kind, targets in (("validation", ratings.validation), ("test", ratings.test)):
         if targets is None:
             continue
-        rows = validation_users(ratings.training, targets, batch_size)
-        found = _scores(trained, params, ratings.training, targets, ranking, batch_size)
-        for name, value in found.items():
-            at = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
-            run.summary["metrics"][f"{kind}_{name}{at}"] = value
-        compute = trained.config.plan.types.compute
-        biases = targets.biases
-        missed = residuals(trained.model, params, rows, batch_size, compute, biases)
-        keep_residuals(run.directory.path, *missed)
-    event |= {"time": round(time.perf_counter() - started, 3), **run.summary["metrics"]}
+        scores = _compute_scores(recommender, known, targets, ranking, batch_size)
+        for name, value in scores.items():
+            suffix = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
+            metrics[f"{kind}_{name}{suffix}"] = value
+        save_residuals(
+            run.directory.path,
+            recommender.model,
+            recommender.params,
+            known,
+            targets,
+            batch_size,
+            trained.plan.types.compute,
+        )
+    event = {name: recommender.manifest[name] for name in ("update", "epoch")}
+    event |= {"time": round(time.perf_counter() - started, 3), **metrics}
     for writer in run.writers:
         writer.write(event)
     run.summary["status"] = "completed"
 
 
-def _scores(
-    trained: Trained,
-    params: Any,
+def _compute_scores(
+    recommender: Recommender,
     known: Ratings,
     targets: Ratings,
-    ranking: Ranking,
+    ranking: RankingOptions,
     batch_size: int,
 ) -> dict[str, float]:
-    """Return the metrics of weights; whatever the rows are, it is users who rank items."""
-    model, plan, device = trained.model, trained.config.plan, jax.devices()[0]
-    rows_are_users = trained.config.rows == "users"
-    rows = validation_users(known, targets, batch_size)
-    errors = errors_of(model, ranking if rows_are_users else None, known.biases)
-    found = Validator(errors, plan, rows, batch_size, device).of_weights(params)
+    """Return all metrics; items are ranked for users, whatever the rows of the model."""
+    model, params = recommender.model, recommender.params
+    plan, device = recommender.config.plan, jax.devices()[0]
+    rows_are_users = recommender.config.data.rows == "users"
+    source = open_evaluation_source(known, targets, batch_size)
+    metric_fn = build_metrics(model, ranking if rows_are_users else None, known.biases)
+    scores = Validator(metric_fn, plan, source, batch_size, device).score(params)
     if rows_are_users:
-        return found
-    columns = columns_of(model, params, known, batch_size, plan.types.compute)
+        return scores
+    encoded = encode_items(model, params, known, batch_size, plan.types.compute)
     by_user = transpose(known)
-    users = validation_users(by_user, transpose(targets), batch_size)
-    rankings = rankings_of(model, ranking, by_user.biases)
-    ranked = Validator(rankings, plan, users, batch_size, device)
-    return found | ranked.of_weights(columns)
+    source = open_evaluation_source(by_user, transpose(targets), batch_size)
+    metric_fn = build_ranking_metrics(model, ranking, by_user.biases)
+    return scores | Validator(metric_fn, plan, source, batch_size, device).score(encoded)
 
 
 def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
     """Validate the newest checkpoint of another run, as the reference's option does."""
     assert config.testing_on_checkpoint is not None
-    values = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(ValidateConfig)
-        if hasattr(config, field.name)
-    }
-    asked = ValidateConfig(
-        **values, checkpoint=config.testing_on_checkpoint, which="newest"
+    validate(
+        ValidateConfig(
+            checkpoint=config.testing_on_checkpoint,
+            which="newest",
+            training_data_file=config.data.training_data_file,
+            validation_data_file=config.data.validation_data_file,
+            validation_batch_size=config.training.validation_batch_size,
+            run=config.run,
+        ),
+        run,
     )
-    validate(asked, run)
     metrics = run.summary["metrics"]
     run.console.line(
         f"Testing RMSE: {metrics['validation_rmse']:.4f} over all ratings, "
-        f"{metrics['validation_mean_batch_rmse']:.4f} as the mean of batches, which the "
-        "reference prints"
+        f"{metrics['validation_mean_batch_rmse']:.4f} as the mean over batches, which is "
+        "what the reference prints"
     )
 
 
-class Fitting(NamedTuple):
-    """Ratings as a model knows them."""
-
-    ratings: RatingData
-    unknown: Unseen
-    """What was left out of the training ratings, and the users or items, whichever are
-    rows, of whom nothing is left."""
-
-
-def ratings_for(
-    trained: Trained, training: Path | None, validation: Path | None
-) -> Fitting:
-    """Return what a model was trained and validated with, or the files given instead.
-
-    Args:
-        trained: The model.
-        training: What users have rated; None for what it was trained on.
-        validation: What is to be foretold; None for what it was validated with.
-    """
-    asked = _asked(trained, training, validation)
-    loaded = data.load(asked, asked.seed)
-    known, unknown = with_columns_of_model(loaded.training, trained)
-    validated, unseen = _aligned(loaded.validation, known)
-    if trained.config.rows == "items":
-        unknown, unseen = unknown.transpose(), unseen.transpose()
-    aligned = loaded._replace(
-        training=known,
-        validation=validated,
-        test=_aligned(loaded.test, known)[0],
-        unseen=unseen.plus(loaded.unseen or _NOTHING),
-    )
-    if trained.column_biases is not None:
-        aligned = data.without_biases(aligned, trained.column_biases)
-    return Fitting(aligned, unknown)
-
-
-def _asked(
-    trained: Trained, training: Path | None, validation: Path | None
-) -> AutoencoderConfig:
-    """Return what a model was trained with, but for the files."""
-    config = trained.config
-    given = {"training_data_file": training, "validation_data_file": validation}
-    given = {name: path for name, path in given.items() if path is not None}
-    for name in ROLES:
-        if f"{name}_data_file" not in given:
-            _check_file(trained, name)
-    if given and config.data_kind != "file":
-        if training is None:
-            raise ConfigurationError(
-                f"The model was trained on {config.data_kind} ratings, so a "
-                "validation_data_file needs a training_data_file beside it."
-            )
-        given |= dict.fromkeys(("data", "num_users", "num_items", "num_ratings"))
-    # A file of another name says nothing about the size of this model.
-    sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
-    # The model's own biases are subtracted once the columns are the model's.
-    return dataclasses.replace(config, subtract_biases=False, **sizes, **given)
-
-
-def _check_file(trained: Trained, name: str) -> None:
-    """Raise where a file of the run is gone, and warn where it is another by now."""
-    path: Path | None = getattr(trained.config, f"{name}_data_file")
-    if path is None:
-        return
-    if not path.exists():
-        raise ConfigurationError(
-            f"There is no file {path}, which the run was {ROLES[name]}. Say where it is "
-            f"with --{name}-data-file."
-        )
-    if name in trained.hashes and hash_file(path) != trained.hashes[name]:
-        _log.warning("%s has changed since the run was %s it.", path, ROLES[name])
-
-
-def _aligned(targets: Ratings | None, known: Ratings) -> tuple[Ratings | None, Unseen]:
-    if targets is None:
-        return None, _NOTHING
-    aligned, unseen = align(targets, known)
-    if not aligned.num_ratings:
-        raise ConfigurationError(
-            "None of the ratings to validate with is one that the model can foretell. Are "
-            "they of the same data set?"
-        )
-    return aligned, unseen
-
-
-def said_of_unknown(unknown: Unseen, rows: Rows) -> str:
-    """Say what users have rated that a model does not know, and whom that concerns."""
-    columns, left = f"{unknown.num_items:,} items", "users have rated nothing else"
-    count = unknown.num_users
-    if rows == "items":
-        columns, left = f"{unknown.num_users:,} users", "items were rated by nobody else"
-        count = unknown.num_items
-    return (
-        f"{unknown.num_ratings:,} of the ratings to foretell from are left out: the model "
-        f"does not know {columns}{f', and {count:,} {left}' if count else ''}."
-    )
-
-
-def _describe(run: Run, trained: Trained, ratings: RatingData, num_parameters: int) -> None:
+def _describe(run: Run, recommender: Recommender, ratings: RatingData) -> None:
     if ratings.validation is None:
         raise ConfigurationError(
-            "There is nothing to validate with: give --validation-data-file."
+            "There are no ratings to predict. Give --validation-data-file."
         )
-    config = trained.config
+    config = recommender.config
     run.describe(
         jax.devices()[:1],
         config.plan,
         None,
-        model=f"size {config.resolved_size}, {num_parameters:,} parameters, rows of "
-        f"{config.rows}",
-        checkpoint=str(trained.checkpoint),
-        ratings=f"{ratings.validation.num_ratings:,} to foretell from "
+        model=f"size {config.resolved_size}, {num_parameters(recommender.params):,} "
+        f"parameters, rows of {config.data.rows}",
+        checkpoint=str(recommender.checkpoint),
+        ratings=f"{ratings.validation.num_ratings:,} to predict from "
         f"{ratings.training.num_ratings:,}",
     )
-    data.say_unseen(ratings, run)
+    data.warn_unseen(ratings, run)

@@ -1,8 +1,8 @@
-"""What users would rate, from a model whose rows are items: there a user is a column.
+"""Predictions for users from a model whose rows are items.
 
-What an item's row comes to before the last layer is small, and is computed once for every
-item. A user is a column of the last layer, and with these two, users come in batches as
-they do where they are rows: no more than a batch of them is ever reconstructed.
+In such a model a user is a column of the last layer. The input of the last layer is small
+and is computed once for all items; predictions for a batch of users then take one product,
+and the full matrix of users by items never exists.
 """
 
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.autoencoder.feeding import ByUser
-from millrace.apps.autoencoder.loss import known_ratings
+from millrace.apps.autoencoder.data import RowSource
+from millrace.apps.autoencoder.loss import get_known_ratings
 from millrace.apps.autoencoder.model import (
-    LastLayer,
     Model,
+    OutputLayer,
     activate_output,
-    hidden_of_known,
-    last_layer,
+    compute_hidden,
+    get_output_layer,
 )
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import evaluation_source
@@ -27,46 +27,43 @@ from millrace.program.compiling import jit
 from millrace.program.step import narrow
 
 
-class Columns(NamedTuple):
-    """A trained model and all items' ratings, made ready to be asked for users."""
+class EncodedItems(NamedTuple):
+    """All items after every layer but the last, and the last layer."""
 
-    hidden: jax.Array
-    """(items, width): what enters the last layer."""
-    last: LastLayer
-    """(users, width): what becomes of it."""
+    hidden: jax.Array  # (items, width)
+    output: OutputLayer
+    """The kernel is (users, width)."""
 
 
-def columns_of(
-    model: Model, params: Any, by_item: Ratings, batch_size: int, compute: str
-) -> Columns:
-    """Send every item's ratings through all layers but the last.
-
-    Args:
-        model: The choices.
-        params: The weights.
-        by_item: What the items have been rated, by item.
-        batch_size: Items at a time.
-        compute: The type to compute in.
-    """
+def encode_items(
+    model: Model, params: Any, by_item: Ratings, batch_size: int, compute_dtype: str
+) -> EncodedItems:
+    """Apply all layers but the last to the ratings of every item, given by item."""
 
     @jit
-    def hidden_of(params: Any, batch: Any) -> jax.Array:
-        known = known_ratings(narrow(batch, compute))
-        return hidden_of_known(model, params, known, batch["user"].shape[0])
+    def encode(params: Any, batch: Any) -> jax.Array:
+        known = get_known_ratings(narrow(batch, compute_dtype))
+        return compute_hidden(model, params, known, batch["user"].shape[0])
 
     device = jax.local_devices()[0]
-    params = jax.device_put(narrow(params, compute), device)
-    count = by_item.num_users
-    items = evaluation_source(by_item, None, batch_size, np.arange(count))
-    found = [
-        hidden_of(params, jax.device_put(element["batch"], device))
-        for element in EvaluationBatches(ByUser(items), batch_size)
+    params = jax.device_put(narrow(params, compute_dtype), device)
+    num_items = by_item.num_users
+    source = evaluation_source(by_item, None, batch_size, np.arange(num_items))
+    hidden = [
+        encode(params, jax.device_put(element["batch"], device))
+        for element in EvaluationBatches(RowSource(source), batch_size)
     ]
-    hidden = jnp.concatenate(found)[:count]
-    return Columns(hidden, last_layer(model, params))
+    return EncodedItems(
+        jnp.concatenate(hidden)[:num_items],  # the last batch is padded
+        get_output_layer(model, params),
+    )
 
 
-def foretold(model: Model, columns: Columns, users: jax.Array) -> jax.Array:
-    """Return what some users would rate: (users, items)."""
-    products = columns.last.kernel[users] @ columns.hidden.T
-    return activate_output(model, products + columns.last.bias[users][:, None])
+def predict_for_users(
+    model: Model,
+    encoded: EncodedItems,
+    users: jax.Array,  # (users,)
+) -> jax.Array:  # (users, items)
+    """Return the predicted ratings of some users."""
+    products = encoded.output.kernel[users] @ encoded.hidden.T
+    return activate_output(model, products + encoded.output.bias[users][:, None])

@@ -1,8 +1,9 @@
-"""Several models trained together: they differ in nothing but their learning rates.
+"""Several models trained together that differ only in their learning rates.
 
-All have the same first weights, batches and dropout, so each becomes what it would have
-become alone, but for rounding, and what differs in the end is due to the learning rate.
-Where weights are rounded at random, the models' chances are others than one's alone.
+A *trial* is one of these models. All trials have the same initial weights, batches and
+dropout, so each becomes the model that it would be if trained alone, up to rounding, and
+differences in the result come from the learning rate. With stochastic rounding, the random
+numbers of a trial differ from those of a model trained alone.
 """
 
 import dataclasses
@@ -14,184 +15,191 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.autoencoder.config import TrainingOptions
+from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.kernels import joint
-from millrace.apps.autoencoder.loss import loss_of
+from millrace.apps.autoencoder.loss import build_loss
+from millrace.apps.autoencoder.metrics import build_metrics, compute_scores
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.program import (
     COMPILER_OPTIONS,
-    learning_rate_of,
-    optimizer_of,
+    build_learning_rate,
+    build_optimizer,
 )
 from millrace.apps.autoencoder.reference_steps import Steps
-from millrace.apps.autoencoder.scoring import errors_of, scores
 from millrace.program.evaluate import MetricFn
 from millrace.program.step import LossFn
 from millrace.program.training import TrainingProgram, training_program
 
 _LOSS_SCALE = 1000.0
-"""The reference's, for models whose loss should be scaled dynamically."""
+"""The loss scale of the reference, used in place of dynamic scaling."""
 
 
-def label(exponent: float) -> str:
-    """Write the exponent of a learning rate as it is part of a metric's name.
+def format_label(exponent: float) -> str:
+    """Format the exponent of a learning rate for the name of a metric.
 
-    Twelve digits tell apart what 32 bits do.
+    Twelve digits distinguish all exponents whose float32 learning rates differ.
     """
     return f"{-exponent:.12g}"
 
 
-class Means(NamedTuple):
-    """What the models' losses and errors have been since the step began, added up.
+class StepMeans(NamedTuple):
+    """Sums of losses and errors of all trials since the current step began.
 
-    They are carried rather than reported: what an update reports is single numbers, and
-    the loop would write every model's by itself.
+    They are part of the model state because an update reports scalars only: one metric per
+    trial would fill the log.
     """
 
-    num_updates: jax.Array
-    loss: jax.Array
-    rmse: jax.Array
+    num_updates: jax.Array  # ()
+    loss: jax.Array  # (trials,)
+    rmse: jax.Array  # (trials,)
 
-    def plus(self, loss: jax.Array, rmse: jax.Array, updates_per_step: int) -> "Means":
-        """Add an update's; the first one of a step begins anew."""
+    def add(self, loss: jax.Array, rmse: jax.Array, updates_per_step: int) -> "StepMeans":
+        """Add an update; the first one of a step starts from 0 again."""
         is_over = self.num_updates == updates_per_step
-        old = Means(*(jnp.where(is_over, 0.0, value) for value in self))
-        return Means(old.num_updates + 1, old.loss + loss, old.rmse + rmse)
+        old = StepMeans(*(jnp.where(is_over, 0.0, value) for value in self))
+        return StepMeans(old.num_updates + 1, old.loss + loss, old.rmse + rmse)
 
 
-class JointModelState(NamedTuple):
-    """What the loss of several models keeps from update to update."""
+class TrialsModelState(NamedTuple):
+    """The model state of several trials."""
 
     models: Any
-    means: Means
+    means: StepMeans
 
 
-def together(
+def build_trials_loss(
     loss_fn: LossFn, updates_per_step: int, *, fp_exceptions: bool = False
 ) -> LossFn:
-    """Return the loss of models whose weights are stacked along dim 0.
+    """Return the loss of trials whose weights are stacked along dim 0.
 
-    Its value is the mean of the models' losses, and its gradient that of their sum: a
-    model's weights have no part in the loss of another, so this is each one's own. It
-    reports the lowest error of all, and how many models have not diverged. With
-    `fp_exceptions`, a loss that is not finite makes the value so.
+    The value is the mean loss of the trials, and the gradient is that of their sum: the
+    weights of a trial appear in its own loss only, so each gets its own gradient. The loss
+    reports the lowest RMSE and the number of trials that have not diverged. With
+    `fp_exceptions`, the value is not finite as soon as one loss is not.
     """
 
-    def loss(params: Any, model_state: JointModelState, batch: Any, key: jax.Array) -> Any:
+    def trials_loss(
+        params: Any, model_state: TrialsModelState, batch: Any, key: jax.Array
+    ) -> Any:
         each = jax.vmap(loss_fn, in_axes=(0, 0, None, None))
         losses, (models, infos) = each(params, model_state.models, batch, key)
-        means = model_state.means.plus(losses, infos["rmse"], updates_per_step)
+        means = model_state.means.add(losses, infos["rmse"], updates_per_step)
         info = {
             "lowest_rmse": jnp.nanmin(infos["rmse"]),
             "finite_models": jnp.isfinite(losses).sum().astype(jnp.float32),
         }
-        mean = mean_of_models(losses)
+        mean = mean_with_sum_gradient(losses)
         if fp_exceptions:
             mean = jnp.where(jnp.isfinite(losses).all(), mean, jnp.nan)
-        return mean, (JointModelState(models, jax.lax.stop_gradient(means)), info)
+        return mean, (TrialsModelState(models, jax.lax.stop_gradient(means)), info)
 
-    return loss
+    return trials_loss
 
 
 @jax.custom_vjp
-def mean_of_models(losses: jax.Array) -> jax.Array:
-    """Return the mean of the losses that are finite; its gradient is that of the sum.
+def mean_with_sum_gradient(losses: jax.Array) -> jax.Array:  # (trials,) -> ()
+    """Return the mean of the finite losses, with the gradient of the sum of all.
 
-    The gradient of the mean would divide each model's by how many there are.
+    The gradient of the mean would divide that of every trial by the number of trials.
     """
     finite = jnp.isfinite(losses)
     mean = jnp.where(finite, losses, 0).sum() / jnp.maximum(finite.sum(), 1)
     return jnp.where(finite.any(), mean, jnp.nan).astype(losses.dtype)
 
 
-mean_of_models.defvjp(
-    lambda losses: (mean_of_models(losses), jnp.ones_like(losses)),
+mean_with_sum_gradient.defvjp(
+    lambda losses: (mean_with_sum_gradient(losses), jnp.ones_like(losses)),
     lambda ones, gradient: (gradient * ones,),
 )
 
 
-def first_state(weights: tuple[Any, Any], count: int) -> tuple[Any, JointModelState]:
-    """Return the weights and model state of models that all start alike."""
-    params, model_state = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), weights
+def init_trials(weights: tuple[Any, Any], num_trials: int) -> tuple[Any, TrialsModelState]:
+    """Return weights and model state of trials that all start from the same weights."""
+    params, models = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_trials, *jnp.shape(x))), weights
     )
-    nothing = jnp.zeros(count)
-    return params, JointModelState(model_state, Means(jnp.float32(0), nothing, nothing))
+    zeros = jnp.zeros(num_trials)
+    return params, TrialsModelState(models, StepMeans(jnp.float32(0), zeros, zeros))
 
 
-def trials_program(
-    config: TrainingOptions,
+def build_trials_program(
+    config: TrainingConfig,
     model: Model,
     steps: Steps,
     exponents: Sequence[float],
     device: Any,
 ) -> TrainingProgram:
-    """Return one compiled loop that trains a model for each of the learning rates."""
+    """Return one compiled loop that trains a model for each learning rate."""
     batch_size, plan = config.resolved_batch_size, config.plan
-    first = 2.0 ** np.array(exponents) * batch_size
-    optimizer = optimizer_of(config, learning_rate_of(config, first, steps))
+    initial = 2.0 ** np.array(exponents) * batch_size
+    optimizer = build_optimizer(config, build_learning_rate(config, initial, steps))
     if plan.loss_scaling == "dynamic":
-        # One scale for all: with a model that diverges, no other would learn any more.
+        # The scale is common to all trials: one that diverges would lower it until no
+        # other trial learns.
         plan = dataclasses.replace(plan, loss_scaling=_LOSS_SCALE)
-        optimizer = each_if_finite(optimizer)
-    loss_fn = loss_of(model, config.refeeding, platform=device.platform)
-    if config.refeeding == "joint" and joint.are_for(
+        optimizer = skip_nonfinite_trials(optimizer)
+    loss_fn = build_loss(model, config.training.refeeding, platform=device.platform)
+    if config.training.refeeding == "joint" and joint.is_supported(
         model, batch_size, len(exponents), plan.types.compute, device
     ):
-        loss_fn = joint.joint_loss(model)
+        loss_fn = joint.build_joint_loss(model)
     return training_program(
-        together(loss_fn, steps.updates_per_step, fp_exceptions=config.fp_exceptions),
+        build_trials_loss(
+            loss_fn, steps.updates_per_step, fp_exceptions=config.training.fp_exceptions
+        ),
         optimizer,
         plan,
-        watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
+        watch={"learning_rate_factor": build_learning_rate(config, 1.0, steps)},
         devices=[device],
         compiler_options=COMPILER_OPTIONS,
     )
 
 
-def each_if_finite(
+def skip_nonfinite_trials(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Leave an update out for those models along dim 0 whose gradients are not finite."""
+    """Skip the update of every trial along dim 0 whose gradients are not finite."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves = jax.tree.leaves(updates)
         each = [jnp.isfinite(x).reshape(x.shape[0], -1).all(1) for x in leaves]
         finite = jnp.stack(each).all(0)
 
-        def chosen(new: jax.Array, old: Any) -> jax.Array:
-            # What has one value for all models, the count of updates, moves on.
+        def select(new: jax.Array, old: Any) -> jax.Array:
+            # The count of updates is a scalar for all trials and always advances.
             shape = (-1, *[1] * (new.ndim - 1))
             return jnp.where(finite.reshape(shape), new, old) if new.ndim else new
 
-        new, moved = optimizer.update(updates, state, params)
+        new_updates, new_state = optimizer.update(updates, state, params)
         return (
-            jax.tree.map(lambda x: chosen(x, 0), new),
-            jax.tree.map(chosen, moved, state),
+            jax.tree.map(lambda x: select(x, 0), new_updates),
+            jax.tree.map(select, new_state, state),
         )
 
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def trials_errors(model: Model, labels: Sequence[str]) -> MetricFn:
-    """Return what validation measures of each user, for each of the models."""
-    each = jax.vmap(errors_of(model), in_axes=(0, None, None))
+def build_trials_metrics(model: Model, labels: Sequence[str]) -> MetricFn:
+    """Return the metric function of several trials; names end in the label of the trial."""
+    each = jax.vmap(build_metrics(model), in_axes=(0, None, None))
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
         return {
-            f"{name}_{label}": values[place]
+            f"{name}_{label}": values[number]
             for name, values in each(params, model_state, batch).items()
-            for place, label in enumerate(labels)
+            for number, label in enumerate(labels)
         }
 
     return metric_fn
 
 
-def trials_scores(means: dict[str, float], labels: Sequence[str]) -> dict[str, float]:
-    """Turn the means over users into each model's RMSE."""
-    found = {}
-    for each in labels:
-        ending = f"_{each}"
-        own = {n.removesuffix(ending): v for n, v in means.items() if n.endswith(ending)}
-        found[f"rmse{ending}"] = scores(own)["rmse"]
-    return found
+def compute_trials_scores(
+    means: dict[str, float], labels: Sequence[str]
+) -> dict[str, float]:
+    """Turn means over rows into the RMSE of each trial."""
+    scores = {}
+    for label in labels:
+        suffix = f"_{label}"
+        own = {n.removesuffix(suffix): v for n, v in means.items() if n.endswith(suffix)}
+        scores[f"rmse{suffix}"] = compute_scores(own)["rmse"]
+    return scores

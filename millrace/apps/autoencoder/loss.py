@@ -1,84 +1,86 @@
-"""What is minimized: the error on known ratings, and that of re-feeding.
+"""The loss: the error on known ratings, and the error of re-feeding.
 
-Batches come sparse and become dense rows here, on the device, inside the compiled loop.
+Batches arrive sparse. Where dense rows are needed, they are built here, on the device and
+inside the compiled loop.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from millrace.apps.autoencoder.config.training import Refeeding
 from millrace.apps.autoencoder.model import (
-    Known,
+    KnownRatings,
     Model,
-    hidden_of_known,
-    hidden_ratings,
-    kept_codes,
-    ratings_by_item,
+    apply_output_layer_by_item,
+    compute_hidden,
+    draw_dropout_masks,
+    drop_input_ratings,
     reconstruct,
     reconstruct_by_item,
     reconstruct_known,
+    widen,
 )
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.step import LossFn
 
-Refeeding = Literal["none", "joint", "detached"]
-"""What becomes of a batch's reconstruction: nothing; a second term of the same loss,
-differentiated through both passes; or, as in the paper, a new and constant example for an
-update of its own."""
+
+def get_known_ratings(batch: Any, prefix: str = "") -> KnownRatings:
+    """Return the ratings of a batch as one flat list."""
+    return KnownRatings(
+        *(batch[prefix + name].reshape(-1) for name in KnownRatings._fields)
+    )
 
 
-def known_ratings(batch: Any, prefix: str = "") -> Known:
-    """Return the ratings of a batch as one list."""
-    return Known(*(batch[prefix + name].reshape(-1) for name in Known._fields))
+def to_dense_rows(
+    batch: Any, num_items: int, prefix: str = ""
+) -> jax.Array:  # (users, items)
+    """Return the ratings of a batch as dense rows, 0 where there is no rating."""
+    return _to_dense(get_known_ratings(batch, prefix), batch["user"].shape[0], num_items)
 
 
-def dense_rows(batch: Any, num_items: int, prefix: str = "") -> jax.Array:
-    """Return the ratings of a batch as (users, items), 0 where there is none."""
-    return _dense(known_ratings(batch, prefix), batch["user"].shape[0], num_items)
-
-
-def _dense(known: Known, num_users: int, num_items: int) -> jax.Array:
+def _to_dense(known: KnownRatings, num_users: int, num_items: int) -> jax.Array:
     rows = jnp.zeros((num_users, num_items), known.value.dtype)
-    # Filling has a row past the end, which is dropped.
+    # Padding has a row past the end, which is dropped.
     return rows.at[known.row, known.item].set(known.value, mode="drop")
 
 
-def _rows_and_seen(model: Model, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the dense rows of a batch, and what the network gets to see of them."""
-    known, num_users = known_ratings(batch), batch["user"].shape[0]
-    rows = _dense(known, num_users, model.num_items)
+def _rows_and_inputs(
+    model: Model, batch: Any, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # (users, items) each
+    """Return the dense rows of a batch, and what input dropout leaves of them."""
+    known, num_users = get_known_ratings(batch), batch["user"].shape[0]
+    rows = _to_dense(known, num_users, model.num_items)
     if not model.input_dropout_rate:
         return rows, rows
-    return rows, _dense(hidden_ratings(model, known, key), num_users, model.num_items)
+    inputs = drop_input_ratings(model, known, key)
+    return rows, _to_dense(inputs, num_users, model.num_items)
 
 
-def loss_of(
+def build_loss(
     model: Model, refeeding: Refeeding, num_replicas: int = 1, *, platform: str = "gpu"
 ) -> LossFn:
-    """Return the loss of a batch on the runtime's terms; it reports the batch's RMSE.
+    """Return the loss function of a batch, which also reports the RMSE of the batch.
 
-    Replicas share a batch's users, who have rated more or less: what each adds to the
-    loss is weighed by the ratings of all.
-
-    Args:
-        model: The choices.
-        refeeding: What becomes of the reconstruction.
-        num_replicas: That share a batch.
-        platform: What it will run on; how it is computed depends on it, not what.
+    Replicas split a batch by rows, which have different numbers of ratings: each term is
+    normalized by the ratings of all replicas. The platform selects an implementation, not
+    another loss.
     """
     if refeeding == "detached":
-        return _detached(model)
+        return _detached_loss(model)
     if refeeding == "none":
-        return _once(model, num_replicas)
-    # Three of twelve products with all items are with what is rated only, and the others
-    # item by item: on two CPU cores an update of Netflix' size took about 0.76 of the time.
-    # On an H200 the first of these changed nothing.
-    return (_joint_of_known if platform == "cpu" else _joint)(model, num_replicas)
+        return _known_loss(model, num_replicas)
+    # By item, an update with the Netflix items took 0.76 of the time on two CPU cores:
+    # three of twelve products with all items reduce to the rated ones, and the others are
+    # faster when transposed. On an H200, the first of these changed nothing.
+    if platform == "cpu":
+        return _joint_loss_by_item(model, num_replicas)
+    return _joint_loss(model, num_replicas)
 
 
 def _mean_count(count: jax.Array, num_replicas: int) -> jax.Array:
-    """Return the mean over the replicas of how many ratings they have, at least 1."""
+    """Return the mean number of ratings per replica, at least 1."""
     if num_replicas > 1:
         count = jax.lax.psum(count, REPLICA_AXIS) / num_replicas
     return jnp.maximum(count, 1)
@@ -90,74 +92,83 @@ def _rmse(error: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.sqrt(error)
 
 
-def _once(model: Model, num_replicas: int) -> LossFn:
+def _known_loss(model: Model, num_replicas: int) -> LossFn:
+    """Return the loss without re-feeding; it computes known ratings only."""
+
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-        known, num_users = known_ratings(batch), batch["user"].shape[0]
-        (kept,) = kept_codes(model, key, 1, num_users)
-        seen = hidden_ratings(model, known, key)
-        output = reconstruct_known(model, params, seen, num_users, kept)
-        loss = _error_of_known(known, output, num_users, num_replicas)
+        known, num_users = get_known_ratings(batch), batch["user"].shape[0]
+        (mask,) = draw_dropout_masks(model, key, 1, num_users)
+        inputs = drop_input_ratings(model, known, key)
+        output = reconstruct_known(model, params, inputs, num_users, mask)
+        loss = _known_error(known, output, num_users, num_replicas)
         return loss, (model_state, {"rmse": _rmse(loss, num_replicas)})
 
     return loss_fn
 
 
-def _error_of_known(
-    known: Known, output: jax.Array, num_users: int, num_replicas: int
+def _known_error(
+    known: KnownRatings,
+    output: jax.Array,  # (ratings,)
+    num_users: int,
+    num_replicas: int,
 ) -> jax.Array:
-    """Return the mean squared error of what was made of the known ratings."""
+    """Return the mean squared error over a flat list of known ratings."""
     is_real = known.row < num_users
-    squares = jnp.where(is_real, jnp.square(_wide(output) - _wide(known.value)), 0)
+    squares = jnp.where(is_real, jnp.square(widen(output) - widen(known.value)), 0)
     return squares.sum() / _mean_count(is_real.sum(), num_replicas)
 
 
-def _joint(model: Model, num_replicas: int) -> LossFn:
+def _joint_loss(model: Model, num_replicas: int) -> LossFn:
+    """Return the loss with re-feeding as a second term."""
+
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-        rows, seen = _rows_and_seen(model, batch, key)
-        first, second = kept_codes(model, key, 2, len(rows))
-        output = reconstruct(model, params, seen, first)
+        rows, inputs = _rows_and_inputs(model, batch, key)
+        first, second = draw_dropout_masks(model, key, 2, len(rows))
+        output = reconstruct(model, params, inputs, first)
         error = masked_error(rows, output, num_replicas)
         again = reconstruct(model, params, output, second)
-        refed = jnp.square(_wide(again) - _wide(output)).mean()
+        refed = jnp.square(widen(again) - widen(output)).mean()
         return error + refed, (model_state, {"rmse": _rmse(error, num_replicas)})
 
     return loss_fn
 
 
-def _joint_of_known(model: Model, num_replicas: int) -> LossFn:
-    """Return the same as ``_joint``; only re-feeding makes dense ratings, item by item."""
+def _joint_loss_by_item(model: Model, num_replicas: int) -> LossFn:
+    """Return ``_joint_loss`` with the first pass sparse and reconstructions transposed."""
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-        known, num_users = known_ratings(batch), batch["user"].shape[0]
-        first, second = kept_codes(model, key, 2, num_users)
-        seen = hidden_ratings(model, known, key)
-        hidden = hidden_of_known(model, params, seen, num_users, first)
-        output = ratings_by_item(model, params, hidden)
-        of_known = output[known.item, known.row]  # of filling, some other user's
-        error = _error_of_known(known, of_known, num_users, num_replicas)
+        known, num_users = get_known_ratings(batch), batch["user"].shape[0]
+        first, second = draw_dropout_masks(model, key, 2, num_users)
+        inputs = drop_input_ratings(model, known, key)
+        hidden = compute_hidden(model, params, inputs, num_users, first)
+        output = apply_output_layer_by_item(model, params, hidden)
+        # Padding reads some other user's rating, which the error masks out.
+        at_known = output[known.item, known.row]
+        error = _known_error(known, at_known, num_users, num_replicas)
         again = reconstruct_by_item(model, params, output, second)
-        refed = jnp.square(_wide(again) - _wide(output)).mean()
+        refed = jnp.square(widen(again) - widen(output)).mean()
         return error + refed, (model_state, {"rmse": _rmse(error, num_replicas)})
 
     return loss_fn
 
 
-def _detached(model: Model) -> LossFn:
-    """Train on a batch and on its reconstruction in turn; the model state keep that.
+def _detached_loss(model: Model) -> LossFn:
+    """Return the loss of alternating updates: a batch, then its reconstruction.
 
-    Both are one kind of update: a rating of the reconstruction is known wherever it is
-    not 0. The batch says whose turn it is.
+    The model state carries the reconstruction from one update to the next, and
+    ``batch["refed"]`` says which of the two an update is. Both use the same code, because
+    a rating of the reconstruction counts as known wherever it is not 0.
     """
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         is_refed = batch["refed"][0]
-        rows, seen = _rows_and_seen(model, batch, key)
+        rows, inputs = _rows_and_inputs(model, batch, key)
         before = model_state["output"].astype(rows.dtype)
-        rows, seen = (jnp.where(is_refed, before, each) for each in (rows, seen))
-        (kept,) = kept_codes(model, key, 1, len(rows))
-        output = reconstruct(model, params, seen, kept)
+        rows, inputs = (jnp.where(is_refed, before, each) for each in (rows, inputs))
+        (mask,) = draw_dropout_masks(model, key, 1, len(rows))
+        output = reconstruct(model, params, inputs, mask)
         loss = masked_error(rows, output)
-        # Of the ratings only: that of the reconstruction says nothing to a reader.
+        # Report the RMSE of ratings only; that of a reconstruction means little.
         rmse = jnp.where(is_refed, model_state["rmse"], jnp.sqrt(loss))
         model_state = jax.lax.stop_gradient({"output": output, "rmse": rmse})
         return loss, (model_state, {"rmse": rmse})
@@ -165,7 +176,7 @@ def _detached(model: Model) -> LossFn:
     return loss_fn
 
 
-def initial_model_state(
+def init_model_state(
     model: Model, refeeding: Refeeding, batch_size: int, dtype: str
 ) -> dict[str, jax.Array] | None:
     """Return the model state before the first update."""
@@ -175,12 +186,12 @@ def initial_model_state(
     return {"output": output, "rmse": jnp.float32(0)}
 
 
-def masked_error(rows: jax.Array, output: jax.Array, num_replicas: int = 1) -> jax.Array:
-    """Return the mean squared error over the known ratings of all rows together."""
+def masked_error(
+    rows: jax.Array,  # (users, items), 0 where there is no rating
+    output: jax.Array,  # (users, items)
+    num_replicas: int = 1,
+) -> jax.Array:
+    """Return the mean squared error over the known ratings of all rows."""
     is_known = rows != 0
-    squares = jnp.where(is_known, jnp.square(_wide(output) - _wide(rows)), 0)
+    squares = jnp.where(is_known, jnp.square(widen(output) - widen(rows)), 0)
     return squares.sum() / _mean_count(is_known.sum(), num_replicas)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,7 +1,9 @@
-"""The deep autoencoder: six dense layers that reconstruct all of a user's ratings.
+"""The deep autoencoder: six dense layers that reconstruct all ratings of a row.
 
-The decoder uses the encoder's weights, transposed, in reverse order ("constrained"), and
-has only biases of its own, unless it is untied.
+The decoder uses the transposed encoder weights in reverse order (a "constrained" decoder)
+and has only its own biases, unless it is untied.
+
+Ratings are written as rows of users by items. With rows of items, the two swap places.
 """
 
 import functools
@@ -16,197 +18,217 @@ from millrace.nn.dense_convolution import computed_once
 from millrace.program.rounding import random_bits
 
 WIDTHS = {128: (128, 256, 256), 256: (256, 256, 512), 512: (512, 512, 1024)}
-"""Of the encoder's layers, by the first one's; the last is the code."""
+"""Widths of the encoder layers by the first one; the last is the code layer."""
 DROPOUT_RATES = {128: 0.65, 256: 0.8, 512: 0.8}
-"""Share of the code that is dropped in training."""
+"""Default dropout rate of the code layer by size."""
 
 _LAYERS = ("fc_1", "fc_2", "fc_3")
-_INPUT = 1
-"""Sets the key of what is dropped from the input apart from that of the code."""
+_INPUT_KEY = 1
+"""Folded into the key of input dropout, so that it differs from that of the code."""
 
 
 class Model(NamedTuple):
-    """The choices that make up a model."""
+    """Hyperparameters of the autoencoder."""
 
     num_items: int
-    """Columns of a row: where rows are items, these are the users."""
+    """Columns of a row: items, or users if rows are items."""
     size: int
     dropout_rate: float
-    """0 for none."""
     selu: bool = True
-    """Whether every layer, the last included, ends in a SELU; if not, all is linear."""
+    """Whether layers, the last included, end in a SELU; otherwise all are linear."""
     linear_output: bool = False
-    """Whether the last layer does not: SELU foretells nothing below -1.76."""
+    """Whether the last layer has no SELU, which cannot go below -1.76."""
     tied: bool = True
     input_dropout_rate: float = 0.0
-    """The share of a user's ratings that are hidden from the network in training."""
+    """Fraction of the known ratings that are hidden from the network in training."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the input and of the encoder's layers."""
+        """Widths of the input and of the encoder layers."""
         return (self.num_items, *WIDTHS[self.size])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(model: Model, key: jax.Array) -> dict[str, Any]:
-    """Draw weights evenly from Glorot's interval; biases are 0."""
+    """Draw Glorot-uniform kernels; biases are 0."""
     widths = model.widths
     encoder, decoder = {}, {}
     for number, name in enumerate(_LAYERS):
         before, after = widths[number : number + 2]
         layer_key = jax.random.fold_in(key, number)
         encoder[name] = {
-            "kernel": _glorot(layer_key, before, after),
+            "kernel": _glorot_uniform(layer_key, before, after),
             "bias": jnp.zeros(after),
         }
         after, before = widths[-2 - number], widths[-1 - number]
         decoder[name] = {"bias": jnp.zeros(after)}
         if not model.tied:
             decoder_key = jax.random.fold_in(key, len(_LAYERS) + number)
-            decoder[name]["kernel"] = _glorot(decoder_key, before, after)
+            decoder[name]["kernel"] = _glorot_uniform(decoder_key, before, after)
     return {"encoder": encoder, "decoder": decoder}
 
 
-def _glorot(key: jax.Array, before: int, after: int) -> jax.Array:
+def _glorot_uniform(key: jax.Array, before: int, after: int) -> jax.Array:
     limit = (6 / (before + after)) ** 0.5
     return jax.random.uniform(key, (before, after), minval=-limit, maxval=limit)
 
 
 def reconstruct(
-    model: Model, params: Any, rows: jax.Array, kept: jax.Array | None = None
-) -> jax.Array:
-    """Return what the network makes of dense rows of ratings.
+    model: Model,
+    params: Any,
+    rows: jax.Array,  # (users, items), 0 where there is no rating
+    mask: jax.Array | None = None,  # (users, code)
+) -> jax.Array:  # (users, items)
+    """Return the reconstruction of dense rows, computed in the dtype of the weights.
 
-    Args:
-        model: The choices.
-        params: The weights, in the type to compute in.
-        rows: (users, items), 0 where there is no rating.
-        kept: What dropout keeps of the codes; None for all, as outside training.
+    `mask` is what dropout keeps of the codes; None keeps all, as in evaluation.
     """
     first = params["encoder"]["fc_1"]
-    hidden = inner_layers(model, params, rows @ first["kernel"] + first["bias"], kept)
-    return ratings_of(model, params, hidden)
-
-
-def ratings_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
-    """Return what the last layer makes of what enters it: (users, items)."""
-    last = last_layer(model, params)
-    return activate_output(model, hidden @ last.kernel.T + last.bias)
-
-
-def ratings_by_item(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
-    """Return ``ratings_of`` transposed: (items, users).
-
-    On a CPU its products, and those of its gradients, are faster: every one of them has
-    a result or an argument of many rows instead of many columns.
-    """
-    last = last_layer(model, params)
-    return activate_output(model, _by_item(last.kernel, hidden) + last.bias[:, None])
+    sums = rows @ first["kernel"] + first["bias"]
+    output = get_output_layer(model, params)
+    hidden = apply_hidden_layers(model, params, sums, mask)
+    return activate_output(model, hidden @ output.kernel.T + output.bias)
 
 
 def reconstruct_by_item(
-    model: Model, params: Any, columns: jax.Array, kept: jax.Array | None
-) -> jax.Array:
-    """Return ``reconstruct`` of (items, users), the same way round."""
+    model: Model,
+    params: Any,
+    columns: jax.Array,  # (items, users)
+    mask: jax.Array | None,  # (users, code)
+) -> jax.Array:  # (items, users)
+    """Return ``reconstruct`` with input and output transposed."""
     first = params["encoder"]["fc_1"]
-    sums = _over_items(columns, first["kernel"]) + first["bias"]
-    return ratings_by_item(model, params, inner_layers(model, params, sums, kept))
+    sums = _sum_over_items(columns, first["kernel"]) + first["bias"]
+    hidden = apply_hidden_layers(model, params, sums, mask)
+    return apply_output_layer_by_item(model, params, hidden)
+
+
+def apply_output_layer_by_item(
+    model: Model,
+    params: Any,
+    hidden: jax.Array,  # (users, width)
+) -> jax.Array:  # (items, users)
+    """Apply the last layer, with the result transposed.
+
+    On a CPU this makes the products, and those of the gradients, faster: each of them has
+    a result or an argument with many rows instead of many columns.
+    """
+    output = get_output_layer(model, params)
+    sums = _multiply_by_item(output.kernel, hidden) + output.bias[:, None]
+    return activate_output(model, sums)
 
 
 @jax.custom_vjp
-def _by_item(kernel: jax.Array, hidden: jax.Array) -> jax.Array:
-    """Multiply (items, width) and (users, width) to (items, users)."""
+def _multiply_by_item(
+    kernel: jax.Array,  # (items, width)
+    hidden: jax.Array,  # (users, width)
+) -> jax.Array:  # (items, users)
     return lax.dot_general(kernel, hidden, (((1,), (1,)), ((), ())))
 
 
 @jax.custom_vjp
-def _over_items(columns: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiply (items, users) and (items, width) to (users, width).
-
-    Items are added up in parts first: a sum over all of them at once took 3.0 ms, four
-    took 2.6 (17,736 items, two cores).
-    """
+def _sum_over_items(
+    columns: jax.Array,  # (items, users)
+    kernel: jax.Array,  # (items, width)
+) -> jax.Array:  # (users, width)
+    # A sum over all items at once took 3.0 ms, four partial sums 2.6 ms (17,736 items, two
+    # cores).
     parts = next(n for n in (4, 3, 2, 1) if kernel.shape[0] % n == 0)
     first, second = (x.reshape(parts, -1, x.shape[1]) for x in (columns, kernel))
     return lax.dot_general(first, second, (((1,), (1,)), ((0,), (0,)))).sum(0)
 
 
-# The gradients of each are written out, so that a sum over items is the other's.
-_by_item.defvjp(
-    lambda kernel, hidden: (_by_item(kernel, hidden), (kernel, hidden)),
-    lambda saved, d: (d @ saved[1], _over_items(d, saved[0])),
+# The gradient of each needs the other: with the rules written out, every sum over items is
+# done in parts.
+_multiply_by_item.defvjp(
+    lambda kernel, hidden: (_multiply_by_item(kernel, hidden), (kernel, hidden)),
+    lambda saved, d: (d @ saved[1], _sum_over_items(d, saved[0])),
 )
-_over_items.defvjp(
-    lambda columns, kernel: (_over_items(columns, kernel), (columns, kernel)),
-    lambda saved, d: (_by_item(saved[1], d), saved[0] @ d),
+_sum_over_items.defvjp(
+    lambda columns, kernel: (_sum_over_items(columns, kernel), (columns, kernel)),
+    lambda saved, d: (_multiply_by_item(saved[1], d), saved[0] @ d),
 )
 
 
-class LastLayer(NamedTuple):
-    """The layer whose outputs are ratings."""
+class OutputLayer(NamedTuple):
+    """The last layer, whose outputs are ratings."""
 
-    kernel: jax.Array
-    """(items, width of what enters it)"""
-    bias: jax.Array
+    kernel: jax.Array  # (items, width)
+    bias: jax.Array  # (items,)
 
 
-def last_layer(model: Model, params: Any) -> LastLayer:
-    """Return the last layer, be it the first one's transpose or the decoder's own."""
+def get_output_layer(model: Model, params: Any) -> OutputLayer:
+    """Return the last layer: the transposed first layer if tied, else its own weights."""
     last = params["decoder"]["fc_3"]
     tied = params["encoder"]["fc_1"]["kernel"]
-    return LastLayer(tied if model.tied else last["kernel"].T, last["bias"])
+    return OutputLayer(tied if model.tied else last["kernel"].T, last["bias"])
 
 
-class Known(NamedTuple):
-    """The known ratings of some users, one after the other."""
+class KnownRatings(NamedTuple):
+    """The known ratings of a batch as a flat list."""
 
-    row: jax.Array
-    """Of each rating, its user's; past the end where there is only filling."""
-    item: jax.Array
-    value: jax.Array
+    row: jax.Array  # (ratings,)
+    """The row of each rating; one past the last row in padding."""
+    item: jax.Array  # (ratings,)
+    value: jax.Array  # (ratings,)
 
 
 def reconstruct_known(
-    model: Model, params: Any, known: Known, num_users: int, kept: jax.Array | None
-) -> jax.Array:
-    """Return ``reconstruct`` for the known ratings alone, in time in proportion to them.
+    model: Model,
+    params: Any,
+    known: KnownRatings,
+    num_users: int,
+    mask: jax.Array | None,  # (users, code)
+) -> jax.Array:  # (ratings,)
+    """Return ``reconstruct`` at the known ratings only, in time proportional to them.
 
-    The two large products become sums over the weights of what is rated: of 17,770 items
-    a user of Netflix has rated some forty in three months.
+    The two large products become sums over the weights of rated items. In the three-month
+    Netflix data, a user has rated about 40 of 17,770 items.
     """
-    hidden = hidden_of_known(model, params, known, num_users, kept)[known.row]
-    last = last_layer(model, params)
-    products = jnp.einsum("ij,ij->i", hidden, last.kernel[known.item])
-    return activate_output(model, products + last.bias[known.item])
+    hidden = compute_hidden(model, params, known, num_users, mask)[known.row]
+    output = get_output_layer(model, params)
+    products = jnp.einsum("ij,ij->i", hidden, output.kernel[known.item])
+    return activate_output(model, products + output.bias[known.item])
 
 
-def hidden_of_known(
-    model: Model, params: Any, known: Known, num_users: int, kept: jax.Array | None = None
-) -> jax.Array:
-    """Return what enters the last layer, from the known ratings alone."""
+def compute_hidden(
+    model: Model,
+    params: Any,
+    known: KnownRatings,
+    num_users: int,
+    mask: jax.Array | None = None,  # (users, code)
+) -> jax.Array:  # (users, width)
+    """Return the input of the last layer, computed from the known ratings only."""
     first = params["encoder"]["fc_1"]
-    sums = sums_of_known(first["kernel"], known, num_users).astype(first["bias"].dtype)
-    return inner_layers(model, params, sums + first["bias"], kept)
+    sums = multiply_sparse(first["kernel"], known, num_users).astype(first["bias"].dtype)
+    return apply_hidden_layers(model, params, sums + first["bias"], mask)
 
 
-def sums_of_known(kernel: jax.Array, known: Known, num_users: int) -> jax.Array:
-    """Return the product of dense ratings and the first layer's weights, in float32."""
+def multiply_sparse(
+    kernel: jax.Array,  # (items, width)
+    known: KnownRatings,
+    num_users: int,
+) -> jax.Array:  # (users, width)
+    """Return the product of the sparse ratings and a kernel, in float32."""
     terms = kernel[known.item] * known.value[:, None]
-    # In float32, as a product of matrices would add them up.
+    # In float32, because a dense product accumulates in float32 as well.
     sums = jnp.zeros((num_users, terms.shape[1]))
     return sums.at[known.row].add(terms, mode="drop")
 
 
-def inner_layers(
-    model: Model, params: Any, sums: jax.Array, kept: jax.Array | None
-) -> jax.Array:
-    """From what enters the first layer's activation to what enters the last layer."""
+def apply_hidden_layers(
+    model: Model,
+    params: Any,
+    sums: jax.Array,  # (users, width)
+    mask: jax.Array | None,  # (users, code)
+) -> jax.Array:  # (users, width)
+    """Go from the first layer, before its activation, to the input of the last layer."""
     hidden = activate(model, sums)
     for name in _LAYERS[1:]:
         layer = params["encoder"][name]
         hidden = activate(model, hidden @ layer["kernel"] + layer["bias"])
-    if kept is not None:
-        hidden = _dropout(hidden, kept, model.dropout_rate)
+    if mask is not None:
+        hidden = _apply_dropout(hidden, mask, model.dropout_rate)
     for name, mirrored in zip(_LAYERS[:-1], reversed(_LAYERS), strict=False):
         layer = params["decoder"][name]
         kernel = params["encoder"][mirrored]["kernel"].T if model.tied else layer["kernel"]
@@ -215,22 +237,23 @@ def inner_layers(
 
 
 def activate(model: Model, x: jax.Array) -> jax.Array:
-    """Return the activation, or `x` itself where all is linear."""
+    """Apply the activation of a hidden layer, if the model has one."""
     if not model.selu:
         return x
-    return _selu(x) if x.dtype == jnp.float32 else saturated(jax.nn.selu(x))
+    return _selu(x) if x.dtype == jnp.float32 else saturate(jax.nn.selu(x))
 
 
 def activate_output(model: Model, x: jax.Array) -> jax.Array:
-    """Return the activation of the last layer, whose results are ratings."""
+    """Apply the activation of the last layer, whose outputs are ratings."""
     return x if model.linear_output else activate(model, x)
 
 
-def saturated(x: jax.Array) -> jax.Array:
-    """Stop at float16's largest number, as the reference's hardware does.
+def saturate(x: jax.Array) -> jax.Array:
+    """Limit float16 to its largest finite number, as the reference's hardware does.
 
-    A reconstruction has hundreds of times the ratings that were known, and re-feeding adds
-    all of them up: after an epoch of Netflix' ratings to a thousand, and they grow.
+    A reconstruction has hundreds of times more ratings than were known, and re-feeding
+    sums over all of them: on the Netflix data these sums reach a thousand after one epoch
+    and keep growing.
     """
     return jnp.minimum(x, jnp.finfo(x.dtype).max) if x.dtype == jnp.float16 else x
 
@@ -240,21 +263,22 @@ _SCALE, _ALPHA = 1.0507009873554805, 1.6732632423543772
 
 @jax.custom_vjp
 def _selu(x: jax.Array) -> jax.Array:
-    """SELU, for less memory and time on a CPU: its gradient needs nothing but its result.
+    """SELU that takes its gradient from its output alone.
 
-    In float32 that is as exact; in 16 bits the result is too coarse.
+    This saves memory and time on a CPU. In float32 it is as accurate as the usual
+    gradient; a 16-bit output would be too coarse.
     """
     return computed_once(selu_value(x))
 
 
 def selu_value(x: jax.Array) -> jax.Array:
-    """Return SELU itself."""
+    """Return SELU."""
     below = _ALPHA * (jnp.exp(jnp.minimum(x, 0)) - 1)
     return _SCALE * jnp.where(x > 0, x, below)
 
 
-def selu_slope(y: jax.Array) -> jax.Array:
-    """Return SELU's derivative where its result is `y`."""
+def selu_derivative(y: jax.Array) -> jax.Array:
+    """Return the derivative of SELU where its output is `y`."""
     return jnp.where(y > 0, _SCALE, y + _SCALE * _ALPHA)
 
 
@@ -263,44 +287,48 @@ def _selu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _selu_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    return (dy * selu_slope(y),)
+    return (dy * selu_derivative(y),)
 
 
 _selu.defvjp(_selu_forward, _selu_backward)
 
 
-def kept_codes(
+def draw_dropout_masks(
     model: Model, key: jax.Array, num_passes: int, num_users: int
-) -> Sequence[jax.Array | None]:
-    """Draw, for each pass of a batch through the network, what dropout keeps of its codes.
-
-    None keeps all. The bits are those of stochastic rounding: on CPU JAX's own took a third
-    of the time to compile the whole update.
-    """
+) -> Sequence[jax.Array | None]:  # (users, code) each
+    """Draw a dropout mask of the codes for each pass of a batch; None keeps all."""
     if not model.dropout_rate:
         return [None] * num_passes
+    # The generator of stochastic rounding: with jax.random, a third of the time to compile
+    # a whole update on CPU went into these bits.
     bits = random_bits(key, (num_passes, num_users, model.widths[-1]))
-    kept = _is_kept(bits, model.dropout_rate)
-    return [kept[number] for number in range(num_passes)]
+    masks = _draw_kept(bits, model.dropout_rate)
+    return [masks[number] for number in range(num_passes)]
 
 
-def hidden_ratings(model: Model, known: Known, key: jax.Array) -> Known:
-    """Draw which ratings the network gets to see; the others are 0, as if not known.
-
-    What is seen is enlarged, so that the mean of what enters the first layer stays.
-    """
+def drop_input_ratings(model: Model, known: KnownRatings, key: jax.Array) -> KnownRatings:
+    """Set a random part of the ratings to 0, so that the network does not see them."""
     rate = model.input_dropout_rate
     if not rate:
         return known
-    bits = random_bits(jax.random.fold_in(key, _INPUT), known.value.shape)
-    seen = _dropout(known.value, _is_kept(bits, rate), rate)
-    return known._replace(value=seen)
+    bits = random_bits(jax.random.fold_in(key, _INPUT_KEY), known.value.shape)
+    return known._replace(value=_apply_dropout(known.value, _draw_kept(bits, rate), rate))
 
 
-def _is_kept(bits: jax.Array, rate: float) -> jax.Array:
+def _draw_kept(bits: jax.Array, rate: float) -> jax.Array:
     return bits < jnp.uint32((1 - rate) * 2.0**32)
 
 
-def _dropout(x: jax.Array, kept: jax.Array, rate: float) -> jax.Array:
-    """Set the others to 0 and enlarge what is kept, so that the mean stays."""
-    return jnp.where(kept, saturated(x / (1 - rate)), jnp.zeros((), x.dtype))
+def _apply_dropout(x: jax.Array, mask: jax.Array, rate: float) -> jax.Array:
+    """Zero what is dropped and scale up what is kept, so that the mean stays the same."""
+    return jnp.where(mask, saturate(x / (1 - rate)), jnp.zeros((), x.dtype))
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Cast to the dtype in which to accumulate: float32, or float64 if `x` has it."""
+    return x.astype(wide_dtype(x))
+
+
+def wide_dtype(x: jax.Array) -> Any:
+    """Return the dtype in which to accumulate."""
+    return jnp.promote_types(x.dtype, jnp.float32)

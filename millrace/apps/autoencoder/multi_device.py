@@ -1,7 +1,7 @@
-"""Several training programs, on a device each, run as one.
+"""Several training programs, one per device, that run as one.
 
-Of several processes, each runs the programs on its own devices, and knows of the others'
-states only their shapes.
+With several processes, each runs the programs on its own devices and knows only the shapes
+of the other states.
 """
 
 import functools
@@ -17,26 +17,27 @@ from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 
 
-class SpreadState(NamedTuple):
+class MultiDeviceState(NamedTuple):
     """The states of programs on several devices."""
 
     update: jax.Array
     parts: tuple[TrainState, ...]
 
 
-def parts_of(state: Any) -> tuple[TrainState, ...]:
-    """Return the state of each program, be it one or several."""
-    return state.parts if isinstance(state, SpreadState) else (state,)
+def get_parts(state: Any) -> tuple[TrainState, ...]:
+    """Return the state of each program, whether there is one or several."""
+    return state.parts if isinstance(state, MultiDeviceState) else (state,)
 
 
-class SpreadProgram(TrainingProgram):
-    """Training programs on a device each, fed with the same batches.
+class MultiDeviceProgram(TrainingProgram):
+    """Training programs that each have a device and get the same batches.
 
-    To whoever runs it, it is one program: the devices work at the same time, and their
-    infos are joined. Each must report ``finite_models``, of which its loss is the mean.
+    The runner sees one program: the devices work at the same time, and their infos are
+    combined. Every program must report ``finite_models``, the number of models that its
+    loss is the mean of.
 
     Args:
-        programs: One for each device, None for those of other processes.
+        programs: One per device; None for devices of other processes.
     """
 
     def __init__(self, programs: Sequence[TrainingProgram | None]) -> None:
@@ -50,57 +51,62 @@ class SpreadProgram(TrainingProgram):
 
     @property
     def chunk_sharding(self) -> Any:
-        """Where a chunk of batches must lie: all of it on every device of this process."""
+        """The sharding of a chunk: a full copy on every device of this process."""
         return replicated(self._mesh)
 
     def join(self, parts: Sequence[TrainState]) -> Any:
-        """Make one state of the programs' own."""
+        """Combine the states of the programs."""
         own = next(part for _, part in self._own(parts))
-        return SpreadState(own.update, tuple(parts))
+        return MultiDeviceState(own.update, tuple(parts))
 
     def _own(self, parts: Sequence[Any]) -> list[tuple[TrainingProgram, Any]]:
-        """Return the programs of this process with what belongs to each."""
+        """Return the programs of this process with their parts."""
         pairs = zip(self._programs, parts, strict=True)
         return [(program, part) for program, part in pairs if program is not None]
 
-    def _changed(self, parts: Sequence[Any], own: Iterable[Any]) -> list[Any]:
-        """Put new parts in the place of this process's own."""
+    def _replace_own(self, parts: Sequence[Any], own: Iterable[Any]) -> list[Any]:
+        """Replace the parts of this process."""
         new = iter(own)
         pairs = zip(self._programs, parts, strict=True)
-        return [shapes(part) if program is None else next(new) for program, part in pairs]
+        return [
+            get_shapes(part) if program is None else next(new) for program, part in pairs
+        ]
 
     def place(self, state: Any) -> Any:
-        """Put every part of a state where it belongs."""
+        """Put every part of a state on its device."""
         placed = [program.place(part) for program, part in self._own(state.parts)]
-        return self.join(self._changed(state.parts, placed))
+        return self.join(self._replace_own(state.parts, placed))
 
     def compile(self, state: Any, chunk: Any) -> None:
         """Compile every program for a chunk of this shape."""
         own = self._own(state.parts)
         for program, part in own:
-            program.compile(part, _spec(chunk, program.chunk_sharding))
+            program.compile(part, _with_sharding(chunk, program.chunk_sharding))
         self.compile_seconds = sum(program.compile_seconds for program, _ in own)
 
     def run(self, state: Any, chunk: Any) -> tuple[Any, dict]:
-        """Start the updates on every device; `state` is used up."""
-        ran = [
-            program.run(part, _share(chunk, program))
+        """Start the updates on every device; `state` is donated."""
+        results = [
+            program.run(part, _get_local_copy(chunk, program))
             for program, part in self._own(state.parts)
         ]
-        infos = [info for _, info in ran]
+        infos = [info for _, info in results]
         joined = {name: value for info in infos for name, value in info.items()}
-        for name, function in _OF_ALL.items():
+        for name, reduce in _REDUCTIONS.items():
             if name in joined:
-                joined[name] = _Later(function, [info[name] for info in infos])
-        joined["loss"] = _LaterMean(
-            _mean, [(info["loss"], info["finite_models"]) for info in infos]
+                joined[name] = _LazyArray(reduce, [info[name] for info in infos])
+        joined["loss"] = _LazyMean(
+            _combine_means, [(info["loss"], info["finite_models"]) for info in infos]
         )
-        new = self._changed(state.parts, [state for state, _ in ran])
+        new = self._replace_own(state.parts, [state for state, _ in results])
         return self.join(new), joined
 
 
-def _mean(values: np.ndarray, axis: int) -> np.ndarray:
-    """Join means and how many models each is of: (programs, 2, updates) to (2, updates)."""
+def _combine_means(
+    values: np.ndarray,  # (programs, 2, updates): means, and the number of models in each
+    axis: int,
+) -> np.ndarray:  # (2, updates)
+    """Combine means over different numbers of models."""
     means, counts = np.moveaxis(values, axis, 0).swapaxes(0, 1)
     count = counts.sum(0)
     total = np.where(counts > 0, means * counts, 0).sum(0)
@@ -108,64 +114,66 @@ def _mean(values: np.ndarray, axis: int) -> np.ndarray:
     return np.stack([mean, count]).astype(values.dtype)
 
 
-_OF_ALL = {
+_REDUCTIONS = {
     "finite_models": np.add.reduce,
-    "lowest_rmse": np.fmin.reduce,  # of those that are numbers
+    "lowest_rmse": np.fmin.reduce,  # ignores NaN
     "gradients_finite": np.minimum.reduce,
 }
-"""What the programs report under one name, and what becomes of it."""
+"""How to combine infos that all programs report under the same name."""
 
 
-def shapes(tree: Any) -> Any:
-    """Return what another process's arrays are like."""
+def get_shapes(tree: Any) -> Any:
+    """Return shapes and dtypes, which stand in for arrays of another process."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-class _Later:
-    """Values of several devices made one when they are read; until then all may work.
+class _LazyArray:
+    """Values of several devices that are combined when they are read.
 
-    All processes read them, in the same order.
+    Combining them earlier would make the host wait for the devices. All processes must
+    read them, in the same order, because reading communicates.
     """
 
-    def __init__(self, function: Any, values: Sequence[Any]) -> None:
-        self._function = function
+    def __init__(self, reduce: Any, values: Sequence[Any]) -> None:
+        self._reduce = reduce
         self._values = values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.asarray(self._joined, dtype)
+        return np.asarray(self._combined, dtype)
 
     @functools.cached_property
-    def _joined(self) -> np.ndarray:
-        own = self._function(np.stack(jax.device_get(self._values)), axis=0)
+    def _combined(self) -> np.ndarray:
+        own = self._reduce(np.stack(jax.device_get(self._values)), axis=0)
         if coordination.num_processes() == 1:
             return own
-        each = coordination.gather("info of programs", own.tolist())
-        return self._function(np.array(each, own.dtype), axis=0)
+        gathered = coordination.gather("info of programs", own.tolist())
+        return self._reduce(np.array(gathered, own.dtype), axis=0)
 
 
-class _LaterMean(_Later):
-    """The same for a mean, which is joined with the number of models it is of."""
+class _LazyMean(_LazyArray):
+    """A lazy mean, which is combined together with the number of models in it."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.asarray(self._joined[0], dtype)
+        return np.asarray(self._combined[0], dtype)
 
 
-def _spec(chunk: Any, sharding: Any) -> Any:
+def _with_sharding(chunk: Any, sharding: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), chunk
     )
 
 
-def _share(chunk: Any, program: TrainingProgram) -> Any:
-    """Return a device's own copy of a chunk that lies on all of them."""
+def _get_local_copy(chunk: Any, program: TrainingProgram) -> Any:
+    """Return the copy on the program's device of a chunk that is on all devices."""
     (device,) = program.devices
 
-    def share(leaf: jax.Array) -> jax.Array:
+    def get_copy(leaf: jax.Array) -> jax.Array:
         (data,) = [s.data for s in leaf.addressable_shards if s.device == device]
+        # Wraps the buffer; nothing is copied or moved.
         return jax.make_array_from_single_device_arrays(
             leaf.shape, program.chunk_sharding, [data]
         )
 
-    return jax.tree.map(share, chunk)
+    return jax.tree.map(get_copy, chunk)

@@ -1,6 +1,7 @@
-"""A trained recommender in the hand: ratings in, ratings out."""
+"""A trained recommender: find its run, load it, and predict ratings."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,74 +10,107 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.model import Model, reconstruct
-from millrace.apps.autoencoder.recommend import (
+from millrace.apps.autoencoder.item_rows import encode_items, predict_for_users
+from millrace.apps.autoencoder.metrics import build_add_biases, select_top_items
+from millrace.apps.autoencoder.model import Model, init_params, reconstruct
+from millrace.apps.autoencoder.program import build_model
+from millrace.apps.autoencoder.run_ratings import (
+    ITEMS,
+    RunFiles,
     find_users,
-    rated_before,
-    recommendations,
+    load_known_ratings,
+    load_rating_files,
+    load_run_files,
 )
-from millrace.apps.autoencoder.scoring import adding
-from millrace.apps.autoencoder.trained import find_trained
+from millrace.checkpoint.store import Checkpoints, restore_part
+from millrace.config import ConfigurationError
 from millrace.data.ratings.biases import ColumnBiases
-from millrace.data.ratings.matrix import find_ids, from_events
+from millrace.data.ratings.matrix import Ratings, find_ids, from_events, transpose
+from millrace.program.step import Weights, narrow
+from millrace.run.saved import find_run
+
+RMSE = "validation_rmse"
+"""The metric that selects the best checkpoint."""
 
 
 class Recommender(NamedTuple):
-    """A trained model; users are what they have rated, by the items' identifiers.
+    """A trained model that predicts ratings and recommends items.
 
-    Where rows are items, users are those of the training ratings, by their own.
+    A user is given by ratings, a mapping from item IDs to values. If the rows of the model
+    are items, only users of the training ratings are known, by their IDs.
     """
 
     config: AutoencoderConfig
     model: Model
     params: Any
-    item_ids: np.ndarray
+    files: RunFiles
+    """What the run has kept about its ratings."""
     checkpoint: Path
-    column_biases: ColumnBiases | None
+    manifest: dict[str, Any]
+    """The update, epoch and metrics of the checkpoint."""
+
+    @property
+    def item_ids(self) -> np.ndarray:
+        """IDs of the items, as in the training ratings."""
+        return self.files.item_ids
+
+    @property
+    def column_biases(self) -> ColumnBiases | None:
+        """The biases that are subtracted from ratings, if any."""
+        return self.files.column_biases
 
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
-        """Return the rating that a user would give to each item."""
-        if self.config.rows == "items":
+        """Return the predicted rating of every item for a user with these ratings."""
+        if self.config.data.rows == "items":
             raise ValueError(
-                "A model with rows of items foretells the ratings of the users that it was "
-                "trained with: ask recommend_to(user)."
+                "A model with rows of items predicts only for users of its training "
+                "ratings: call recommend_to(user)."
             )
-        places = self._places(ratings)
-        given = from_events(
-            np.zeros(len(places), int),
-            places,
-            _finite(ratings),
+        known = from_events(
+            np.zeros(len(ratings), int),
+            self._find_items(ratings),
+            _check_finite(ratings),
             user_ids=np.zeros(1, int),
             item_ids=self.item_ids,
         )
         if self.column_biases is not None:
-            given = self.column_biases.subtract(given, given)
+            known = self.column_biases.subtract(known, known)
         row = np.zeros((1, self.model.num_items), np.float32)
-        row[0, given.items] = given.values
+        row[0, known.items] = known.values
         params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
-        foretold = reconstruct(self.model, params, jnp.asarray(row))
-        output = np.asarray(adding(given.biases)(foretold, jnp.zeros(1, int)))[0]
-        return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
+        output = reconstruct(self.model, params, jnp.asarray(row))
+        output = build_add_biases(known.biases)(output, jnp.zeros(1, int))
+        values = np.asarray(output)[0].tolist()
+        return dict(zip(self.item_ids.tolist(), values, strict=True))
 
     def recommend(
         self, ratings: Mapping[Any, float], top: int = 10
     ) -> list[tuple[Any, float]]:
-        """Return the items not rated yet that the user would rate best, best first."""
-        foretold = self.predict(ratings)
-        rated = set(self.item_ids[self._places(ratings)].tolist())
-        others = [pair for pair in foretold.items() if pair[0] not in rated]
-        return sorted(others, key=lambda pair: -pair[1])[:top]
+        """Return the unrated items with the highest predicted ratings, best first."""
+        predicted = self.predict(ratings)
+        rated = set(self.item_ids[self._find_items(ratings)].tolist())
+        unrated = [pair for pair in predicted.items() if pair[0] not in rated]
+        return sorted(unrated, key=lambda pair: -pair[1])[:top]
 
     def recommend_to(self, user: Any, top: int = 10) -> list[tuple[Any, float]]:
-        """Return the best items for a user of the training ratings, which are read."""
-        trained = find_trained(self.checkpoint)
-        ratings, unknown = rated_before(trained)
-        users = find_users([user], ratings, unknown, trained)
-        found = recommendations(trained, ratings, users, top, 1, {})
-        return [(entry.item, entry.rating) for entry in found]
+        """Return the best unrated items for a user of the training ratings.
 
-    def _places(self, ratings: Mapping[Any, float]) -> np.ndarray:
-        """Return the number of each rated item, which the model must know."""
+        This reads the training ratings.
+        """
+        ratings, unknown = load_known_ratings(self.config, self.files)
+        users = find_users([user], ratings, unknown, self.config.data.rows)
+        predict, weights = build_predict(self, ratings)
+        items, values = ratings.get_user(users[0])
+        row = np.zeros((1, ratings.num_items), np.float32)
+        row[0, items] = values
+        rows = narrow(jnp.asarray(row), self.config.plan.types.compute)
+        output = predict(weights, rows, jnp.asarray(users))
+        best, places = jax.device_get(select_top_items(output, rows, top))
+        pairs = zip(ratings.item_ids[places[0]], best[0].tolist(), strict=True)
+        return [(item, rating) for item, rating in pairs if math.isfinite(rating)]
+
+    def _find_items(self, ratings: Mapping[Any, float]) -> np.ndarray:
+        """Return the places of rated items; the model must know all of them."""
         ids = np.array(list(ratings))
         places = find_ids(self.item_ids, ids) if len(ids) else np.zeros(0, int)
         if (places < 0).any():
@@ -85,8 +119,7 @@ class Recommender(NamedTuple):
         return places
 
 
-def _finite(ratings: Mapping[Any, float]) -> np.ndarray:
-    """Return the ratings, each of which must be a number."""
+def _check_finite(ratings: Mapping[Any, float]) -> np.ndarray:
     values = np.array(list(ratings.values()), np.float32)
     for item, value in zip(ratings, values, strict=True):
         if not np.isfinite(value):
@@ -94,15 +127,90 @@ def _finite(ratings: Mapping[Any, float]) -> np.ndarray:
     return values
 
 
-def load_recommender(path: Path | str) -> Recommender:
-    """Read the best checkpoint of an ``autoencoder train`` run."""
-    trained = find_trained(Path(path))
-    params, _ = trained.weights()
-    return Recommender(
-        trained.config,
-        trained.model,
-        params,
-        trained.item_ids,
-        trained.checkpoint,
-        trained.column_biases,
+def load_recommender(path: Path | str, *, newest: bool = False) -> Recommender:
+    """Load the best checkpoint of an ``autoencoder train`` run.
+
+    Args:
+        path: A run directory, its folder of checkpoints, or one checkpoint to load.
+        newest: Load the newest checkpoint even if another one was validated as better.
+    """
+    path = Path(path)
+    saved = find_run(path, command="autoencoder train")
+    folder = saved.directory
+    if folder is None or not (folder / ITEMS).is_file():
+        raise ConfigurationError(
+            f"{path} is not a run of `millrace autoencoder train`: it has no {ITEMS}."
+        )
+    saved.check_command("autoencoder-train")
+    # The run may have been given paths relative to another working directory.
+    recorded = {
+        f"{role}_data_file": entry["file"]
+        for role, entry in load_rating_files(folder).items()
+    }
+    config = saved._replace(options=saved.options | recorded).build_config(
+        AutoencoderConfig, without=("logdir", "testing_on_checkpoint")
     )
+    files = load_run_files(folder, config)
+    checkpoint = saved.newest()
+    if not newest and path != checkpoint:
+        checkpoint = find_best_checkpoint(checkpoint.parent) or checkpoint
+    model = build_model(config, len(files.column_ids))
+    params, manifest = load_weights(checkpoint, model, config)
+    return Recommender(config, model, params, files, checkpoint, manifest)
+
+
+def load_weights(
+    checkpoint: Path, model: Model, config: AutoencoderConfig
+) -> tuple[Any, dict[str, Any]]:
+    """Return the weights in a checkpoint, and its manifest."""
+    like = get_weight_shapes(model, config.plan.types.weights)
+    restored = restore_part(checkpoint, Weights(like))
+    return restored.state.params, restored.manifest
+
+
+def get_weight_shapes(model: Model, dtype: str) -> Any:
+    """Return the shapes and dtypes of the weights of a model."""
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), shapes)
+
+
+def is_better(scores: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a checkpoint has a lower validation RMSE than another."""
+    return scores.get(RMSE, math.inf) < other.get(RMSE, math.inf)
+
+
+def find_best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint with the lowest validation RMSE, if any was validated."""
+    checkpoints = Checkpoints(folder, better=is_better)
+    try:
+        return checkpoints.best()
+    finally:
+        checkpoints.close()
+
+
+Predict = Callable[[Any, jax.Array, jax.Array], jax.Array]
+"""``(weights, rows, users) -> ratings``; rows and ratings are (users, items)."""
+
+
+def build_predict(recommender: Recommender, ratings: Ratings) -> tuple[Predict, Any]:
+    """Return a function that predicts ratings by user, and the weights it takes."""
+    model, config = recommender.model, recommender.config
+    add_biases = build_add_biases(ratings.biases)
+    compute_dtype = config.plan.types.compute
+    if config.data.rows == "users":
+        weights: Any = narrow(recommender.params, compute_dtype)
+    else:
+        batch_size = config.resolved_validation_batch_size
+        by_item = transpose(ratings)
+        weights = encode_items(
+            model, recommender.params, by_item, batch_size, compute_dtype
+        )
+
+    def predict(weights: Any, rows: jax.Array, users: jax.Array) -> jax.Array:
+        if config.data.rows == "users":
+            output = reconstruct(model, weights, rows)
+        else:
+            output = predict_for_users(model, weights, users)
+        return add_biases(output.astype(jnp.float32), users)
+
+    return predict, weights

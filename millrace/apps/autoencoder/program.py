@@ -1,4 +1,4 @@
-"""The recipe: the model and the optimizer that a configuration stands for."""
+"""Build the model, the optimizer and the training program from a configuration."""
 
 from typing import Any
 
@@ -7,96 +7,126 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.autoencoder.config import TrainingOptions
-from millrace.apps.autoencoder.model import DROPOUT_RATES, Model
+from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingConfig
+from millrace.apps.autoencoder.loss import build_loss, init_model_state
+from millrace.apps.autoencoder.model import DROPOUT_RATES, Model, init_params
 from millrace.apps.autoencoder.reference_steps import Steps
+from millrace.program.training import TrainingProgram, training_program
 
 _MOMENTUM = 0.9
-_CLIPPED_AT = 1.0
+_CLIP_AT = 1.0
 
 COMPILER_OPTIONS = {
-    # Products with what surrounds them as one operation of the library: a tenth less time
-    # (jax 0.10.2, two cores, size 128, batch 64, 17,736 items).
+    # Fuse products with the operations around them into calls of the YNN library: a tenth
+    # less time (jax 0.10.2, two cores, size 128, batch 64, 17,736 items).
     "cpu": {
         "xla_cpu_experimental_ynn_fusion_type": (
             "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         )
     },
-    # Kernels that do not wait for each other side by side: an update in 183 us instead of
-    # 208, of sixteen models in 522 instead of 555 (jax 0.11.2, H200, the same sizes).
+    # Run independent kernels concurrently: an update takes 183 us instead of 208, one of
+    # sixteen models 522 us instead of 555 (jax 0.11.2, H200, the same sizes).
     "gpu": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
 }
 
 
-def model_of(config: TrainingOptions, num_items: int) -> Model:
-    """Return the model for so many items."""
-    size = config.resolved_size
-    rate = config.dropout_rate
+def build_program(
+    config: AutoencoderConfig, model: Model, steps: Steps, device: Any
+) -> TrainingProgram:
+    """Return the training program: the loss of the model, the optimizer and the plan."""
+    learning_rate = build_learning_rate(config, config.initial_learning_rate, steps)
+    loss_fn = build_loss(
+        model, config.training.refeeding, config.num_replicas, platform=device.platform
+    )
+    return training_program(
+        loss_fn,
+        build_optimizer(config, learning_rate),
+        config.plan,
+        watch={"learning_rate": learning_rate},
+        devices=[device] if config.num_replicas == 1 else None,
+        compiler_options=COMPILER_OPTIONS,
+    )
+
+
+def build_model(config: TrainingConfig, num_items: int) -> Model:
+    """Return the model for rows of this many items."""
+    options, size = config.model, config.resolved_size
+    rate = options.dropout_rate
     if rate is None:
-        rate = 0.0 if config.no_dropout else DROPOUT_RATES[size]
+        rate = 0.0 if options.no_dropout else DROPOUT_RATES[size]
     return Model(
         num_items=num_items,
         size=size,
         dropout_rate=rate,
-        selu=not config.no_selu,
-        # What is left of ratings without their biases is as often below 0 as above.
-        linear_output=config.subtract_biases,
-        tied=not config.untied_decoder,
-        input_dropout_rate=config.input_dropout_rate,
+        selu=not options.no_selu,
+        # Ratings without biases are below 0 as often as above.
+        linear_output=config.data.subtract_biases,
+        tied=not options.untied_decoder,
+        input_dropout_rate=options.input_dropout_rate,
     )
 
 
-def learning_rate_of(
-    config: TrainingOptions, first: float | np.ndarray, steps: Steps
+def init_weights(config: TrainingConfig, model: Model) -> tuple[Any, Any]:
+    """Return the weights and the model state before the first update."""
+    params = init_params(model, jax.random.key(config.run.seed))
+    model_state = init_model_state(
+        model,
+        config.training.refeeding,
+        config.resolved_batch_size,
+        config.plan.types.compute,
+    )
+    return params, model_state
+
+
+def build_learning_rate(
+    config: TrainingConfig, initial: float | np.ndarray, steps: Steps
 ) -> optax.Schedule:
-    """Return the learning rate of each update: constant within a step, as the factors say.
+    """Return the learning rate schedule, which is constant within a step.
 
-    Args:
-        config: Has the factors, and when they come.
-        first: The learning rate at the start; an array where several models are trained.
-        steps: How long the run is.
+    `initial` is the learning rate at the start, or one per model.
     """
-    factors = np.array(config.decay_factors, np.float32)
-    last_steps = np.array([int(s * steps.total) for s in config.decay_switches], np.int32)
+    factors = np.array(config.training.decay_factors, np.float32)
+    switches = config.training.decay_switches
+    last_steps = np.array([int(switch * steps.total) for switch in switches], np.int32)
 
-    def rate(update: Any) -> jax.Array:
+    def schedule(update: Any) -> jax.Array:
         step = jnp.asarray(update, jnp.int32) // steps.updates_per_step
         passed = jnp.sum(step > last_steps)
-        return jnp.asarray(factors)[passed] * jnp.asarray(first, jnp.float32)
+        return jnp.asarray(factors)[passed] * jnp.asarray(initial, jnp.float32)
 
-    return rate
+    return schedule
 
 
-def optimizer_of(
-    config: TrainingOptions, learning_rate: optax.Schedule
+def build_optimizer(
+    config: TrainingConfig, learning_rate: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Return ``g <- g + decay w``, clipped if asked for; ``v <- 0.9 v + g; w <- w - lr v``.
+    """Return SGD with weight decay, optional clipping and momentum, in this order.
 
-    The decay reaches every variable, biases included.
+    ``g <- clip(g + decay w); v <- 0.9 v + g; w <- w - lr v``. As in the reference, the
+    decay applies to every parameter, biases included.
     """
-    clip = optax.clip(_CLIPPED_AT) if config.gradient_clipping else optax.identity()
-    momentum = _MOMENTUM if config.optimizer == "Momentum" else None
+    training = config.training
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay),
-        clip,
-        optax.trace(momentum) if momentum else optax.identity(),
-        scale_by_learning_rates(learning_rate),
+        optax.add_decayed_weights(training.weight_decay),
+        optax.clip(_CLIP_AT) if training.gradient_clipping else optax.identity(),
+        optax.trace(_MOMENTUM) if training.optimizer == "Momentum" else optax.identity(),
+        _scale_by_learning_rates(learning_rate),
     )
 
 
-def scale_by_learning_rates(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Multiply by minus the learning rate, or by one for each model along dim 0."""
+def _scale_by_learning_rates(learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """Multiply by the negative learning rate, or by one per model along dim 0."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         rate = jnp.asarray(learning_rate(state.count))
 
-        def scaled(leaf: jax.Array) -> jax.Array:
+        def scale(leaf: jax.Array) -> jax.Array:
             shape = (*rate.shape, *[1] * (leaf.ndim - rate.ndim))
             return -rate.reshape(shape) * leaf
 
         count = optax.safe_increment(state.count)
-        return jax.tree.map(scaled, updates), optax.ScaleByScheduleState(count)
+        return jax.tree.map(scale, updates), optax.ScaleByScheduleState(count)
 
     return optax.GradientTransformation(
         lambda params: optax.ScaleByScheduleState(jnp.int32(0)), update

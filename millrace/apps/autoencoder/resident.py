@@ -1,7 +1,7 @@
-"""Batches gathered on the device from all ratings, which lie there, sparse.
+"""Batches gathered on the device from all ratings, which stay there in sparse form.
 
-The host only says which users come: a batch of 1,024 users of Netflix has two megabytes
-of ratings, more than a host gathers while an H200 trains on it.
+The host sends only the row numbers of a batch. A batch of 1,024 Netflix users has two
+megabytes of ratings, more than a host can gather while an H200 trains on it.
 """
 
 import functools
@@ -19,13 +19,13 @@ from millrace.feeds.stager import Chunk
 
 
 class ResidentRatings(Infeed):
-    """The batches of a stream, element for element, made where they are used.
+    """The same batches as a stream, built on the device that uses them.
 
     Args:
-        ratings: All of them.
-        users: The stream's samples, as places in `ratings`.
-        stream: Of batches by user; it gives their order and their shape.
-        refed: Whether every batch is followed by one without ratings, as `Refed` does.
+        ratings: All ratings.
+        users: The samples of the stream, as row numbers in `ratings`.
+        stream: The stream of batches; it determines their order and shape.
+        refed: Whether an empty batch follows every batch, as in `RefedStream`.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ResidentRatings(Infeed):
         self._gathers: dict[Any, Any] = {}
 
     def peek(self) -> Any:
-        """Return a batch like those to come."""
+        """Return a batch with the shapes of those to come."""
         return self._element
 
     def seek(self, position: int) -> None:
-        """Go to a batch."""
+        """Continue at the batch with this number."""
         self.close()
         self._position = position
 
@@ -58,25 +58,25 @@ class ResidentRatings(Infeed):
         *,
         only_full: bool = False,
     ) -> Chunk:
-        """Return the next batches; gathering them is under way."""
-        del only_full  # all are
+        """Return the next batches; the device may still be gathering them."""
+        del only_full  # every chunk is full
         pattern = capacity if isinstance(capacity, tuple) else (capacity or 1,)
         if self._chunk is None or self._chunk.start == self._chunk.stop:
             size = pattern[self._served % len(pattern)]
             self._served += 1
-            self._chunk = Chunk(self._gathered(size, sharding), 0, size)
+            self._chunk = Chunk(self._gather(size, sharding), 0, size)
         return self._chunk
 
     def close(self) -> None:
-        """Let the batches and the ratings go; they are placed again if needed."""
+        """Release batches and ratings; a later chunk puts them on the device again."""
         self._chunk = None
         self._served = 0
         self._gathers.clear()
 
-    def _gathered(self, size: int, sharding: NamedSharding) -> Any:
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    def _gather(self, size: int, sharding: NamedSharding) -> Any:
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
         if sharding not in self._gathers:
-            tables = jax.device_put(_tables(self._ratings), everywhere)
+            tables = jax.device_put(_build_tables(self._ratings), replicated)
             capacity = self._element["item"].size
             gather = jax.jit(
                 functools.partial(gather_batches, capacity=capacity),
@@ -84,57 +84,54 @@ class ResidentRatings(Infeed):
             )
             self._gathers[sharding] = functools.partial(gather, tables)
         numbers = range(self._position, self._position + size)
-        each = 1 + self._refed
-        users = np.stack([self._stream.indices(number // each) for number in numbers])
-        is_refed = np.array([number % each for number in numbers], bool)
-        users, is_refed = jax.device_put((self._users[users], is_refed), everywhere)
+        per_batch = 1 + self._refed
+        users = np.stack([self._stream.indices(number // per_batch) for number in numbers])
+        is_refed = np.array([number % per_batch for number in numbers], bool)
+        users, is_refed = jax.device_put((self._users[users], is_refed), replicated)
         batches = self._gathers[sharding](users, is_refed)
-        return (
-            batches if self._refed else {n: a for n, a in batches.items() if n != "refed"}
-        )
+        if not self._refed:
+            del batches["refed"]
+        return batches
 
 
-def _tables(ratings: Ratings) -> dict[str, np.ndarray]:
+def _build_tables(ratings: Ratings) -> dict[str, np.ndarray]:
     """Return the ratings in as few bytes as they need."""
-    assert fits(ratings)
-    narrow = np.uint16 if ratings.num_items <= 1 << 16 else np.int32
+    assert can_be_indexed(ratings)
+    item_dtype = np.uint16 if ratings.num_items <= 1 << 16 else np.int32
     return {
         "starts": ratings.starts.astype(np.int32),
-        "items": np.asarray(ratings.items).astype(narrow),
+        "items": np.asarray(ratings.items).astype(item_dtype),
         "values": np.asarray(ratings.values),
     }
 
 
-def table_bytes(ratings: Ratings) -> int:
-    """Count the bytes that the ratings need at most on the device."""
+def count_table_bytes(ratings: Ratings) -> int:
+    """Return an upper bound on the bytes that the ratings need on the device."""
     return 4 * len(ratings.starts) + (4 + ratings.values.itemsize) * ratings.num_ratings
 
 
-def fits(ratings: Ratings) -> bool:
-    """Tell whether the places of ratings can be counted on the device."""
+def can_be_indexed(ratings: Ratings) -> bool:
+    """Whether int32, the index type on the device, can address every rating."""
     return ratings.num_ratings < 2**31
 
 
 def gather_batches(
-    tables: dict[str, jax.Array], users: jax.Array, is_refed: jax.Array, *, capacity: int
+    tables: dict[str, jax.Array],
+    users: jax.Array,  # int32 (batches, users)
+    is_refed: jax.Array,  # bool (batches,), which batches to leave empty
+    *,
+    capacity: int,  # ratings per batch, padding included
 ) -> dict[str, jax.Array]:
-    """Lay the ratings of each batch's users one after the other, as `RatingsSource` does.
-
-    Args:
-        tables: starts, items and values of all ratings.
-        users: int32 (batches, users in each).
-        is_refed: (batches,): which of them are to have no ratings.
-        capacity: Ratings in a batch.
-    """
+    """Build a flat list of ratings per batch, as `RatingsSource` does on the host."""
     batch_size = users.shape[1]
-    firsts = tables["starts"][users]
-    counts = tables["starts"][users + 1] - firsts
+    starts = tables["starts"][users]
+    counts = tables["starts"][users + 1] - starts
     ends = jnp.cumsum(counts, axis=1)
     slots = jnp.arange(capacity)
+    # Slots after the last rating get the row batch_size, one past the end: padding.
     row = jax.vmap(lambda ends: jnp.searchsorted(ends, slots, side="right"))(ends)
     row = jnp.where(is_refed[:, None], batch_size, row).astype(jnp.int32)
-    # Where a batch has no more ratings the row is past the end already.
-    offset = jnp.take_along_axis(firsts - (ends - counts), row, axis=1, mode="clip")
+    offset = jnp.take_along_axis(starts - (ends - counts), row, axis=1, mode="clip")
     is_real = row < batch_size
     place = jnp.where(is_real, offset + slots, 0)
     batches = {

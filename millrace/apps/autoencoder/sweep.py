@@ -1,154 +1,176 @@
-"""Sweep over learning rates: one model for each, all trained at once."""
+"""Sweep over learning rates: train one model per rate, all at once, and compare them."""
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.config.sweep import SweepConfig
-from millrace.apps.autoencoder.data import RatingData
-from millrace.apps.autoencoder.feeding import open_infeed, validation_users
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
+from millrace.apps.autoencoder.config.data import RowKind
+from millrace.apps.autoencoder.data import (
+    RatingData,
+    open_evaluation_source,
+    open_infeed,
+)
+from millrace.apps.autoencoder.evaluate import Validator
 from millrace.apps.autoencoder.joint_training import (
-    Means,
-    first_state,
-    label,
-    trials_errors,
-    trials_program,
-    trials_scores,
+    StepMeans,
+    build_trials_metrics,
+    build_trials_program,
+    compute_trials_scores,
+    format_label,
+    init_trials,
 )
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.multi_device import SpreadProgram, parts_of, shapes
-from millrace.apps.autoencoder.program import model_of
-from millrace.apps.autoencoder.reference_steps import Steps, schedule_of, steps_of
-from millrace.apps.autoencoder.scoring import Validator
-from millrace.apps.autoencoder.sweep_report import report, trials_of
-from millrace.apps.autoencoder.train import first_weights
+from millrace.apps.autoencoder.multi_device import (
+    MultiDeviceProgram,
+    get_parts,
+    get_shapes,
+)
+from millrace.apps.autoencoder.program import build_model, init_weights
+from millrace.apps.autoencoder.reference_steps import Steps, build_schedule, plan_steps
 from millrace.checkpoint.store import Checkpoints
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.data.ratings.source import active_users
 from millrace.distributed import coordination
+from millrace.durable import finite_json, write_atomically
+from millrace.loop.nan_guard import NonFiniteError
 from millrace.nn.layers import num_parameters
 from millrace.program.training import TrainingProgram
+from millrace.report.plots import Picture
+from millrace.report.sections import Points, save_part
 from millrace.run.run import Run
 
 
 def sweep(config: SweepConfig, run: Run) -> None:
     """Train a model for each learning rate; results go to the run directory."""
-    if _is_over(run):
+    if _is_complete(run):
         return
-    devices = _devices_of(config)
-    ratings = data.load(config, config.seed)
-    steps = steps_of(config, len(active_users(ratings.training)))
-    model = model_of(config, ratings.training.num_items)
-    shares = _shares(config.exponents, len(devices))
-    here = [device.process_index == coordination.process_id() for device in devices]
-    program, state = _started(config, model, steps, shares, devices)
+    devices = _select_devices(config)
+    ratings = data.load(config.data, config.run.seed)
+    steps = plan_steps(config, len(active_users(ratings.training)))
+    model = build_model(config, ratings.training.num_items)
+    shares = _split_evenly(config.exponents, len(devices))
+    program, state = _build_program(config, model, steps, shares, devices)
     _describe(config, run, devices, ratings, model, steps)
-    opened = Checkpoints(run.directory.checkpoints, keep=config.keep_checkpoints)
+    own_device = next(device for device in devices if _is_own(device))
+    opened = Checkpoints(run.directory.checkpoints, keep=config.run.keep_checkpoints)
     with contextlib.closing(opened) as checkpoints:
         state = run.train(
             program,
             state,
-            open_infeed(ratings.training, config, steps, devices[here.index(True)]),
-            schedule_of(steps, config.steps_per_log),
-            validate=_validator(config, model, ratings, shares, devices),
+            open_infeed(ratings.training, config, steps, own_device),
+            build_schedule(steps, config.steps_per_log),
+            validate=_build_validation(config, model, ratings, shares, devices),
             checkpoints=checkpoints,
         )
     if run.summary["status"] == "completed":
         _finish(config, run, state)
 
 
-def _started(
+def _select_devices(config: SweepConfig) -> list[Any]:
+    # The first device of every process, then the second, so that each process gets some.
+    processes = range(coordination.num_processes())
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in processes]
+    devices = [device for row in zip(*by_process, strict=True) for device in row]
+    wanted = config.num_devices
+    if wanted is None:
+        # Virtual CPU devices share the cores: one program does the same work faster.
+        several = devices[0].platform != "cpu" or coordination.num_processes() > 1
+        wanted = min(len(devices), len(config.exponents)) if several else 1
+    if wanted > len(devices):
+        platform = devices[0].platform
+        hint = f" On CPU, --virtual-devices {wanted} creates more."
+        raise ConfigurationError(
+            f"--num-devices is {wanted}, but there are only {len(devices)} {platform} "
+            f"devices.{hint if platform == 'cpu' else ''}"
+        )
+    if wanted < coordination.num_processes():
+        raise ConfigurationError(
+            f"{len(config.exponents)} models on {wanted} devices leave some of the "
+            f"{coordination.num_processes()} processes without one. Start fewer processes."
+        )
+    return devices[:wanted]
+
+
+def _is_own(device: Any) -> bool:
+    """Whether a device belongs to this process."""
+    return device.process_index == coordination.process_id()
+
+
+def _split_evenly(exponents: Sequence[float], count: int) -> list[list[float]]:
+    edges = [len(exponents) * number // count for number in range(count + 1)]
+    return [list(exponents[start:stop]) for start, stop in itertools.pairwise(edges)]
+
+
+def _build_program(
     config: SweepConfig,
     model: Model,
     steps: Steps,
     shares: Sequence[Sequence[float]],
     devices: Sequence[Any],
 ) -> tuple[TrainingProgram, Any]:
-    """Give every model the same first weights."""
-    weights = first_weights(config, model)
+    """Return the program for all trials, and their common initial state."""
+    weights = init_weights(config, model)
     programs: list[TrainingProgram | None] = []
     states = []
     for share, device in zip(shares, devices, strict=True):
-        is_own = device.process_index == coordination.process_id()
-        # Of another process's models the shapes are found out here.
+        is_own = _is_own(device)
+        # Programs of other processes are built only to find the shapes of their states.
         where = device if is_own else jax.local_devices()[0]
-        program = trials_program(config, model, steps, share, where)
-        state = program.init(*first_state(weights, len(share)), seed=config.seed)
+        program = build_trials_program(config, model, steps, share, where)
+        state = program.init(*init_trials(weights, len(share)), seed=config.run.seed)
         programs.append(program if is_own else None)
-        states.append(state if is_own else shapes(state))
+        states.append(state if is_own else get_shapes(state))
     if len(programs) == 1 and programs[0] is not None:
         return programs[0], states[0]
-    spread = SpreadProgram(programs)
-    return spread, spread.join(states)
+    joined = MultiDeviceProgram(programs)
+    return joined, joined.join(states)
 
 
-def _devices_of(config: SweepConfig) -> list[Any]:
-    # One of each process, then another of each: all of them get some.
-    processes = range(coordination.num_processes())
-    each = [[d for d in jax.devices() if d.process_index == p] for p in processes]
-    devices = [device for row in zip(*each, strict=True) for device in row]
-    wanted = config.num_devices
-    if wanted is None:
-        # A CPU's virtual devices share its cores: one program does the same work faster.
-        several = devices[0].platform != "cpu" or coordination.num_processes() > 1
-        wanted = min(len(devices), len(config.exponents)) if several else 1
-    if wanted > len(devices):
-        platform = devices[0].platform
-        advice = f" On CPU, --virtual-devices {wanted} makes more of them."
-        raise ConfigurationError(
-            f"--num-devices is {wanted}, but there are only {len(devices)} {platform} "
-            f"devices.{advice if platform == 'cpu' else ''}"
-        )
-    if wanted < coordination.num_processes():
-        raise ConfigurationError(
-            f"{len(config.exponents)} models on {wanted} devices leave some of the "
-            f"{coordination.num_processes()} processes without one. Start fewer."
-        )
-    return devices[:wanted]
-
-
-def _shares(exponents: Sequence[float], count: int) -> list[list[float]]:
-    """Divide the learning rates over the devices, as evenly as can be."""
-    edges = [len(exponents) * number // count for number in range(count + 1)]
-    return [list(exponents[start:stop]) for start, stop in itertools.pairwise(edges)]
-
-
-def _validator(
+def _build_validation(
     config: SweepConfig,
     model: Model,
     ratings: RatingData,
     shares: Sequence[Sequence[float]],
     devices: Sequence[Any],
 ) -> Any:
-    """Return what validates every model on the device that trains it."""
-    if ratings.validation is None or config.no_validation:
+    """Return a function that validates every trial on the device that trains it."""
+    if ratings.validation is None or config.training.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
-    rows = validation_users(ratings.training, ratings.validation, batch_size)
+    source = open_evaluation_source(ratings.training, ratings.validation, batch_size)
     validators = []
-    for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
-        if device.process_index == coordination.process_id():
-            own = [label(exponent) for exponent in share]
-            errors, plan = trials_errors(model, own), config.plan
-            validator = Validator(errors, plan, rows, batch_size, device, by_itself=True)
-            validators.append((place, own, validator))
+    for number, (share, device) in enumerate(zip(shares, devices, strict=True)):
+        if _is_own(device):
+            labels = [format_label(exponent) for exponent in share]
+            metric_fn = build_trials_metrics(model, labels)
+            validator = Validator(
+                metric_fn, config.plan, source, batch_size, device, local=True
+            )
+            validators.append((number, labels, validator))
 
     def validate(state: Any) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for place, own, validator in validators:
-            means = validator.means(parts_of(state)[place].params)
-            found |= trials_scores(means, own)
-        return {
-            n: v for each in coordination.gather("sweep", found) for n, v in each.items()
-        }
+        scores: dict[str, float] = {}
+        for number, labels, validator in validators:
+            means = validator.compute_means(get_parts(state)[number].params)
+            scores |= compute_trials_scores(means, labels)
+        return _merge(coordination.gather("sweep", scores))
 
     return validate
+
+
+def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _describe(
@@ -159,49 +181,25 @@ def _describe(
     model: Model,
     steps: Steps,
 ) -> None:
-    exponents = config.exponents
-    size = num_parameters(jax.eval_shape(lambda: first_weights(config, model)[0]))
+    labels = [format_label(exponent) for exponent in config.exponents]
+    size = num_parameters(jax.eval_shape(lambda: init_weights(config, model)[0]))
     run.describe(
         devices,
         config.plan,
         None,
-        models=f"{len(exponents)} of size {config.resolved_size}, {size:,} parameters each",
-        ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
-        updates=f"{steps.total * steps.updates_per_step:,} in {steps.total:,} steps, "
+        models=f"{len(labels)} of size {config.resolved_size}, {size:,} parameters each",
+        ratings=data.describe(ratings, config.data),
+        batch=f"{config.resolved_batch_size} {config.data.rows}, re-feeding "
+        f"{config.training.refeeding}",
+        updates=f"{steps.total_updates:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
-        **{"learning rates": " ".join(f"2^-{label(exponent)}" for exponent in exponents)},
+        **{"learning rates": " ".join(f"2^-{label}" for label in labels)},
     )
-    data.announce(ratings, config, run)
+    data.print_notices(ratings, config, run)
 
 
-def _finish(config: SweepConfig, run: Run, state: Any) -> None:
-    """Sort the results by trial; the summary's throughput is that of all together."""
-    rows_per_second = run.summary["samples_per_second"]
-    if config.refeeding == "detached":
-        rows_per_second /= 2  # a reconstruction is a sample, but not a row of ratings
-    means = _means_of_all(state)
-    metrics = run.summary["metrics"]
-    trials = trials_of(config, means, metrics, rows_per_second)
-    run.summary["metrics"] = {}
-    for name in ("samples", "samples_per_second"):
-        run.summary[name] *= len(trials)
-    report(config, trials, run)
-
-
-def _means_of_all(state: Any) -> list[Means]:
-    """Return every device's means, also of other processes'."""
-    own = {
-        str(place): [np.asarray(value).tolist() for value in part.model_state.means]
-        for place, part in enumerate(parts_of(state))
-        if isinstance(part.update, jax.Array)
-    }
-    each = {n: v for found in coordination.gather("means", own) for n, v in found.items()}
-    return [Means(*map(jnp.asarray, each[str(place)])) for place in range(len(each))]
-
-
-def _is_over(run: Run) -> bool:
-    """Tell whether the sweep to resume is complete."""
+def _is_complete(run: Run) -> bool:
+    """Whether the sweep to resume is complete."""
     before = run.summary_before() if run.options.resume else {}
     if before.get("status") != "completed":
         return False
@@ -209,3 +207,153 @@ def _is_over(run: Run) -> bool:
     run.summary |= before
     run.summary["metrics"] = {n: float(v) for n, v in before["metrics"].items()}
     return True
+
+
+def _finish(config: SweepConfig, run: Run, state: Any) -> None:
+    """Sort the results by trial, and report them."""
+    rows_per_second = run.summary["samples_per_second"]
+    if config.training.refeeding == "detached":
+        rows_per_second /= 2  # a reconstruction is a sample, but not a row of ratings
+    metrics = run.summary["metrics"]
+    trials = _build_trials(config, _gather_means(state), metrics, rows_per_second)
+    run.summary["metrics"] = {}
+    for name in ("samples", "samples_per_second"):  # count those of all trials
+        run.summary[name] *= len(trials)
+    _report(config, trials, run)
+
+
+def _gather_means(state: Any) -> list[StepMeans]:
+    """Return the means of every device, other processes included."""
+    own = {
+        str(number): [np.asarray(value).tolist() for value in part.model_state.means]
+        for number, part in enumerate(get_parts(state))
+        if isinstance(part.update, jax.Array)
+    }
+    means = _merge(coordination.gather("means", own))
+    return [
+        StepMeans(*map(jnp.asarray, means[str(number)])) for number in range(len(means))
+    ]
+
+
+class Trial(NamedTuple):
+    """The result of one learning rate."""
+
+    base_learning_rate: float
+    learning_rate: float
+    rows_per_second: float
+    loss: float
+    rmse: float
+    """RMSE on the training ratings, with dropout."""
+    validation_rmse: float | None
+
+    @property
+    def error(self) -> float:
+        """The error to compare trials by; infinite for a diverged model."""
+        value = self.rmse if self.validation_rmse is None else self.validation_rmse
+        return value if math.isfinite(value) else math.inf
+
+
+def _build_trials(
+    config: SweepConfig,
+    means: Sequence[StepMeans],
+    metrics: dict[str, float],
+    rows_per_second: float,
+) -> list[Trial]:
+    """Return the results by learning rate: the last step and the last validation."""
+    losses = np.concatenate([part.loss / part.num_updates for part in means])
+    errors = np.concatenate([part.rmse / part.num_updates for part in means])
+    return [
+        Trial(
+            exponent,
+            rate,
+            rows_per_second,
+            float(loss),
+            float(error),
+            metrics.get(f"validation_rmse_{format_label(exponent)}"),
+        )
+        for exponent, rate, loss, error in zip(
+            config.exponents, config.initial_learning_rates, losses, errors, strict=True
+        )
+    ]
+
+
+def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
+    """Print, plot and write the results.
+
+    Raises:
+        NonFiniteError: Every model diverged.
+    """
+    rows, folder = config.data.rows, run.directory.path
+    for line in format_table(trials, rows):
+        run.console.line(line)
+    total = sum(trial.rows_per_second for trial in trials)
+    run.closing_facts["throughput"] = (
+        f"{total:,.0f} {rows}/s over {len(trials)} models, "
+        f"{total / len(trials):,.0f} {rows}/s each"
+    )
+    run.summary["trials"] = [trial._asdict() for trial in trials]
+    save_part(folder, "sweep", part := build_plot(trials))
+    path = Picture(part.title, part.drawing()).save(folder / "sweep.svg")
+    run.closing_facts["plot"] = str(path)
+    best = min(trials, key=lambda trial: trial.error)
+    if not math.isfinite(best.error):
+        raise NonFiniteError(
+            "Every model diverged, so there is no best learning rate. Start again with "
+            "smaller rates, which have larger numbers in base_learning_rates."
+        )
+    run.summary["best"] = best._asdict()
+    run.summary["metrics"]["best_rmse"] = best.error
+    path = folder / "best.yml"
+    write_atomically(path, yaml.safe_dump({"best": _build_best_options(config, best)}))
+    run.closing_facts["best"] = (
+        f"2^-{format_label(best.base_learning_rate)}: millrace autoencoder train --config "
+        f"best --config-path {path}"
+    )
+
+
+def format_table(trials: Sequence[Trial], rows: RowKind = "users") -> list[str]:
+    """Return the lines of a table of trials."""
+    validated = trials[0].validation_rmse is not None
+    header = ["2^", "learning rate", f"{rows}/s", "loss", "RMSE"]
+    lines = [header + ["validation RMSE"] * validated]
+    for trial in trials:
+        cells = [
+            f"-{format_label(trial.base_learning_rate)}",
+            f"{trial.learning_rate:.3g}",
+            f"{trial.rows_per_second:,.0f}",
+            f"{trial.loss:.4f}",
+            f"{trial.rmse:.4f}",
+        ]
+        cells += [f"{trial.validation_rmse:.4f}"] if validated else []
+        if math.isinf(trial.error):
+            cells[-1] = "diverged"
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
+
+
+def build_plot(trials: Sequence[Trial]) -> Points:
+    """Return the plot of the error over the learning rate."""
+    validated = trials[0].validation_rmse is not None
+    return Points(
+        title="Error over learning rate",
+        x_name="base learning rate, as a power of 2",
+        y_name="validation RMSE" if validated else "training RMSE",
+        points=[[trial.base_learning_rate, finite_json(trial.error)] for trial in trials],
+    )
+
+
+def _build_best_options(config: SweepConfig, best: Trial) -> dict[str, Any]:
+    """Return the options with which ``autoencoder train`` repeats the best trial."""
+    defaults, plain = as_plain(AutoencoderConfig()), as_plain(config)
+    given = {}
+    for name, option in flat_options(AutoencoderConfig).items():
+        if option.metadata.get("may_change") or name not in plain:
+            continue
+        if plain[name] != defaults[name]:
+            value = option_value(config, name)
+            given[name] = str(value.resolve()) if isinstance(value, Path) else value
+    return given | {"base_learning_rate": best.base_learning_rate}

@@ -1,130 +1,95 @@
-"""Train the recommender. Read from top to bottom: this is the application."""
+"""Train a recommender. Read from top to bottom: this is the application."""
 
 import contextlib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingOptions
-from millrace.apps.autoencoder.data import RatingData
-from millrace.apps.autoencoder.early_stopping import EarlyStopping
-from millrace.apps.autoencoder.feeding import open_infeed, validation_users
-from millrace.apps.autoencoder.loss import initial_model_state, loss_of
-from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.program import (
-    COMPILER_OPTIONS,
-    learning_rate_of,
-    model_of,
-    optimizer_of,
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.data import RatingData, open_infeed
+from millrace.apps.autoencoder.evaluate import Validator, build_validator, test_checkpoint
+from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.predictor import (
+    RMSE,
+    find_best_checkpoint,
+    is_better,
+    load_weights,
 )
-from millrace.apps.autoencoder.reference_steps import Steps, schedule_of, steps_of
-from millrace.apps.autoencoder.residuals import keep_residuals, residuals
-from millrace.apps.autoencoder.scoring import Validator, errors_of
-from millrace.apps.autoencoder.trained import (
-    best_checkpoint,
-    better,
-    keep_biases,
-    keep_names,
-    keep_ratings,
-    weights_in,
-)
+from millrace.apps.autoencoder.program import build_model, build_program, init_weights
+from millrace.apps.autoencoder.reference_steps import Steps, build_schedule, plan_steps
+from millrace.apps.autoencoder.residuals import save_residuals
+from millrace.apps.autoencoder.run_ratings import save_run_files
 from millrace.checkpoint.store import Checkpoints, checkpoints_in
 from millrace.config import ConfigurationError
-from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users
 from millrace.distributed import coordination
 from millrace.loop.async_validation import AsyncValidation
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
-from millrace.program.training import TrainingProgram, training_program
 from millrace.run.run import Run
 
 
 def train(config: AutoencoderConfig, run: Run) -> None:
     """Train and validate as `config` says; results go to the run directory."""
     if config.testing_on_checkpoint is not None:
-        from millrace.apps.autoencoder.evaluate import test_checkpoint
-
         return test_checkpoint(config, run)
-    if _already_stopped(run):
+    if _has_stopped_early(run):
         return
-    training_device, validation_device = _devices_of(config)
-    ratings = data.load(config, config.seed)
-    steps = steps_of(config, len(active_users(ratings.training)))
-    model = model_of(config, ratings.training.num_items)
-    program = program_of(config, model, steps, training_device)
-    validator = validator_of(
+    training_device, validation_device = _select_devices(config)
+    ratings = data.load(config.data, config.run.seed)
+    steps = plan_steps(config, len(active_users(ratings.training)))
+    model = build_model(config, ratings.training.num_items)
+    program = build_program(config, model, steps, training_device)
+    validator = build_validator(
         config, model, ratings.training, ratings.validation, validation_device
     )
-    state = program.init(*first_weights(config, model), seed=config.seed)
-    keep_ratings(run.directory.path, config)
-    keep_names(run.directory.path, ratings.training, config.rows)
-    keep_biases(run.directory.path, ratings.column_biases)
-    describe(config, run, program.devices, ratings, state.params, steps)
-    folder = run.directory.checkpoints
-    opened = Checkpoints(folder, keep=config.keep_checkpoints, better=better)
+    state = program.init(*init_weights(config, model), seed=config.run.seed)
+    save_run_files(run.directory.path, config, ratings)
+    _describe(config, run, program.devices, ratings, state.params, steps)
+    opened = Checkpoints(
+        run.directory.checkpoints, keep=config.run.keep_checkpoints, better=is_better
+    )
     with contextlib.closing(opened) as checkpoints:
         if config.build_init:
-            return _write_first(checkpoints, state, run)
-        infeed = open_infeed(ratings.training, config, steps, training_device)
-        stopping = _stopping_early(config, validator, run)
+            return _save_initial_weights(checkpoints, state, run)
+        early_stopping = _build_early_stopping(config, validator, run)
         run.train(
             program,
             state,
-            infeed,
-            schedule_of(steps, config.steps_per_log),
-            validate=stopping or _beside_training(config, validator, run),
+            open_infeed(ratings.training, config, steps, training_device),
+            build_schedule(steps, config.steps_per_log),
+            validate=early_stopping or _make_async(config, validator, run),
             checkpoints=checkpoints,
             stops_diverged=True,
         )
-    if stopping is not None and stopping.stopped:
-        _say_stopped(config, run)
+    if early_stopping is not None and early_stopping.stopped:
+        run.summary |= {"status": "completed", "stopped_early": True}
+        run.closing_facts["stopped early"] = (
+            f"no improvement in {config.early_stopping} validations"
+        )
     if run.summary["status"] == "completed":
         _report_best(config, run, model, ratings, validation_device)
 
 
-def program_of(
-    config: AutoencoderConfig, model: Model, steps: Steps, device: Any
-) -> TrainingProgram:
-    """Return the training loop: the model's loss, the optimizer and the plan."""
-    learning_rate = learning_rate_of(config, config.first_learning_rate, steps)
-    return training_program(
-        loss_of(model, config.refeeding, config.num_replicas, platform=device.platform),
-        optimizer_of(config, learning_rate),
-        config.plan,
-        watch={"learning_rate": learning_rate},
-        devices=[device] if config.num_replicas == 1 else None,
-        compiler_options=COMPILER_OPTIONS,
-    )
+def _select_devices(config: AutoencoderConfig) -> tuple[Any, Any]:
+    """Return the devices that train and validate."""
+    devices = jax.local_devices() if config.num_replicas > 1 else jax.devices()
+    for index in config.device_indices:
+        if index >= len(devices):
+            raise ConfigurationError(
+                f"--select-devices asks for device {index}, but there are only "
+                f"{len(devices)}, counted from 0."
+            )
+    training, validation = config.device_indices
+    if config.select_devices.upper() == "AUTO" and config.validates_async:
+        validation = min(1, len(devices) - 1)
+    return devices[training], devices[validation]
 
 
-def first_weights(config: TrainingOptions, model: Model) -> tuple[Any, Any]:
-    """Return the weights and the model state before the first update."""
-    params = init_params(model, jax.random.key(config.seed))
-    compute = config.plan.types.compute
-    model_state = initial_model_state(
-        model, config.refeeding, config.resolved_batch_size, compute
-    )
-    return params, model_state
-
-
-def validator_of(
-    config: TrainingOptions,
-    model: Model,
-    training: Ratings,
-    targets: Ratings | None,
-    device: Any,
-) -> Validator | None:
-    """Return what validates weights, if there is something to validate with."""
-    if targets is None or config.no_validation:
-        return None
-    batch_size = config.resolved_validation_batch_size
-    rows = validation_users(training, targets, batch_size)
-    return Validator(errors_of(model), config.plan, rows, batch_size, device)
-
-
-def describe(
+def _describe(
     config: AutoencoderConfig,
     run: Run,
     devices: list[Any],
@@ -132,41 +97,27 @@ def describe(
     params: Any,
     steps: Steps,
 ) -> None:
-    """Say what will happen, before it does."""
-    updates = steps.total * steps.updates_per_step
+    """Print what the run will do."""
     run.describe(
         devices,
         config.plan,
         None,
         model=f"size {config.resolved_size}, {num_parameters(params):,} parameters, "
-        f"decoder {'untied' if config.untied_decoder else 'constrained'}",
-        ratings=data.describe(ratings, config),
-        batch=f"{config.resolved_batch_size} {config.rows}, re-feeding {config.refeeding}",
-        updates=f"{updates:,} in {steps.total:,} steps, {config.resolved_epochs:g} epochs",
-        **{"learning rate": f"{config.first_learning_rate:.4g}"},
+        f"{'untied' if config.model.untied_decoder else 'constrained'} decoder",
+        ratings=data.describe(ratings, config.data),
+        batch=f"{config.resolved_batch_size} {config.data.rows}, re-feeding "
+        f"{config.training.refeeding}",
+        updates=f"{steps.total_updates:,} in {steps.total:,} steps, "
+        f"{config.resolved_epochs:g} epochs",
+        **{"learning rate": f"{config.initial_learning_rate:.4g}"},
     )
-    data.announce(ratings, config, run)
-    if ratings.validation is None and not config.no_validation:
+    data.print_notices(ratings, config, run)
+    if ratings.validation is None and not config.training.no_validation:
         run.console.line("No --validation-data-file: the model is not validated.")
 
 
-def _devices_of(config: AutoencoderConfig) -> tuple[Any, Any]:
-    devices = jax.local_devices() if config.num_replicas > 1 else jax.devices()
-    for number in config.device_numbers:
-        if number >= len(devices):
-            raise ConfigurationError(
-                f"--select-devices asks for device {number}, but there are only "
-                f"{len(devices)}, counted from 0."
-            )
-    training, validation = config.device_numbers
-    if config.select_devices.upper() == "AUTO" and config.validates_beside_training:
-        validation = min(1, len(devices) - 1)
-    return devices[training], devices[validation]
-
-
-def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
-    """Write the first weights in the form that the runner resumes from."""
-    nothing: dict[str, Any] = {"sums": {}, "newest": {}, "updates": 0}
+def _save_initial_weights(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
+    """Write a checkpoint that the runner can resume from, before the first update."""
     checkpoints.save(
         state,
         0,
@@ -175,73 +126,111 @@ def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
         time=0.0,
         metrics={},
         scores={},
-        since_log=nothing,
+        since_log={"sums": {}, "newest": {}, "updates": 0},
     )
     run.summary["status"] = "completed"
-    run.closing_facts["first weights"] = str(run.directory.checkpoints)
+    run.closing_facts["initial weights"] = str(run.directory.checkpoints)
 
 
-def _beside_training(
+def _make_async(
     config: AutoencoderConfig, validator: Validator | None, run: Run
 ) -> Validator | AsyncValidation | None:
-    """Have the model validated while it is trained further, if that is asked for."""
-    if validator is None or not config.validates_beside_training:
+    """Let training continue during validation, if the options ask for it."""
+    if validator is None or not config.validates_async:
         return validator
     if coordination.num_processes() > 1:
-        run.console.line("Several processes validate together, between two steps.")
+        run.console.line("With several processes, training waits for validation.")
         return validator
-    return validator.beside_training()
+    return validator.run_async()
 
 
-def _stopping_early(
+class EarlyStopping:
+    """Validates, and stops the run after several validations without improvement.
+
+    It decides by the metrics that the run has written, so that a resumed run stops at the
+    same point as an uninterrupted one.
+
+    Args:
+        validator: Returns the metrics of a state.
+        patience: Validations without improvement before the run stops.
+        run: The run to stop.
+    """
+
+    def __init__(self, validator: Validator, patience: int, run: Run) -> None:
+        self._validator = validator
+        self._patience = patience
+        self._run = run
+        self.stopped = False
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        """Return the metrics of a state; stop the run if it no longer improves."""
+        # Read before validating: validation synchronizes all processes, and right after it
+        # the first process appends its result.
+        events = self._run.directory.read_metrics()
+        errors = [float(event[RMSE]) for event in events if RMSE in event]
+        metrics = self._validator(state)
+        if has_stopped_improving([*errors, metrics["rmse"]], self._patience):
+            self.stopped = True
+            self._run.stop()
+        return metrics
+
+
+def has_stopped_improving(errors: Sequence[float], patience: int) -> bool:
+    """Whether none of the last `patience` errors is smaller than all before them."""
+    ranked = [math.inf if math.isnan(error) else error for error in errors]
+    return len(ranked) > patience and min(ranked[-patience:]) >= min(ranked[:-patience])
+
+
+def _build_early_stopping(
     config: AutoencoderConfig, validator: Validator | None, run: Run
 ) -> EarlyStopping | None:
     if config.early_stopping is None:
         return None
     if validator is None:
-        raise ConfigurationError("--early-stopping needs validation, and there is none.")
+        raise ConfigurationError(
+            "--early-stopping needs validation. Give --validation-data-file."
+        )
     return EarlyStopping(validator, config.early_stopping, run)
 
 
-def _say_stopped(config: AutoencoderConfig, run: Run) -> None:
-    run.summary |= {"status": "completed", "stopped_early": True}
-    run.closing_facts["stopped early"] = (
-        f"no better for {config.early_stopping} validations"
-    )
-
-
-def _already_stopped(run: Run) -> bool:
-    """Tell whether the run to resume has stopped early: then it is over."""
+def _has_stopped_early(run: Run) -> bool:
+    """Whether the run to resume has stopped early, so that nothing is left to do."""
     before = run.summary_before() if run.options.resume else {}
-    if before.get("stopped_early"):
-        run.console.line("The run is complete: it has stopped early.")
-        run.summary |= before
-        # What is not finite is text in JSON; float() reads it.
-        metrics = {name: float(value) for name, value in before["metrics"].items()}
-        run.summary["metrics"] = metrics
-    return bool(before.get("stopped_early"))
+    if not before.get("stopped_early"):
+        return False
+    run.console.line("The run is complete: it stopped early.")
+    run.summary |= before
+    # JSON has non-finite numbers as text, which float() reads.
+    metrics = {name: float(value) for name, value in before["metrics"].items()}
+    run.summary["metrics"] = metrics
+    return True
 
 
 def _report_best(
     config: AutoencoderConfig, run: Run, model: Model, ratings: RatingData, device: Any
 ) -> None:
-    """Say which checkpoint is the best, and test it if ratings were generated."""
+    """Report the best checkpoint; test it if the ratings have a test split."""
     folder = run.directory.checkpoints
-    best = best_checkpoint(folder)
-    params, manifest = weights_in(best or checkpoints_in(folder)[-1], model, config)
+    best = find_best_checkpoint(folder)
+    params, manifest = load_weights(best or checkpoints_in(folder)[-1], model, config)
     if best is not None:
-        run.summary["best"] = facts = {"epoch": manifest["epoch"], **manifest["scores"]}
+        run.summary["best"] = {"epoch": manifest["epoch"], **manifest["scores"]}
         run.closing_facts["best"] = (
-            f"validation RMSE {facts['validation_rmse']:.4f} after epoch "
-            f"{facts['epoch']:g}: {best}"
+            f"validation RMSE {manifest['scores'][RMSE]:.4f} after epoch "
+            f"{manifest['epoch']:g}: {best}"
         )
-    if (targets := ratings.test or ratings.validation) and not config.no_validation:
-        batch_size = config.resolved_validation_batch_size
-        rows = validation_users(ratings.training, targets, batch_size)
-        compute = config.plan.types.compute
-        missed = residuals(model, params, rows, batch_size, compute, targets.biases)
-        keep_residuals(run.directory.path, *missed)
-    tester = validator_of(config, model, ratings.training, ratings.test, device)
+    targets = ratings.test or ratings.validation
+    if targets is not None and not config.training.no_validation:
+        save_residuals(
+            run.directory.path,
+            model,
+            params,
+            ratings.training,
+            targets,
+            config.resolved_validation_batch_size,
+            config.plan.types.compute,
+        )
+    tester = build_validator(config, model, ratings.training, ratings.test, device)
     if tester is not None:
-        run.summary["metrics"]["test_rmse"] = tester.of_weights(params)["rmse"]
-        run.closing_facts["noise"] = f"{ratings.noise:g}: no model foretells better"
+        run.summary["metrics"]["test_rmse"] = tester.score(params)["rmse"]
+        run.closing_facts["noise"] = f"{ratings.noise:g}: no model can predict better"

@@ -1,4 +1,4 @@
-"""What is read from ratings files is kept beside the test, not in the user's cache."""
+"""Fixtures: keep the ratings cache in a temporary folder, and restore the log."""
 
 import logging
 
@@ -12,9 +12,9 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def same_log():
-    """A run points the package's log to its own console; put it back."""
+def restored_log():
+    """Restore the package's logger, which a run redirects to its own console."""
     logger = logging.getLogger("millrace")
-    kept = logger.handlers, logger.level, logger.propagate
+    before = logger.handlers, logger.level, logger.propagate
     yield
-    logger.handlers, logger.level, logger.propagate = kept
+    logger.handlers, logger.level, logger.propagate = before

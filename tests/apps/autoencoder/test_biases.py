@@ -1,4 +1,4 @@
-"""Biases subtracted: the network learns the rest, and ratings come out whole."""
+"""With biases subtracted, errors, rankings and predictions are still of full ratings."""
 
 import csv
 
@@ -17,11 +17,12 @@ from autoencoder_runs import (
 )
 
 import millrace as mr
-from millrace.apps.autoencoder.feeding import validation_users
-from millrace.apps.autoencoder.loss import dense_rows
+from millrace.apps.autoencoder.data import open_evaluation_source
+from millrace.apps.autoencoder.loss import to_dense_rows
+from millrace.apps.autoencoder.metrics import RankingOptions, compute_ranking_quality
 from millrace.apps.autoencoder.model import reconstruct
-from millrace.apps.autoencoder.scoring import Ranking, ranking_quality
-from millrace.apps.autoencoder.trained import BIASES, find_trained
+from millrace.apps.autoencoder.predictor import load_recommender
+from millrace.apps.autoencoder.run_ratings import BIASES
 from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.matrix import align, transpose
 from millrace.data.ratings.reading import load_ratings
@@ -36,28 +37,29 @@ TOP = 4
 @pytest.fixture(scope="module", params=["users", "items"])
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    words = f"train {RECIPE}{write_ratings(folder)}--rows {request.param} "
-    assert command(None, words + f"--run-dir {folder}/run").status == 0
+    args = f"train {RECIPE}{write_ratings(folder)}--rows {request.param} "
+    assert command(None, args + f"--run-dir {folder}/run").status == 0
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def expected(trained):
-    """Return ratings, what is to be foretold, and what NumPy foretells: (users, items)."""
-    found = find_trained(trained)
-    params, _ = found.weights()
+    """Return the ratings, the targets, and predictions by NumPy as (users, items)."""
+    found = load_recommender(trained)
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
-    turn = transpose if found.config.rows == "items" else lambda ratings: ratings
+    turn = transpose if found.config.data.rows == "items" else lambda ratings: ratings
     biases = fit_biases(turn(known))
     left = biases.subtract(turn(known), turn(known))
-    output = np.asarray(reconstruct(found.model, params, dense(left)))
+    output = np.asarray(reconstruct(found.model, found.params, dense(left)))
     output = output + biases.mean + biases.of_rows(turn(known))[:, None] + biases.of_column
-    output = output.T if found.config.rows == "items" else output
+    output = output.T if found.config.data.rows == "items" else output
     return known, later, output
 
 
-def test_errors_are_those_of_whole_ratings_and_the_biases_own_are_said(trained, expected):
+def test_errors_are_those_of_full_ratings_and_the_rmse_of_biases_is_shown(
+    trained, expected
+):
     known, later, output = expected
     wanted = dense(later)
     error = (output - wanted)[wanted != 0]
@@ -65,13 +67,13 @@ def test_errors_are_those_of_whole_ratings_and_the_biases_own_are_said(trained, 
     assert found == pytest.approx(np.sqrt(np.square(error).mean()), rel=1e-4)
     biases = fit_biases(known)
     alone = np.sqrt(np.square(biases.subtract(later, known).values).mean())
-    said = summary_of(trained)["facts"]["ratings"].split("RMSE of the biases alone: ")[1]
-    assert float(said.rstrip(")")) == pytest.approx(alone, abs=0.01)
+    shown = summary_of(trained)["facts"]["ratings"].split("RMSE of the biases alone: ")[1]
+    assert float(shown.rstrip(")")) == pytest.approx(alone, abs=0.01)
 
 
-def test_validation_ranks_whole_ratings(trained, expected, tmp_path):
-    words = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --top {TOP} --quiet"
-    assert command(None, words).status == 0
+def test_validation_ranks_full_ratings(trained, expected, tmp_path):
+    args = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --top {TOP} --quiet"
+    assert command(None, args).status == 0
     found = summary_of(tmp_path / "v")["metrics"]
     assert found["validation_rmse"] == pytest.approx(
         summary_of(trained)["best"]["validation_rmse"], rel=1e-5
@@ -90,10 +92,10 @@ def test_validation_ranks_whole_ratings(trained, expected, tmp_path):
     assert stars == np.unique(later.values).tolist()
 
 
-def test_whole_ratings_are_recommended(trained, expected, tmp_path):
+def test_recommendations_show_full_ratings(trained, expected, tmp_path):
     out = tmp_path / "best.csv"
-    words = f"recommend --checkpoint {trained} --all --top {TOP} --batch-size 7 --out {out}"
-    assert command(None, words).status == 0
+    args = f"recommend --checkpoint {trained} --all --top {TOP} --batch-size 7 --out {out}"
+    assert command(None, args).status == 0
     known, _, output = expected
     scores = np.where(dense(known) == 0, output, -np.inf)
     order = np.argsort(-scores, axis=1)
@@ -108,7 +110,7 @@ def test_whole_ratings_are_recommended(trained, expected, tmp_path):
 
 
 @pytest.mark.parametrize("trained", ["items"], indirect=True)
-def test_python_recommends_by_whole_ratings(trained, expected):
+def test_recommend_to_returns_full_ratings(trained, expected):
     known, _, output = expected
     user = known.user_ids[3].item()
     best = mr.autoencoder.load(trained).recommend_to(user, top=1)[0]
@@ -117,7 +119,7 @@ def test_python_recommends_by_whole_ratings(trained, expected):
 
 
 @pytest.mark.parametrize("trained", ["users"], indirect=True)
-def test_python_foretells_whole_ratings_of_a_user(trained, expected):
+def test_predict_returns_full_ratings(trained, expected):
     known, _, output = expected
     model = mr.autoencoder.load(trained)
     items, values = known.get_user(3)
@@ -131,53 +133,53 @@ def test_python_foretells_whole_ratings_of_a_user(trained, expected):
 
 
 @pytest.mark.parametrize("trained", ["users"], indirect=True)
-def test_in_sixteen_bits_the_same_is_relevant(trained):
-    """What is left of a rating is rounded; four stars must stay four."""
-    ranking = Ranking(TOP, relevant_from=4.0)
+def test_the_same_items_are_relevant_in_sixteen_bits(trained):
+    """Residuals are rounded, but four stars must stay four."""
+    ranking = RankingOptions(TOP, relevant_from=4.0)
     known = load_ratings(trained.parent / "train.txt")
     later, _ = align(load_ratings(trained.parent / "valid.txt"), known)
     biases = fit_biases(known)
     left, targets = (biases.subtract(part, known) for part in (known, later))
-    batch = validation_users(left, targets, USERS)[np.arange(USERS)]
+    batch = open_evaluation_source(left, targets, USERS)[np.arange(USERS)]
     counts = set()
     for dtype in ("float32", "float16", "bfloat16"):
         rounded = narrow(jax.tree.map(jnp.asarray, batch), dtype)
-        rows = dense_rows(rounded, ITEMS)
-        quality = ranking_quality(rows, rows, rounded, ranking, left.biases)
+        rows = to_dense_rows(rounded, ITEMS)
+        quality = compute_ranking_quality(rows, rows, rounded, ranking, left.biases)
         counts.add(int(quality["has_relevant"].sum()))
     relevant = (dense(later) >= 4) & (dense(known) == 0)
     assert counts == {int(relevant.any(1).sum())}
 
 
 @pytest.mark.parametrize("trained", ["users"], indirect=True)
-def test_another_file_of_ratings_has_its_own_users_biases(trained, capsys, tmp_path):
+def test_user_biases_come_from_the_ratings_file_in_use(trained, capsys, tmp_path):
     lines = (trained.parent / "train.txt").read_text().splitlines()
     user = lines[0].split()[0]
     own = [line for line in lines if line.split()[0] == user]
     (tmp_path / "new.txt").write_text("\n".join(own).replace(user, "77"))
-    words = f"recommend --checkpoint {trained} --top 3 --user "
-    known = command(capsys, words + user).out.splitlines()[1:]
-    words += f"77 --training-data-file {tmp_path}/new.txt"
-    ended = command(capsys, words)
+    args = f"recommend --checkpoint {trained} --top 3 --user "
+    known = command(capsys, args + user).out.splitlines()[1:]
+    args += f"77 --training-data-file {tmp_path}/new.txt"
+    ended = command(capsys, args)
     assert ended.status == 0, ended.err
     assert ended.out.splitlines()[1:] == known
 
 
 def test_a_resumed_run_keeps_its_biases(trained, capsys):
-    kept = (trained / BIASES).read_bytes()
+    before_resume = (trained / BIASES).read_bytes()
     folder = trained.parent
-    rows = find_trained(trained).config.rows
+    rows = load_recommender(trained).config.data.rows
     files = f"--training-data-file {folder}/train.txt "
     files += f"--validation-data-file {folder}/valid.txt "
-    words = f"train {RECIPE}{files}--rows {rows} --run-dir {trained} --resume"
-    ended = command(capsys, words)
+    args = f"train {RECIPE}{files}--rows {rows} --run-dir {trained} --resume"
+    ended = command(capsys, args)
     assert ended.status == 0, ended.err
-    assert (trained / BIASES).read_bytes() == kept
+    assert (trained / BIASES).read_bytes() == before_resume
     train = folder / "train.txt"
     before = train.read_text()
     train.write_text(before.replace("\t5\n", "\t4.5\n"))
-    ended = command(capsys, words)
+    ended = command(capsys, args)
     train.write_text(before)
     assert ended.status == 2 and "train.txt has changed since the run" in ended.err
-    ended = command(capsys, words.replace("--subtract-biases ", ""))
+    ended = command(capsys, args.replace("--subtract-biases ", ""))
     assert ended.status == 2 and "subtract_biases" in ended.err.replace("-", "_")

@@ -1,4 +1,4 @@
-"""Published formats in, three files out; what is in them is checked line by line."""
+"""Convert published formats to three files, whose lines are compared one by one."""
 
 import gzip
 import itertools
@@ -9,7 +9,7 @@ import pytest
 from image_files import real_data
 
 from millrace.apps.autoencoder import convert as module
-from millrace.apps.autoencoder.config.convert import ConvertConfig
+from millrace.apps.autoencoder.config.commands import ConvertConfig
 from millrace.apps.autoencoder.convert import convert
 from millrace.cli import main
 from millrace.config import ConfigurationError
@@ -67,7 +67,7 @@ def test_the_netflix_prize_is_split_at_a_published_period(
 ):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk_bytes)
     out = tmp_path / "out" / "deeper"
-    # With the first seed the coin falls once on each side.
+    # The default seed puts one later rating into each of the two files.
     config = ConvertConfig(input=write_netflix(tmp_path, kind), period="3m", output_dir=out)
     convert(config)
     names = {"3m_train.txt", "3m_valid.txt", "3m_test.txt"}
@@ -75,9 +75,9 @@ def test_the_netflix_prize_is_split_at_a_published_period(
     assert set(lines(out / "3m_train.txt")) == TRAINED
     valid, test = lines(out / "3m_valid.txt"), lines(out / "3m_test.txt")
     assert len(valid) == len(test) == 1 and set(valid + test) == LATER
-    said = capsys.readouterr().out
-    assert "2 ratings, because 1 users and 1 items are not in training" in said
-    assert "Published: 13,675,402 ratings by 311,315 users" in said
+    printed = capsys.readouterr().out
+    assert "2 ratings, because 1 users and 1 items are not in training" in printed
+    assert "Published: 13,675,402 ratings by 311,315 users" in printed
 
 
 def test_the_periods_are_the_published_ones():
@@ -105,7 +105,7 @@ def test_the_periods_are_the_published_ones():
         ("1:\n6,3,2005-10-01\nx:\n", "line 3: it is neither an item with a colon nor"),
     ],
 )
-def test_a_malformed_line_of_netflix_is_named(tmp_path, content, reason):
+def test_a_malformed_netflix_line_is_reported_with_its_number(tmp_path, content, reason):
     path = tmp_path / "mv_0000001.txt"
     path.write_text(content)
     with pytest.raises(DatasetError) as caught:
@@ -114,7 +114,7 @@ def test_a_malformed_line_of_netflix_is_named(tmp_path, content, reason):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_item_that_no_header_names_is_an_error(tmp_path):
+def test_ratings_without_an_item_header_are_an_error(tmp_path):
     write_netflix(tmp_path, "folder")
     (tmp_path / "mv_0000002.txt").write_text("\n6,3,2005-10-01\n")
     with pytest.raises(DatasetError, match=r"mv_0000002\.txt, line 2: no item precedes"):
@@ -128,7 +128,7 @@ TIMED = [
     (user, item, (user + item) % 5 + 1, 10**9 + 86400 * ((7 * user + 3 * item) % 23))
     for user, item in itertools.product(range(1, 6), range(1, 11))
 ]
-"""User, item, rating and time; every user and every item comes early and late."""
+"""User, item, rating and time; every user and item has early and late ratings."""
 TIMES = {(user, item): time for user, item, _, time in TIMED}
 PARTS = ("train", "valid", "test")
 
@@ -165,7 +165,7 @@ def test_movielens_is_split_by_time(tmp_path, name, text, by):
     )
 
 
-def test_fractions_of_each_user(tmp_path):
+def test_fractions_apply_to_each_user(tmp_path):
     path = tmp_path / "u.data"
     path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in reversed(TIMED)))
     convert(
@@ -185,7 +185,7 @@ def test_fractions_of_each_user(tmp_path):
 
 
 @pytest.mark.parametrize("days", [["2001-09-18"], ["2001-09-18", "2001-09-25"]])
-def test_days_to_split_at(tmp_path, days):
+def test_ratings_are_split_at_dates(tmp_path, days):
     path = tmp_path / "u.data"
     path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in TIMED))
     convert(ConvertConfig(input=path, split_at=days, output_dir=tmp_path))
@@ -199,7 +199,7 @@ def test_days_to_split_at(tmp_path, days):
         assert max(found["valid"]) < days[1] <= min(found["test"])
 
 
-def test_the_coin_does_not_depend_on_the_order_of_lines(tmp_path):
+def test_the_random_split_does_not_depend_on_the_order_of_lines(tmp_path):
     found = []
     for number, rows in enumerate((TIMED, TIMED[::-1])):
         path = tmp_path / f"{number}.data"
@@ -210,7 +210,7 @@ def test_the_coin_does_not_depend_on_the_order_of_lines(tmp_path):
     assert found[0] == found[1]
 
 
-def test_any_csv_by_its_columns(tmp_path):
+def test_any_csv_can_be_read_by_its_columns(tmp_path):
     path = tmp_path / "reviews.csv"
     rows = [f"{n % 4 + 1},x,{10**12 + n},Book {n % 3},reader {n % 5}" for n in range(60)]
     path.write_text("\n".join(["score,text,when,title,who", *rows]))
@@ -229,36 +229,36 @@ def test_any_csv_by_its_columns(tmp_path):
     assert first == "reader 0\tBook 0\t1"
 
 
-def run(*words):
+def run(*args):
     with pytest.raises(SystemExit) as exited:
-        main(["autoencoder", "convert", *map(str, words)])
+        main(["autoencoder", "convert", *map(str, args)])
     return exited.value.code
 
 
-def test_the_command_line(tmp_path, capsys):
+def test_the_command_prints_counts_and_replaces_files_only_if_asked(tmp_path, capsys):
     folder = write_netflix(tmp_path, "combined")
-    words = (folder, "--period", "3m", "--output-dir", tmp_path / "out")
-    assert run(*words) == 0
-    said = capsys.readouterr().out
-    assert "3m_train.txt  3 ratings by 2 users of 2 items" in said
-    assert f"--training-data-file {tmp_path}/out/3m_train.txt" in said
-    assert run(*words) == 2
-    assert "would be replaced. Say --overwrite" in capsys.readouterr().err
-    assert run(*words, "--overwrite", "--quiet") == 0
+    args = (folder, "--period", "3m", "--output-dir", tmp_path / "out")
+    assert run(*args) == 0
+    printed = capsys.readouterr().out
+    assert "3m_train.txt  3 ratings by 2 users of 2 items" in printed
+    assert f"--training-data-file {tmp_path}/out/3m_train.txt" in printed
+    assert run(*args) == 2
+    assert "would be replaced. Give --overwrite" in capsys.readouterr().err
+    assert run(*args, "--overwrite", "--quiet") == 0
     assert not capsys.readouterr().out
-    assert run(tmp_path / "out" / "3m_train.txt", *words[1:], "--overwrite") == 2
+    assert run(tmp_path / "out" / "3m_train.txt", *args[1:], "--overwrite") == 2
     assert "has no column of times to split by" in capsys.readouterr().err
 
 
-def test_a_folder_without_ratings_says_what_was_looked_for(tmp_path, capsys):
+def test_a_folder_without_ratings_lists_the_supported_files(tmp_path, capsys):
     assert run(tmp_path, "--period", "3m") == 2
-    said = capsys.readouterr().err
-    assert "training_set/mv_*.txt" in said and "ratings.csv" in said
+    printed = capsys.readouterr().err
+    assert "training_set/mv_*.txt" in printed and "ratings.csv" in printed
     assert run(tmp_path / "nowhere", "--period", "3m") == 2
     assert "There is no file or folder" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")
     assert run(tmp_path / "pipe", "--period", "3m") == 2
-    assert "is a pipe or a device" in capsys.readouterr().err
+    assert "is a pipe or a device, but" in capsys.readouterr().err
 
 
 def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, capsys):
@@ -266,9 +266,9 @@ def test_a_part_without_ratings_is_an_error_and_nothing_is_written(tmp_path, cap
     path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in TIMED))
     out = tmp_path / "out"
     assert run(path, "--split-at", "2020-01-01", "--output-dir", out) == 1
-    said = capsys.readouterr().err
-    assert "No ratings are left for validation" in said
-    assert "from 2001-09-09 to 2001-10-01" in said and not out.exists()
+    printed = capsys.readouterr().err
+    assert "No ratings are left for validation" in printed
+    assert "from 2001-09-09 to 2001-10-01" in printed and not out.exists()
     assert run(path, "--period", "3m", "--output-dir", out) == 1
     assert "has no ratings in the requested period" in capsys.readouterr().err
 
@@ -277,20 +277,20 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
     path = write_netflix(tmp_path, "combined")
     written = []
 
-    def fail_at_the_second(place, *args):
+    def fail_at_the_second(place, *rest):
         place.write_text("half")
         written.append(place)
         if len(written) == 2:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_ratings", fail_at_the_second)
-    said = rf"Cannot write {tmp_path}/out/3m_valid\.txt: No space left on device\."
-    with pytest.raises(ConfigurationError, match=said):
+    printed = rf"Cannot write {tmp_path}/out/3m_valid\.txt: No space left on device\."
+    with pytest.raises(ConfigurationError, match=printed):
         convert(ConvertConfig(input=path, period="3m", output_dir=tmp_path / "out"))
     assert len(written) == 2 and not list((tmp_path / "out").iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     path = write_netflix(tmp_path, "combined")
     in_file = path / "combined_data_1.txt" / "out"
     with pytest.raises(ConfigurationError, match=r"Cannot write .*: Not a directory\."):
@@ -301,34 +301,34 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     ("most_small", "how"),
     [(30, "--config small_ratings"), (29, "--size 128 --batch-size 64")],
 )
-def test_how_to_train_depends_on_how_many_ratings_there_are(
+def test_suggested_options_depend_on_the_number_of_ratings(
     tmp_path, capsys, monkeypatch, most_small, how
 ):
     monkeypatch.setattr(module, "_MOST_SMALL_RATINGS", most_small)
     path = tmp_path / "u.data"
     path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in TIMED))
     assert run(path, "--fractions", 0.6, 0.2, 0.2, "--output-dir", tmp_path) == 0
-    said = capsys.readouterr().out
-    assert f"train {how} --training-data-file {tmp_path}/train.txt" in said
+    printed = capsys.readouterr().out
+    assert f"train {how} --training-data-file {tmp_path}/train.txt" in printed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "One of --period, --split-at, --fractions must say where to split; got none"),
+        ({}, "Give one of --period, --split-at, --fractions to split by; got none"),
         ({"period": "3m", "fractions": [0.8, 0.1, 0.1]}, "got --period and --fractions"),
-        ({"split_at": ["yesterday"]}, "--split-at takes days such as 2005-12-01"),
+        ({"split_at": ["yesterday"]}, "--split-at takes dates such as 2005-12-01"),
         ({"split_at": ["2005-01-02", "2005-01-01"]}, "the earlier first"),
-        ({"split_at": ["2005-01-01"] * 3}, "one or two days"),
-        ({"fractions": [0.8, 0.2]}, "three numbers above 0 that make 1"),
-        ({"fractions": [0.8, 0.1, 0.2]}, "three numbers above 0 that make 1"),
-        ({"fractions": [1.0, 0.1, -0.1]}, "three numbers above 0 that make 1"),
-        ({"period": "3m", "per_user": True}, "--per-user goes with --fractions only"),
+        ({"split_at": ["2005-01-01"] * 3}, "one or two dates"),
+        ({"fractions": [0.8, 0.2]}, "three numbers above 0 that sum to 1"),
+        ({"fractions": [0.8, 0.1, 0.2]}, "three numbers above 0 that sum to 1"),
+        ({"fractions": [1.0, 0.1, -0.1]}, "three numbers above 0 that sum to 1"),
+        ({"period": "3m", "per_user": True}, "--per-user needs --fractions"),
         ({"period": "3m", "rating_range": [0, 5]}, "two numbers above 0"),
         ({"period": "3m", "rating_range": [5]}, "two numbers above 0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path, options, message):
+def test_options_that_do_not_fit_together_are_rejected(tmp_path, options, message):
     with pytest.raises(ConfigurationError, match=message):
         ConvertConfig(input=tmp_path, **options)
 
@@ -340,7 +340,7 @@ def test_columns_of_netflix_cannot_be_chosen(tmp_path):
 
 
 @pytest.mark.slow
-def test_movielens_1m_as_published(tmp_path, monkeypatch):
+def test_movielens_1m_has_the_published_counts(tmp_path, monkeypatch):
     path = real_data("movielens") / "ml-1m_ratings.npz"
     with np.load(path) as arrays:
         columns = [arrays[name].tolist() for name in ("user", "movie", "rating", "ts")]

@@ -1,4 +1,4 @@
-"""The network: its size, its first weights, and what it computes."""
+"""The network: its size, its initial weights and its output."""
 
 import functools
 
@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.model import (
-    Known,
+    KnownRatings,
     Model,
     activate,
+    draw_dropout_masks,
     init_params,
-    kept_codes,
     reconstruct,
     reconstruct_known,
 )
-from millrace.apps.autoencoder.trained import weight_shapes
+from millrace.apps.autoencoder.predictor import get_weight_shapes
 from millrace.nn.layers import num_parameters
 
 NETFLIX = 17_768
@@ -25,14 +25,14 @@ NETFLIX = 17_768
 @pytest.mark.parametrize(
     ("size", "parameters"), [(128, 2_391_400), (256, 4_764_520), (512, 9_904_488)]
 )
-def test_the_models_have_as_many_parameters_as_the_reference_says(size, parameters):
-    shapes = weight_shapes(Model(NETFLIX, size, 0.8), "float32")
+def test_models_have_the_number_of_parameters_of_the_reference(size, parameters):
+    shapes = get_weight_shapes(Model(NETFLIX, size, 0.8), "float32")
     assert num_parameters(shapes) == parameters
 
 
-def test_an_untied_decoder_has_as_many_parameters_as_the_paper_says():
-    """Its table 2: six layers, every hidden one 128 wide, 4,632,552 parameters."""
-    shapes = weight_shapes(Model(NETFLIX, 128, 0.8, tied=False), "float32")
+def test_an_untied_model_has_the_number_of_parameters_of_the_paper():
+    """Table 2 of the paper: six layers, hidden width 128, 4,632,552 parameters."""
+    shapes = get_weight_shapes(Model(NETFLIX, 128, 0.8, tied=False), "float32")
     first, last = shapes["encoder"]["fc_1"], shapes["decoder"]["fc_3"]
     of_128 = 4 * (128 * 128 + 128)
     assert num_parameters((first, last)) + of_128 == 4_632_552
@@ -47,7 +47,7 @@ def network(request):
     return model, params, rows.astype(np.float32)
 
 
-def test_first_weights_are_glorots_and_biases_are_zero(network):
+def test_initial_kernels_are_glorot_uniform_and_biases_are_zero(network):
     model, params, _ = network
     layers = [*params["encoder"].values(), *params["decoder"].values()]
     for layer in layers:
@@ -59,7 +59,7 @@ def test_first_weights_are_glorots_and_biases_are_zero(network):
     assert ("kernel" in params["decoder"]["fc_1"]) != model.tied
 
 
-def test_a_reconstruction_is_the_oracles(network):
+def test_a_reconstruction_matches_the_oracle(network):
     model, params, rows = network
     found = jax.jit(reconstruct, static_argnums=0)(model, params, rows)
     as_float64 = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
@@ -67,38 +67,38 @@ def test_a_reconstruction_is_the_oracles(network):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_known_ratings_are_reconstructed_as_in_the_whole(network):
+def test_known_ratings_are_reconstructed_as_in_dense_rows(network):
     model, params, rows = network
     row, item = np.nonzero(rows)
-    filled = Known(
+    padded = KnownRatings(
         np.append(row, len(rows)), np.append(item, 0), np.append(rows[row, item], 0.0)
     )
     known = jax.jit(reconstruct_known, static_argnums=(0, 3))
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, params)
-        (kept,) = kept_codes(model, jax.random.key(1), 1, len(rows))
-        found = known(model, params, filled, len(rows), kept)
+        (mask,) = draw_dropout_masks(model, jax.random.key(1), 1, len(rows))
+        found = known(model, params, padded, len(rows), mask)
         whole = jax.jit(reconstruct, static_argnums=0)
-        expected = np.asarray(whole(model, params, rows.astype(float), kept))
+        expected = np.asarray(whole(model, params, rows.astype(float), mask))
     np.testing.assert_allclose(found[:-1], expected[row, item], rtol=1e-12)
 
 
-def test_an_activation_in_float32_and_its_gradient_are_those_of_selu():
+def test_the_float32_activation_and_its_gradient_match_selu():
     model = Model(19, 128, 0.65)
     x = np.concatenate([np.linspace(-30, 5, 1001), -np.logspace(-8, 0, 101), [0.0]])
 
-    def of_all(function, x):
+    def values_and_gradients(function, x):
         return jax.vmap(jax.value_and_grad(function))(x)
 
-    found = of_all(functools.partial(activate, model), x.astype(np.float32))
+    found = values_and_gradients(functools.partial(activate, model), x.astype(np.float32))
     with jax.enable_x64(True):
-        expected = of_all(jax.nn.selu, x)
+        expected = values_and_gradients(jax.nn.selu, x)
     for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=3e-7)
 
 
-def test_in_float16_what_is_too_large_stops_at_the_largest_number():
+def test_float16_saturates_at_the_largest_number():
     model = Model(900, 128, 0.0)
     params = init_params(model, jax.random.key(0))
     params["encoder"]["fc_1"]["kernel"] = jax.numpy.full((900, 128), 30.0)
@@ -115,13 +115,16 @@ def test_in_float16_what_is_too_large_stops_at_the_largest_number():
     assert activate(model, largest) > 65504
 
 
-def test_dropout_keeps_its_share_and_the_mean_of_the_code():
+def test_dropout_masks_have_the_right_rate_and_are_independent():
     model = Model(19, 128, 0.65)
     keys = [jax.random.fold_in(jax.random.key(0), number) for number in range(2)]
-    masks = [np.asarray(m) for key in keys for m in kept_codes(model, key, 2, 500)]
+    masks = [np.asarray(m) for key in keys for m in draw_dropout_masks(model, key, 2, 500)]
     for mask in masks:
         assert mask.mean() == pytest.approx(0.35, abs=0.005)
-    for number, mask in enumerate(masks):  # no pass knows of another
+    for number, mask in enumerate(masks):  # passes are independent
         for other in masks[:number]:
             assert (mask & other).mean() == pytest.approx(0.35**2, abs=0.005)
-    assert kept_codes(model._replace(dropout_rate=0.0), keys[0], 2, 5) == [None, None]
+    assert draw_dropout_masks(model._replace(dropout_rate=0.0), keys[0], 2, 5) == [
+        None,
+        None,
+    ]

@@ -1,4 +1,4 @@
-"""Sweeps: many models at once are the same models one by one."""
+"""Models trained together in a sweep are the same as if trained one by one."""
 
 import json
 import math
@@ -12,17 +12,17 @@ import yaml
 from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.sweep import SweepConfig
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.joint_training import (
-    each_if_finite,
-    label,
-    mean_of_models,
-    trials_program,
+    build_trials_program,
+    format_label,
+    mean_with_sum_gradient,
+    skip_nonfinite_trials,
 )
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.reference_steps import steps_of
-from millrace.apps.autoencoder.sweep_report import Trial, sweep_part, table
-from millrace.config import as_plain, parse
+from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.sweep import Trial, build_plot, format_table
+from millrace.config import as_plain, build, parse
 from millrace.drawing.charts import points_chart
 from millrace.report.plots import Picture
 
@@ -32,15 +32,15 @@ OPTIONS = f"{SMALL} --epochs 2 --batches-per-step 3 --no-dense-refeeding "
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
-    words = f"sweep {OPTIONS}{write_ratings(folder)}--steps-per-log 1 "
-    # The first is far too large, and diverges; the others know nothing of it.
-    words += f"--base-learning-rates 1,11,13 --run-dir {folder}/run "
-    ended = command(None, words)
+    args = f"sweep {OPTIONS}{write_ratings(folder)}--steps-per-log 1 "
+    # The first rate is far too large and diverges; the others are unaffected.
+    args += f"--base-learning-rates 1,11,13 --run-dir {folder}/run "
+    ended = command(None, args)
     assert ended.status == 0
     return folder / "run"
 
 
-def test_a_sweep_names_the_best_learning_rate(swept):
+def test_a_sweep_reports_the_best_learning_rate(swept):
     summary = summary_of(swept)
     assert [t["base_learning_rate"] for t in summary["trials"]] == [-1, -11, -13]
     assert [t["learning_rate"] for t in summary["trials"]] == [4, 2.0**-8, 2.0**-10]
@@ -52,7 +52,7 @@ def test_a_sweep_names_the_best_learning_rate(swept):
     assert summary["samples"] == 3 * 12 * 8
 
 
-def test_the_loss_of_a_sweep_is_the_mean_of_its_models_that_have_not_diverged(swept):
+def test_the_loss_of_a_sweep_is_the_mean_over_models_that_have_not_diverged(swept):
     lines = (swept / "metrics.jsonl").read_text().splitlines()
     last = [event for event in map(json.loads, lines) if "train_loss" in event][-1]
     losses = [float(trial["loss"]) for trial in summary_of(swept)["trials"]]
@@ -61,27 +61,29 @@ def test_the_loss_of_a_sweep_is_the_mean_of_its_models_that_have_not_diverged(sw
     assert last["train_finite_models"] == 2
 
 
-def test_the_mean_of_models_has_the_gradient_of_their_sum():
-    value, gradient = jax.value_and_grad(mean_of_models)(np.array([1.0, np.inf, 5.0]))
+def test_the_mean_loss_has_the_gradient_of_the_sum():
+    value, gradient = jax.value_and_grad(mean_with_sum_gradient)(
+        np.array([1.0, np.inf, 5.0])
+    )
     assert value == 3.0
     np.testing.assert_array_equal(gradient, [1, 1, 1])
-    assert np.isnan(mean_of_models(np.array([np.nan, np.inf])))
+    assert np.isnan(mean_with_sum_gradient(np.array([np.nan, np.inf])))
 
 
-def test_a_sweep_says_how_to_train_with_the_best(swept, tmp_path, capsys):
-    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
-    words += f"--base-learning-rates 11 --run-dir {tmp_path}/run"
-    ended = command(capsys, words.replace("--quiet", ""))
+def test_a_sweep_prints_how_to_train_the_best(swept, tmp_path, capsys):
+    args = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    args += f"--base-learning-rates 11 --run-dir {tmp_path}/run"
+    ended = command(capsys, args.replace("--quiet", ""))
     assert ended.status == 0, ended.err
-    said = " ".join(ended.err.split())
-    assert "models 1 of size 128" in said and "learning rates 2^-11" in said
-    assert "2^-11: millrace autoencoder train --config best --config-path" in said
+    output = " ".join(ended.err.split())
+    assert "models 1 of size 128" in output and "learning rates 2^-11" in output
+    assert "2^-11: millrace autoencoder train --config best --config-path" in output
 
 
-def test_a_sweep_of_which_nothing_is_left_has_failed(swept, tmp_path, capsys):
-    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
-    words += f"--base-learning-rates 1,1.5 --run-dir {tmp_path}/run"
-    ended = command(capsys, words.replace("--quiet", ""))
+def test_a_sweep_in_which_every_model_diverges_fails(swept, tmp_path, capsys):
+    args = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    args += f"--base-learning-rates 1,1.5 --run-dir {tmp_path}/run"
+    ended = command(capsys, args.replace("--quiet", ""))
     assert ended.status == 1
     assert "millrace: Every model diverged, so there is no best" in ended.err
     assert len([line for line in ended.err.splitlines() if line.endswith("diverged")]) == 2
@@ -90,11 +92,11 @@ def test_a_sweep_of_which_nothing_is_left_has_failed(swept, tmp_path, capsys):
     assert (tmp_path / "run" / "sweep.svg").exists()
 
 
-def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys):
+def test_the_best_configuration_reaches_the_same_error_alone(swept, tmp_path, capsys):
     best = yaml.safe_load((swept / "best.yml").read_text())["best"]
     assert best["base_learning_rate"] == -11
-    words = f"train --config best --config-path {swept}/best.yml --quiet --no-validation"
-    ended = command(capsys, f"{words} --run-dir {tmp_path}/run")
+    args = f"train --config best --config-path {swept}/best.yml --quiet --no-validation"
+    ended = command(capsys, f"{args} --run-dir {tmp_path}/run")
     assert ended.status == 0, ended.err
     found = summary_of(tmp_path / "run")["metrics"]
     trial = summary_of(swept)["best"]
@@ -102,16 +104,16 @@ def test_the_best_configuration_trains_to_the_same_error(swept, tmp_path, capsys
     assert found["train_rmse"] == pytest.approx(trial["rmse"], rel=1e-4)
 
 
-def test_a_sweep_goes_on_around_the_best(swept):
-    words = "--config best --base-learning-rates 10.5,11.5".split()
-    config, _ = parse(SweepConfig, words, program="", named_configs=swept / "best.yml")
+def test_a_sweep_can_start_from_the_best_configuration(swept):
+    args = "--config best --base-learning-rates 10.5,11.5".split()
+    config, _ = parse(SweepConfig, args, program="", named_configs=swept / "best.yml")
     assert config.exponents == [-10.5, -11.5]
     first = yaml.safe_load((swept / "config.yml").read_text())
     changed = {n for n, value in as_plain(config).items() if first[n] != value}
     assert changed <= {"base_learning_rates", "run_dir", "quiet", "steps_per_log"}
 
 
-def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
+def test_only_models_whose_gradients_overflow_skip_an_update():
     plain = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -1.0))
     params = {"a": np.ones((3, 2)), "b": np.ones(3)}
     good = {"a": np.full((3, 2), 0.5), "b": np.arange(3.0)}
@@ -119,9 +121,9 @@ def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
         "a": np.where([[False] * 2, [True, False], [False] * 2], np.inf, 0.5),
         "b": good["b"],
     }
-    careful = each_if_finite(plain)
-    _, before = careful.update(good, careful.init(params), params)
-    updates, after = careful.update(bad, before, params)
+    wrapped = skip_nonfinite_trials(plain)
+    _, before = wrapped.update(good, wrapped.init(params), params)
+    updates, after = wrapped.update(bad, before, params)
     expected, moved = plain.update(good, before, params)
     assert not np.any(updates["a"][1]) and updates["b"][1] == 0
     for name in params:
@@ -134,41 +136,43 @@ def test_a_model_whose_gradient_overflows_waits_and_the_others_do_not():
     assert after[1].count == 2
 
 
-def test_models_do_not_share_a_scale_that_adapts_itself():
-    config = AutoencoderConfig(size=128, batch_size=4, loss_scaling="dynamic")
-    steps = steps_of(config, 8)
-    made = trials_program(config, Model(6, 128, 0.0), steps, [-2.0, -9.0], jax.devices()[0])
+def test_a_sweep_does_not_use_dynamic_loss_scaling():
+    config = build(AutoencoderConfig, {"size": 128, "batch_size": 4})
+    steps = plan_steps(config, 8)
+    made = build_trials_program(
+        config, Model(6, 128, 0.0), steps, [-2.0, -9.0], jax.devices()[0]
+    )
     assert made.plan.loss_scaling == 1000
 
 
-@pytest.mark.slow  # programs are spread in test_spread.py; this compiles two large ones
-def test_models_spread_over_devices_are_the_same(swept, tmp_path, capsys):
-    words = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
-    words += "--steps-per-log 1 --base-learning-rates 11,13,15 "
-    ended = command(capsys, words + f"--num-devices 2 --run-dir {tmp_path}/run")
+@pytest.mark.slow  # compiles two large programs; test_multi_device.py has small ones
+def test_models_distributed_over_devices_are_the_same(swept, tmp_path, capsys):
+    args = f"sweep {OPTIONS}--training-data-file {swept.parent}/train.txt "
+    args += "--steps-per-log 1 --base-learning-rates 11,13,15 "
+    ended = command(capsys, args + f"--num-devices 2 --run-dir {tmp_path}/run")
     assert ended.status == 0, ended.err
-    spread, together = summary_of(tmp_path / "run"), summary_of(swept)
-    assert spread["device"]["count"] == 2
-    for there, here in zip(spread["trials"], together["trials"][1:], strict=False):
+    several, one = summary_of(tmp_path / "run"), summary_of(swept)
+    assert several["device"]["count"] == 2
+    for there, here in zip(several["trials"], one["trials"][1:], strict=False):
         for name in ("loss", "rmse"):
             assert there[name] == pytest.approx(here[name], rel=1e-4)
 
 
-def test_more_devices_than_there_are_is_refused(tmp_path, capsys):
+def test_more_devices_than_available_are_rejected(tmp_path, capsys):
     count = len(jax.devices()) + 1
-    words = f"sweep --num-devices {count} --run-dir {tmp_path}/run"
-    ended = command(capsys, words)
+    args = f"sweep --num-devices {count} --run-dir {tmp_path}/run"
+    ended = command(capsys, args)
     assert ended.status == 2
     assert f"--num-devices is {count}, but there are only {count - 1}" in ended.err
     assert not (tmp_path / "run").exists()
 
 
-def test_learning_rates_that_differ_a_little_are_called_differently():
-    words = "--training-data-file 3m_train.txt --base-learning-rates 10,10.000001"
-    config, _ = parse(SweepConfig, words.split(), program="")
-    assert [label(exponent) for exponent in config.exponents] == ["10", "10.000001"]
+def test_learning_rates_that_differ_slightly_have_different_labels():
+    args = "--training-data-file 3m_train.txt --base-learning-rates 10,10.000001"
+    config, _ = parse(SweepConfig, args.split(), program="")
+    assert [format_label(exponent) for exponent in config.exponents] == ["10", "10.000001"]
     trials = [TRIALS[1]._replace(base_learning_rate=value) for value in config.exponents]
-    assert [line.split()[0] for line in table(trials)[1:]] == ["-10", "-10.000001"]
+    assert [line.split()[0] for line in format_table(trials)[1:]] == ["-10", "-10.000001"]
     assert config.exponents is config.exponents
 
 
@@ -179,19 +183,19 @@ TRIALS = [
 ]
 
 
-def test_the_table_has_a_line_for_each_learning_rate():
-    lines = table(TRIALS)
+def test_the_table_has_one_line_per_learning_rate():
+    lines = format_table(TRIALS)
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["-16", "0.001", "1,234", "0.9000", "0.9500", "0.9700"]
     assert lines[1].split()[3:] == ["nan", "nan", "diverged"]
-    assert "items/s" in table(TRIALS, "items")[0]
+    assert "items/s" in format_table(TRIALS, "items")[0]
     without = [trial._replace(validation_rmse=None) for trial in TRIALS]
-    assert "validation" not in table(without)[0]
+    assert "validation" not in format_table(without)[0]
     assert without[1].error == 0.95 and TRIALS[1].error == 0.97
 
 
-def test_the_plot_marks_the_best_and_what_diverged(tmp_path):
-    part = sweep_part(TRIALS)
+def test_the_plot_marks_the_best_and_the_diverged(tmp_path):
+    part = build_plot(TRIALS)
     path = Picture("sweep", part.drawing()).save(tmp_path / "sweep.svg")
     drawn = ElementTree.parse(path).getroot()
     space = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""Weight updates of the compiled program against NumPy's, differentiated by hand."""
+"""Weight updates of the compiled program match NumPy, differentiated by hand."""
 
 import autoencoder_oracle as oracle
 import jax
@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.loss import known_ratings
-from millrace.apps.autoencoder.model import hidden_ratings, kept_codes
-from millrace.apps.autoencoder.program import model_of
-from millrace.apps.autoencoder.reference_steps import steps_of
-from millrace.apps.autoencoder.train import first_weights, program_of
+from millrace.apps.autoencoder.loss import get_known_ratings
+from millrace.apps.autoencoder.model import draw_dropout_masks, drop_input_ratings
+from millrace.apps.autoencoder.program import build_model, build_program, init_weights
+from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.config import build
 
 ITEMS, USERS, UPDATES = 23, 4, 3
 RATE = 0.001
-FORWARD, MICRO_BATCH = 0, 0  # of what the runtime splits an update's key for
+FORWARD, MICRO_BATCH = 0, 0  # folded into the key of an update by the runtime
 
 
-def batches_of(count, *, refed=False):
-    """Sparse batches with filling, as an infeed gives them, and the dense rows."""
+def build_batches(count, *, refed=False):
+    """Return sparse batches with padding, as from an infeed, and the dense rows."""
     random = np.random.default_rng(0)
     sparse, dense = [], []
     for _ in range(count):
@@ -29,13 +28,13 @@ def batches_of(count, *, refed=False):
             0,
         )
         row, item = np.nonzero(rows)
-        filling = USERS * ITEMS - len(row)
+        padding = USERS * ITEMS - len(row)
         sparse.append(
             {
                 "user": np.arange(USERS, dtype=np.int32),
-                "row": np.append(row, np.full(filling, USERS)).astype(np.int32),
-                "item": np.append(item, np.full(filling, 0)).astype(np.int32),
-                "value": np.append(rows[row, item], np.zeros(filling)).astype(np.float32),
+                "row": np.append(row, np.full(padding, USERS)).astype(np.int32),
+                "item": np.append(item, np.full(padding, 0)).astype(np.int32),
+                "value": np.append(rows[row, item], np.zeros(padding)).astype(np.float32),
             }
         )
         dense.append(rows)
@@ -53,22 +52,22 @@ def batches_of(count, *, refed=False):
 
 
 def run_program(options, chunk):
-    """Make updates with the compiled program; return the states before and after."""
+    """Run updates with the compiled program; return the states before and after."""
     settings = {
         "data": "random", "batch_size": USERS, "size": 128, "precision": "32.32",
         "learning_rate": RATE, "batches_per_step": 1000, "epochs": 1,
     }  # fmt: skip
     config = build(AutoencoderConfig, settings | options)
-    model = model_of(config, ITEMS)
-    program = program_of(config, model, steps_of(config, 1000), jax.devices()[0])
-    state = program.init(*first_weights(config, model), seed=3)
+    model = build_model(config, ITEMS)
+    program = build_program(config, model, plan_steps(config, 1000), jax.devices()[0])
+    state = program.init(*init_weights(config, model), seed=3)
     before = jax.device_get(state)
     state, info = program.run(state, jax.device_put(chunk, program.chunk_sharding))
     return config, model, before, jax.device_get(state), jax.device_get(info)
 
 
-def key_of(state, update):
-    """The key of an update's only micro-batch."""
+def get_key(state, update):
+    """Return the key of the only micro-batch of an update."""
     key = jax.random.wrap_key_data(state.key)
     for part in (update, FORWARD, MICRO_BATCH):
         key = jax.random.fold_in(key, part)
@@ -76,18 +75,18 @@ def key_of(state, update):
 
 
 def factors_on_ratings(model, state, update, chunk):
-    """The factors that dropout puts on the ratings, drawn as the program draws them."""
+    """Return the factors of input dropout, drawn as in the program."""
     batch = {name: leaf[update] for name, leaf in chunk.items()}
-    ones = known_ratings(batch | {"value": np.ones_like(batch["value"])})
-    seen = hidden_ratings(model, ones, key_of(state, update))
-    rows = np.zeros((USERS + 1, ITEMS))  # filling lies in the row past the end
+    ones = get_known_ratings(batch | {"value": np.ones_like(batch["value"])})
+    seen = drop_input_ratings(model, ones, get_key(state, update))
+    rows = np.zeros((USERS + 1, ITEMS))  # padding is in the row past the end
     rows[np.asarray(seen.row), np.asarray(seen.item)] = seen.value
     return rows[:USERS]
 
 
 def factors_on_codes(model, state, update, num_passes):
-    """The factors that dropout puts on the codes, drawn as the program draws them."""
-    kept = kept_codes(model, key_of(state, update), num_passes, USERS)
+    """Return the factors of dropout on the codes, drawn as in the program."""
+    kept = draw_dropout_masks(model, get_key(state, update), num_passes, USERS)
     return [1.0 if k is None else np.asarray(k) / (1 - model.dropout_rate) for k in kept]
 
 
@@ -96,7 +95,7 @@ def as_float64(tree):
 
 
 def assert_moved_alike(before, after, expected):
-    """Compare what the updates have changed, which is a small part of each weight."""
+    """Compare the changes of the weights, which are a small part of them."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(after)]
     leaves = (jax.tree.leaves(tree) for tree in (before, after, expected))
     for path, old, new, wanted in zip(paths, *leaves, strict=True):
@@ -117,18 +116,18 @@ def assert_moved_alike(before, after, expected):
     ],
     ids=str,
 )
-def test_updates_are_those_of_the_oracle(options):
-    chunk, dense = batches_of(UPDATES)
+def test_updates_match_the_oracle(options):
+    chunk, dense = build_batches(UPDATES)
     config, model, before, after, info = run_program(options, chunk)
     weights = as_float64(before.params)
     velocity = oracle.zeros_like(weights)
     for update, rows in enumerate(dense):
         kept = factors_on_codes(
-            model, before, update, 2 if config.refeeding == "joint" else 1
+            model, before, update, 2 if config.training.refeeding == "joint" else 1
         )
         seen = factors_on_ratings(model, before, update, chunk)
         loss, rmse, gradients, _ = oracle.loss_and_gradients(
-            weights, rows, kept, config.refeeding, active=model.selu, seen=seen
+            weights, rows, kept, config.training.refeeding, active=model.selu, seen=seen
         )
         assert info["loss"][update] == pytest.approx(loss, rel=1e-5)
         assert info["rmse"][update] == pytest.approx(rmse, rel=1e-5)
@@ -137,15 +136,15 @@ def test_updates_are_those_of_the_oracle(options):
             velocity,
             gradients,
             rate=config.learning_rate,
-            decay=config.weight_decay,
-            momentum=0.9 if config.optimizer == "Momentum" else 0.0,
+            decay=config.training.weight_decay,
+            momentum=0.9 if config.training.optimizer == "Momentum" else 0.0,
         )
     assert_moved_alike(before.params, after.params, weights)
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.4])
-def test_detached_refeeding_makes_two_updates_of_a_batch(hidden):
-    chunk, dense = batches_of(2, refed=True)
+def test_detached_refeeding_makes_two_updates_per_batch(hidden):
+    chunk, dense = build_batches(2, refed=True)
     options = {"detached_refeeding": True, "untied_decoder": True}
     options |= {"input_dropout_rate": hidden}
     _, model, before, after, info = run_program(options, chunk)
@@ -163,6 +162,6 @@ def test_detached_refeeding_makes_two_updates_of_a_batch(hidden):
             weights, velocity = oracle.update(weights, velocity, gradients, rate=RATE)
             if not is_refed:
                 given = rmse
-                rows = output  # of the weights before the update, and constant
+                rows = output  # from the weights before the update, and constant
             assert info["rmse"][update] == pytest.approx(given, rel=1e-4)
     assert_moved_alike(before.params, after.params, weights)

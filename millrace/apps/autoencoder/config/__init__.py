@@ -1,4 +1,4 @@
-"""What ``millrace autoencoder train`` can be told. Imports nothing heavy."""
+"""Options of ``millrace autoencoder train``. Imports nothing heavy."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.apps.autoencoder.config.data import RECOMMENDED, DataOptions, Recommended
+from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.apps.autoencoder.config.model import ModelOptions
-from millrace.apps.autoencoder.config.training import RecipeOptions
+from millrace.apps.autoencoder.config.training import TrainingOptions
+from millrace.config import ConfigurationError, build
 from millrace.plan import Plan
 from millrace.precision import resolve_precision
 from millrace.run.options import RunOptions
@@ -17,183 +18,132 @@ from millrace.run.options import RunOptions
 _MAY_CHANGE = {"may_change": True}
 
 LARGEST_EXPONENT = 100
-"""Of a learning rate, up or down: 2^-100 is as good as none."""
+"""Bound on exponents of learning rates: 2^-100 trains nothing in any precision."""
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(DataOptions, ModelOptions, RecipeOptions, RunOptions):
-    """What every command that trains shares."""
+class TrainingConfig:
+    """The sections that ``train`` and ``sweep`` share, and the values they default to."""
 
-    epochs: float | None = field(default=None, metadata={"may_grow": True})
-    """Passes over the training rows (default: 160, 60 for generated ratings, 2 for
-    random ones); more of them, with --resume, train a run on."""
-    batches_per_step: int = 250
-    """Batches the device trains on without returning to the host; at most an epoch."""
-    validation_batch_size: int | None = None
-    """Rows validated at a time (default: batch_size, 128 for random ratings)."""
-    no_validation: bool = False
-    """Do not validate, whatever there is to validate with."""
-    valid_per_epoch: float = 1.0
-    """How often per epoch the model is validated, and a checkpoint written; 0: only at
-    the end."""
+    data: DataOptions = DataOptions()
+    model: ModelOptions = ModelOptions()
+    training: TrainingOptions = TrainingOptions()
+    run: RunOptions = RunOptions()
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        self.check_data_options()
-        self.check_model_options()
-        self.check_recipe_options()
-        self._check_numbers()
-        _ = self.plan, self.resolved_size  # each raises on what does not fit
-
-    def _check_numbers(self) -> None:
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs must be more than 0, got {self.epochs:g}.")
-        if self.batches_per_step < 1:
-            raise ValueError(
-                f"batches_per_step must be at least 1, got {self.batches_per_step}."
-            )
-        size = self.validation_batch_size
-        if size is not None and size < 1:
-            raise ValueError(f"validation_batch_size must be at least 1, got {size}.")
-        if not 0 <= self.valid_per_epoch < math.inf:
-            raise ValueError(
-                f"valid_per_epoch must be 0 or more, got {self.valid_per_epoch:g}."
-            )
+        self.data.check_source()
+        _ = self.plan, self.resolved_size  # both raise on options that do not fit
 
     @property
     def resolved_size(self) -> int:
-        """The size, worked out from the data where it is not given."""
-        return self.size or self._recommendation("size").size
+        """The size of the model, after defaults."""
+        return self.model.size or self.data.default_for("size")
 
     @property
     def resolved_batch_size(self) -> int:
-        """The batch, worked out from the data where it is not given."""
-        return self.batch_size or self._recommendation("batch_size").batch_size
-
-    def _recommendation(self, missing: str) -> Recommended:
-        found = self.recommended
-        if found is None:
-            file = self.training_data_file
-            assert file is not None
-            if not file.exists():
-                raise ValueError(f"There is no training_data_file {file}.")
-            raise ValueError(
-                f"{missing} must be given for {file.name}: it is known "
-                f"only for files called {', '.join(RECOMMENDED)}."
-            )
-        return found
+        """Rows per weight update, after defaults."""
+        return self.training.batch_size or self.data.default_for("batch_size")
 
     @property
     def resolved_validation_batch_size(self) -> int:
-        """Rows validated at a time, worked out."""
-        usual = 128 if self.data_kind == "random" else self.resolved_batch_size
-        return self.validation_batch_size or usual
+        """Rows per validation batch, after defaults."""
+        default = 128 if self.data.kind == "random" else self.resolved_batch_size
+        return self.training.validation_batch_size or default
 
     @property
     def resolved_epochs(self) -> float:
-        """The epochs, worked out from the data where they are not given."""
-        return self.epochs or _EPOCHS[self.data_kind]
+        """Passes over the training rows, after defaults."""
+        return self.training.epochs or _EPOCHS[self.data.kind]
 
     @property
     def plan(self) -> Plan:
         """How the runtime carries out an update."""
-        scaling = self.loss_scaling
-        compute = resolve_precision(self.precision, self.half_type).compute
+        training = self.training
+        scaling = training.loss_scaling
+        compute = resolve_precision(training.precision, training.half_type).compute
         if scaling == 1 or (scaling == "dynamic" and compute != "float16"):
             scaling = 0.0
         return Plan(
             micro_batch_size=self.resolved_batch_size,
-            precision=self.precision,
-            half_type=self.half_type,
-            stochastic_rounding=self.precision == "16.16" and not self.no_prng,
+            precision=training.precision,
+            half_type=training.half_type,
+            stochastic_rounding=training.precision == "16.16" and not training.no_prng,
             loss_scaling=scaling,
-            fp_exceptions=self.fp_exceptions,
+            fp_exceptions=training.fp_exceptions,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoencoderConfig(TrainingOptions):
-    """Train a deep autoencoder to foretell ratings."""
+class AutoencoderConfig(TrainingConfig):
+    """Train a deep autoencoder to predict ratings."""
 
     base_learning_rate: float = -16.0
-    """Exponent of the learning rate, which is 2^this x batch_size."""
+    """Exponent of the learning rate, which is 2^EXPONENT x batch_size."""
     learning_rate: float | None = None
-    """The learning rate itself, whatever the batch."""
+    """Learning rate, independent of the batch size; overrides base_learning_rate."""
     num_replicas: int = field(
         default=1, metadata=_MAY_CHANGE | {"aliases": ("--replicas",)}
     )
-    """Copies of the model, one per device, that share every batch's rows."""
+    """Replicas of the model, one per device, that split every batch."""
     early_stopping: int | None = None
-    """Stop after so many validations without a better one, and go back to the best."""
+    """Stop after this many consecutive validations without improvement."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
-    """Steps between two reports."""
+    """Steps between two log lines."""
     select_devices: str = field(
         default="AUTO", metadata=_MAY_CHANGE | {"aliases": ("--select-ipus",)}
     )
-    """Numbers of the devices that train and validate, such as 0,1, which then do so at the
-    same time (default: the first)."""
+    """Index of the device to use, or two indices such as 0,1 to train on the first and
+    validate on the second at the same time. AUTO uses the first device."""
     multiprocessing: bool = field(default=False, metadata=_MAY_CHANGE)
-    """Validate while training goes on, on the second device if there is one. It takes a
-    thread here, and no process."""
+    """Validate while training continues, on the second device if there is one. This uses a
+    thread, not a process."""
     build_init: bool = field(default=False, metadata=_MAY_CHANGE)
-    """Only write the first weights as a checkpoint, from which --resume trains."""
+    """Only write the initial weights as a checkpoint; --resume trains from there."""
     logdir: Path | None = field(
         default=None, metadata={"may_change": True, "may_differ": True}
     )
-    """Make the run directory in this folder, named by batch, size and time."""
+    """Create the run directory in this folder, named after batch size, model size and
+    time."""
     testing_on_checkpoint: Path | None = field(default=None, metadata=_MAY_CHANGE)
-    """Do not train: validate the newest checkpoint of this run."""
+    """Do not train; validate the newest checkpoint of this run."""
+
+    @staticmethod
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
+        """Replace ``logdir`` by the run directory that it stands for."""
+        if (folder := values.get("logdir")) is None:
+            return values
+        if values.get("run_dir") is not None:
+            raise ConfigurationError("Give logdir or run_dir, not both.")
+        name = "test"
+        if values.get("testing_on_checkpoint") is None:
+            config = build(AutoencoderConfig, values | {"logdir": None})
+            name = f"bs{config.resolved_batch_size}-rn{config.resolved_size}"
+        return values | {"run_dir": folder / f"{name}-{time.strftime('%Y%m%d_%H%M%S')}"}
 
     def __post_init__(self) -> None:
-        if self.logdir is not None:
-            self._name_run_directory(self.logdir)
         if self.testing_on_checkpoint is not None:
-            return RunOptions.__post_init__(self)  # the checkpoint knows everything else
+            return  # the checkpoint provides all other options
         super().__post_init__()
-        if self.early_stopping is not None and self.early_stopping < 1:
-            raise ValueError(
-                f"early_stopping must be at least 1, got {self.early_stopping}."
-            )
-        if self.steps_per_log < 1:
-            raise ValueError(f"steps_per_log must be at least 1, got {self.steps_per_log}.")
+        for name in ("early_stopping", "steps_per_log"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"learning_rate must be more than 0, got {rate:g}.")
         if not abs(self.base_learning_rate) <= LARGEST_EXPONENT:
             raise ValueError(
-                "base_learning_rate is an exponent of 2, such as -16, and at most "
+                "base_learning_rate is an exponent of 2, such as -16, of at most "
                 f"{LARGEST_EXPONENT}; got {self.base_learning_rate:g}."
             )
         if self.multiprocessing and self.early_stopping is not None:
             raise ValueError(
-                "early_stopping waits for every validation, and multiprocessing goes on "
-                "beside it. Give one of them."
+                "early_stopping waits for every validation, but multiprocessing validates "
+                "while training continues. Give one of them."
             )
         if self.multiprocessing and self.num_replicas > 1:
-            raise ValueError(
-                "multiprocessing is for one replica; several validate together."
-            )
-        _ = self.device_numbers
-
-    def _check_replicas(self) -> None:
-        count = self.num_replicas
-        if count < 1 or self.resolved_batch_size % count:
-            raise ValueError(
-                f"num_replicas must divide the batch of {self.resolved_batch_size} "
-                f"{self.rows}, got {count}."
-            )
-        if count == 1:
-            return
-        if self.refeeding == "detached":
-            raise ValueError(
-                "refeeding detached keeps one batch's reconstruction, which replicas do "
-                "not share. Use refeeding joint or none, or one replica."
-            )
-        if self.data_on_device:
-            raise ValueError("data_on_device is for one replica.")
-        if self.select_devices.upper() != "AUTO":
-            raise ValueError("select_devices is for one replica; several take one each.")
+            raise ValueError("multiprocessing is for one replica.")
+        _ = self.device_indices
 
     @property
     def plan(self) -> Plan:
@@ -204,34 +154,41 @@ class AutoencoderConfig(TrainingOptions):
             super().plan, micro_batch_size=rows, num_replicas=self.num_replicas
         )
 
-    def _name_run_directory(self, folder: Path) -> None:
-        if self.run_dir is not None:
-            raise ValueError("Give logdir or run_dir, not both.")
-        name = "test"
-        if self.testing_on_checkpoint is None:
-            name = f"bs{self.resolved_batch_size}-rn{self.resolved_size}"
-        stamp = time.strftime("%Y%m%d_%H%M%S")
-        self._set("run_dir", folder / f"{name}-{stamp}")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen from here on
+    def _check_replicas(self) -> None:
+        count = self.num_replicas
+        if count < 1 or self.resolved_batch_size % count:
+            raise ValueError(
+                f"num_replicas must divide the batch of {self.resolved_batch_size} "
+                f"{self.data.rows}, got {count}."
+            )
+        if count == 1:
+            return
+        if self.training.refeeding == "detached":
+            raise ValueError(
+                "detached_refeeding is for one replica: replicas do not share the "
+                "reconstruction of a batch. Use joint re-feeding, or no_dense_refeeding."
+            )
+        if self.data.data_on_device:
+            raise ValueError("data_on_device is for one replica.")
+        if self.select_devices.upper() != "AUTO":
+            raise ValueError("select_devices is for one replica; several use one each.")
 
     @property
-    def first_learning_rate(self) -> float:
-        """The learning rate that the run starts with."""
+    def initial_learning_rate(self) -> float:
+        """The learning rate at the start of the run."""
         if self.learning_rate is not None:
             return self.learning_rate
         return 2.0**self.base_learning_rate * self.resolved_batch_size
 
     @property
-    def validates_beside_training(self) -> bool:
-        """Whether training goes on while the model is validated."""
-        training, validation = self.device_numbers
+    def validates_async(self) -> bool:
+        """Whether training continues during validation."""
+        training, validation = self.device_indices
         apart = training != validation and self.early_stopping is None
         return self.multiprocessing or apart
 
     @property
-    def device_numbers(self) -> tuple[int, int]:
+    def device_indices(self) -> tuple[int, int]:
         """The devices that train and validate."""
         if self.select_devices.upper() == "AUTO":
             return 0, 0
@@ -242,7 +199,7 @@ class AutoencoderConfig(TrainingOptions):
                 raise ValueError
         except ValueError:
             raise ValueError(
-                "select_devices must be AUTO, a device's number, or two with a comma "
-                f"between; got {self.select_devices!r}."
+                "select_devices must be AUTO, the index of a device, or two separated by a "
+                f"comma; got {self.select_devices!r}."
             ) from None
         return training, validation

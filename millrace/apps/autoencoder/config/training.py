@@ -1,60 +1,80 @@
-"""What the recommender can be told about training. Imports nothing heavy."""
+"""Options of training. Imports nothing heavy."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from millrace.precision import HalfType, PrecisionName
 
+Refeeding = Literal["none", "joint", "detached"]
+"""What happens to the reconstruction of a batch: nothing; it is a second term of the same
+loss, differentiated through both passes; or, as in the paper, it is a constant new example
+with its own update."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
-    """How it is trained."""
+class TrainingOptions:
+    """Training."""
 
+    epochs: float | None = field(default=None, metadata={"may_grow": True})
+    """Passes over the training rows (default: 160; 60 for generated ratings, 2 for random
+    ones). With --resume, a larger value extends the run."""
     batch_size: int | None = None
-    """Rows per weight update (default: by the name of the training file; 64 where
-    ratings are made up)."""
+    """Rows per weight update (default: depends on the name of the training file; 64
+    for synthetic ratings)."""
+    batches_per_step: int = 250
+    """Batches per step, which runs on the device without returning to the host; at most
+    one epoch."""
+    validation_batch_size: int | None = None
+    """Rows per validation batch (default: batch_size; 128 for random ratings)."""
+    no_validation: bool = False
+    """Skip validation even if there are validation ratings."""
+    valid_per_epoch: float = 1.0
+    """Validations and checkpoints per epoch; 0 means only at the end."""
     no_dense_refeeding: bool = False
-    """Learn from the known ratings only, not from the reconstruction as well."""
+    """Train on known ratings only, without re-feeding the reconstruction."""
     detached_refeeding: bool = False
-    """Re-feed as in the paper: the reconstruction is a new example, with an update of
-    its own after the batch's. Otherwise it is a second term of the batch's loss."""
+    """Re-feed as in the paper: the reconstruction is a new example with its own update
+    after each batch. By default it is a second term of the same loss."""
     optimizer: Literal["Momentum", "SGD"] = "Momentum"
     """Optimizer; the momentum is 0.9."""
     weight_decay: float = 1e-4
-    """Added to every gradient: this times the weight."""
+    """L2 weight decay, added to every gradient."""
     gradient_clipping: bool = False
-    """Keep every gradient between -1 and 1."""
+    """Clip every gradient to between -1 and 1."""
     learning_rate_decay: str = "1,0.1,0.01"
-    """Factors on the learning rate, one after the other."""
+    """Comma-separated factors on the learning rate, applied in order."""
     learning_rate_schedule: str = "0.5,0.75"
-    """When the next factor comes, as shares of the run."""
+    """Comma-separated fractions of the run at which the next factor takes effect."""
     precision: PrecisionName = "16.16"
-    """Bits of computation and of weights: 16.16, 16.32 or 32.32."""
+    """Bits of computation and of weights."""
     half_type: HalfType = "float16"
-    """The 16-bit type that precision means."""
+    """16-bit floating-point type that --precision refers to."""
     no_prng: bool = False
-    """Round 16-bit weights to the nearest, not up or down at random."""
+    """Round 16-bit weights to nearest instead of stochastically."""
     loss_scaling: float | Literal["dynamic"] = "dynamic"
-    """Factor on the loss while differentiating (1: none), or "dynamic": as much as float16
-    can take, and none in other types. A sweep then has a fixed one, and each model leaves
-    out an update that overflows."""
+    """Loss scale, 1 for none; dynamic adapts it in float16 and uses none in other types. A
+    sweep uses a fixed scale instead of dynamic, and each model skips its own updates that
+    overflow."""
     fp_exceptions: bool = False
-    """Stop at the first loss or gradient that is not a finite number."""
+    """Stop at the first loss or gradient that is not finite."""
 
-    def check_recipe_options(self) -> None:
-        """Raise on what cannot be, or does not go together."""
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay:g}.")
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "batches_per_step", "validation_batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be more than 0, got {self.epochs:g}.")
+        for name in ("valid_per_epoch", "weight_decay"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {value:g}.")
         if self.no_dense_refeeding and self.detached_refeeding:
-            raise ValueError(
-                "no_dense_refeeding leaves re-feeding out, and detached_refeeding says how "
-                "to do it. Give one of them."
-            )
+            raise ValueError("Give no_dense_refeeding or detached_refeeding, not both.")
         if self.loss_scaling == 0:
             raise ValueError("loss_scaling must be 1 (none) or a larger factor, got 0.")
+        self._check_decay()
+
+    def _check_decay(self) -> None:
         factors, switches = self.decay_factors, self.decay_switches
         if len(factors) != len(switches) + 1:
             raise ValueError(
@@ -63,34 +83,34 @@ class RecipeOptions:
             )
         if switches != sorted(switches) or not all(0 <= s <= 1 for s in switches):
             raise ValueError(
-                "learning_rate_schedule must be rising shares of the run, from 0 to 1; "
+                "learning_rate_schedule must be increasing fractions from 0 to 1; "
                 f"got {self.learning_rate_schedule}."
             )
 
     @property
     def decay_factors(self) -> list[float]:
         """The factors on the learning rate."""
-        return numbers("learning_rate_decay", self.learning_rate_decay)
+        return parse_numbers("learning_rate_decay", self.learning_rate_decay)
 
     @property
     def decay_switches(self) -> list[float]:
-        """The shares of the run after which the next factor comes."""
-        return numbers("learning_rate_schedule", self.learning_rate_schedule)
+        """The fractions of the run at which the next factor takes effect."""
+        return parse_numbers("learning_rate_schedule", self.learning_rate_schedule)
 
     @property
-    def refeeding(self) -> Literal["none", "joint", "detached"]:
-        """What becomes of a batch's reconstruction."""
+    def refeeding(self) -> Refeeding:
+        """What happens to the reconstruction of a batch."""
         if self.no_dense_refeeding:
             return "none"
         return "detached" if self.detached_refeeding else "joint"
 
 
-def numbers(name: str, text: str) -> list[float]:
-    """Read numbers with commas between; an empty text has none."""
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Parse comma-separated numbers; an empty text has none."""
     try:
-        found = [float(word) for word in text.split(",")] if text.strip() else []
+        numbers = [float(word) for word in text.split(",")] if text.strip() else []
     except ValueError:
-        found = [math.nan]
-    if not all(map(math.isfinite, found)):
-        raise ValueError(f"{name} must be numbers with commas between, got {text!r}.")
-    return found
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{option} must be comma-separated numbers, got {text!r}.")
+    return numbers

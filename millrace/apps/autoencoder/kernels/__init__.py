@@ -1,1 +1,1 @@
-"""GPU kernels for training many small models at once."""
+"""Pallas kernels that train many small models at once on a GPU."""

@@ -1,8 +1,13 @@
-"""The layers between the outer two, tied and with SELU, their gradient written out.
+"""The hidden layers of a tied SELU model, with hand-written gradients.
 
-Two passes through them share their weights, and each pass uses every weight twice. As JAX
-derives it, that is eight products for the gradient of two matrices, and a sum for every
-bias of every pass. Here they wait until both passes are done: two products, of everything.
+Two passes share the weights, and each pass uses every weight twice (tied). Differentiated
+by JAX, that is eight products for the gradients of two kernels, and one sum per bias and
+pass. Here the weight gradients wait until both passes are done: the activations and errors
+of all uses are concatenated, and each kernel takes one product.
+
+The layers run inside Pallas kernels (``tiles.call_over_users``), so ``forward`` and
+``backward`` are generators: the kernel stores each result before the next layer loads its
+weights. Together, all of them would not fit on the chip.
 """
 
 import functools
@@ -13,13 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from millrace.apps.autoencoder.model import selu_slope, selu_value
+from millrace.apps.autoencoder.model import (
+    selu_derivative,
+    selu_value,
+    wide_dtype,
+    widen,
+)
 
-# float16 alone ends where sums over all items may get to: see ``model.saturated``.
+# Only float16 has a range that sums over all items can exceed: see ``model.saturate``.
 LARGEST = float(jnp.finfo(jnp.float16).max)
 
 _PRODUCTS = (("fc_2", 1), ("fc_3", 1), ("fc_3", 0), ("fc_2", 0))
-"""The layers in order: whose weights, and which dim of them its results are along."""
+"""The layers in order: the encoder layer that has the kernel, and the dim of that kernel
+that the outputs are along (the decoder uses it transposed)."""
 _BIASES = (
     ("encoder", "fc_1"),
     ("encoder", "fc_2"),
@@ -27,137 +38,128 @@ _BIASES = (
     ("decoder", "fc_1"),
     ("decoder", "fc_2"),
 )
-"""Of what each activation gets, the first layer's included."""
+"""The bias in front of each activation, that of the first layer included."""
 _CODE = 2
-"""The activation that gives the code."""
+"""The activation that outputs the code, which dropout applies to."""
 
 
-class Weights(NamedTuple):
-    """The weights of these layers."""
+class HiddenWeights(NamedTuple):
+    """The weights of the hidden layers."""
 
     kernels: dict[str, jax.Array]
-    """By the encoder's layer."""
+    """The kernels by encoder layer."""
     biases: tuple[jax.Array, ...]
 
 
-def weights_of(params: Any) -> Weights:
-    """Take these layers' from all weights."""
+def get_hidden_weights(params: Any) -> HiddenWeights:
+    """Select the weights of the hidden layers."""
     kernels = {name: params["encoder"][name]["kernel"] for name, _ in _PRODUCTS}
-    return Weights(kernels, tuple(params[part][name]["bias"] for part, name in _BIASES))
+    biases = tuple(params[part][name]["bias"] for part, name in _BIASES)
+    return HiddenWeights(kernels, biases)
 
 
-class Pass(NamedTuple):
-    """What a pass gives."""
+class HiddenPass(NamedTuple):
+    """The results of a forward pass, one array per activation."""
 
-    values: tuple[jax.Array, ...]
-    """Of the activations, the first layer's included; the last one's leave the layers."""
-    slopes: tuple[jax.Array, ...]
-    """Their derivatives."""
+    values: tuple[jax.Array, ...]  # (users, width) each
+    """Outputs of the activations; the last one is the input of the last layer."""
+    derivatives: tuple[jax.Array, ...]  # (users, width) each
 
     @classmethod
-    def of(cls, results: Sequence[jax.Array]) -> "Pass":
-        """Take what ``forward`` gives."""
+    def from_results(cls, results: Sequence[jax.Array]) -> "HiddenPass":
+        """Sort the results of ``forward``."""
         return cls(tuple(results[::2]), tuple(results[1::2]))
 
 
 def forward(
-    sums: jax.Array, scale: jax.Array | None, weights: Weights
+    sums: jax.Array,  # (users, width)
+    scale: jax.Array | None,  # (users, code)
+    weights: HiddenWeights,
 ) -> Iterator[jax.Array]:
-    """Go through ``model.inner_layers``; give every activation's values and slopes.
+    """Yield the value and the derivative of every activation.
 
-    Args:
-        sums: The first layer's, (users, width), before their bias.
-        scale: What dropout multiplies the codes with; None leaves them alone.
-        weights: In the type to compute in, as arrays or as references to them.
+    The layers are those of ``model.apply_hidden_layers``, but `sums` have no bias yet.
+    `scale` has the factors of dropout, and `weights` are arrays or references to them.
     """
-    kind, kernel = weights.biases[0].dtype, _reader(weights)
+    dtype, load_kernel = weights.biases[0].dtype, _build_loader(weights)
     for number, bias in enumerate(weights.biases):
         own_scale = scale if number == _CODE else None
-        exact, slope = _activated(wide(sums) + wide(bias[...]), own_scale, kind)
-        yield (value := exact.astype(kind))
-        yield slope
+        exact, derivative = _activate(widen(sums) + widen(bias[...]), own_scale, dtype)
+        yield (value := exact.astype(dtype))
+        yield derivative
         if number < len(_PRODUCTS):
-            name, along = _PRODUCTS[number]
-            sums = dot(value, kernel(name), 1, 1 - along)
+            name, output_dim = _PRODUCTS[number]
+            sums = dot(value, load_kernel(name), 1, 1 - output_dim)
 
 
 def backward(
-    gradient: jax.Array, slopes: tuple[jax.Array, ...], weights: Weights
+    gradient: jax.Array,  # (users, width)
+    derivatives: tuple[jax.Array, ...],  # (users, width) each
+    weights: HiddenWeights,
 ) -> Iterator[jax.Array]:
-    """Give the gradients of what each activation got, the last one's first.
+    """Yield the gradient of the input of every activation, from the last to the first.
 
-    Args:
-        gradient: Of what left the layers.
-        slopes: Of a pass.
-        weights: As in ``forward``.
+    `gradient` is that of the output of the hidden layers.
     """
-    kind, kernel = weights.biases[0].dtype, _reader(weights)
-    for number, slope in reversed(list(enumerate(slopes))):
-        error = (wide(gradient) * slope).astype(kind)
+    dtype, load_kernel = weights.biases[0].dtype, _build_loader(weights)
+    for number, derivative in reversed(list(enumerate(derivatives))):
+        error = (widen(gradient) * derivative).astype(dtype)
         yield error
         if number:
-            name, along = _PRODUCTS[number - 1]
-            gradient = dot(error, kernel(name), 1, along)
+            name, output_dim = _PRODUCTS[number - 1]
+            gradient = dot(error, load_kernel(name), 1, output_dim)
 
 
-def _reader(weights: Weights) -> Callable[[str], jax.Array]:
-    """Return what reads a layer's weights: once where they are used twice in a row."""
+def _build_loader(weights: HiddenWeights) -> Callable[[str], jax.Array]:
+    """Return a function that loads a kernel, once if it is used twice in a row."""
     return functools.lru_cache(maxsize=1)(lambda name: weights.kernels[name][...])
 
 
-def gradients(
-    passes: Sequence[Pass], errors: Sequence[Sequence[jax.Array]], factor: jax.Array
+def compute_gradients(
+    passes: Sequence[HiddenPass],
+    errors: Sequence[Sequence[jax.Array]],  # (users, width) each
+    factor: jax.Array,  # ()
 ) -> Any:
-    """Return the gradient of all weights but the outer two layers', which have biases.
+    """Return the gradients of the hidden layers, and of the bias of the first layer.
 
-    Args:
-        passes: All that have been made.
-        errors: What ``backward`` gave for each of them, the first activation's first.
-        factor: On all gradients.
+    `errors` are the results of ``backward`` for each pass, in the order of activations;
+    all gradients are multiplied by `factor`.
     """
-    kind = passes[0].values[0].dtype
-    found: dict[str, dict[str, Any]] = {"encoder": {}, "decoder": {}}
+    dtype = passes[0].values[0].dtype
+    gradients: dict[str, dict[str, Any]] = {"encoder": {}, "decoder": {}}
     for number, (part, name) in enumerate(_BIASES):
-        total = sum(wide(each[number]).sum(0) for each in errors)
-        found[part][name] = {"bias": (total * factor).astype(kind)}
+        total = sum(widen(each[number]).sum(0) for each in errors)
+        gradients[part][name] = {"bias": (total * factor).astype(dtype)}
     for layer in ("fc_2", "fc_3"):
+        # A kernel is used in both directions in every pass. Each use contributes the outer
+        # product of its input and its error, swapped where the kernel is transposed.
         rows, columns = [], []
-        for passed, each in zip(passes, errors, strict=True):
-            for number, (name, along) in enumerate(_PRODUCTS):
+        for each_pass, each_errors in zip(passes, errors, strict=True):
+            for number, (name, output_dim) in enumerate(_PRODUCTS):
                 if name == layer:
-                    pair = passed.values[number], each[number + 1]
-                    rows.append(pair[1 - along])
-                    columns.append(pair[along])
+                    pair = each_pass.values[number], each_errors[number + 1]
+                    rows.append(pair[1 - output_dim])
+                    columns.append(pair[output_dim])
         product = dot(jnp.concatenate(rows), jnp.concatenate(columns), 0, 0)
-        found["encoder"][layer]["kernel"] = (product * factor).astype(kind)
-    return found
+        gradients["encoder"][layer]["kernel"] = (product * factor).astype(dtype)
+    return gradients
 
 
-def _activated(
-    x: jax.Array, scale: jax.Array | None, kind: Any
+def _activate(
+    x: jax.Array, scale: jax.Array | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the scaled SELU, and its derivative."""
+    """Return the scaled SELU and its derivative."""
     value = selu_value(x)
-    slope = selu_slope(value)
+    derivative = selu_derivative(value)
     if scale is not None:
-        value, slope = value * scale, slope * scale
-    if kind == jnp.float16:
-        slope = jnp.where(value < LARGEST, slope, 0)
+        value, derivative = value * scale, derivative * scale
+    if dtype == jnp.float16:
+        derivative = jnp.where(value < LARGEST, derivative, 0)
         value = jnp.minimum(value, LARGEST)
-    return value, slope
+    return value, derivative
 
 
-def dot(x: jax.Array, y: jax.Array, of_x: int, of_y: int) -> jax.Array:
-    """Multiply matrices over one dim of each, adding up in float32."""
-    dims = (((of_x,), (of_y,)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=wide_type(x))
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """Return `x` in float32, or in float64 where it is."""
-    return x.astype(wide_type(x))
-
-
-def wide_type(x: jax.Array) -> Any:
-    """Return the type to add up in."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+def dot(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
+    """Contract one dim of each of two matrices, accumulating in float32."""
+    dims = (((x_dim,), (y_dim,)), ((), ()))
+    return lax.dot_general(x, y, dims, preferred_element_type=wide_dtype(x))

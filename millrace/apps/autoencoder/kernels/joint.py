@@ -1,19 +1,19 @@
-"""The joint loss in kernels of our own, for many small models at once on a GPU.
+"""The joint loss in hand-written GPU kernels, for many small models at once.
 
-One small model is a chain of short kernels, whoever writes them. Sixteen at once are
-bound by memory: XLA writes every reconstruction, and what is derived from it, and reads
-it again in the next kernel. Here a kernel goes over the items once, tile by tile, and
-does all that can be done while a tile is on the chip; four times in an update. Between
-them, all inner layers of a few users are one kernel. Models are one more dim of the grid,
-which ``jax.vmap`` adds.
+The update of one small model is a chain of short kernels, however it is written. Sixteen
+models at once are bound by memory bandwidth: XLA writes every reconstruction, and every
+array derived from it, to memory and reads it again in the next kernel. Here, a kernel goes
+over the items once, tile by tile, and does everything that it can while a tile is on the
+chip. An update takes four such kernels; between them, all hidden layers of a few users run
+in one kernel. ``jax.vmap`` adds the models as one more dim of the grid.
 
-With W the tied weights by item, c the last bias, g what enters the last layer and X the
-ratings by user, the passes are
+With W the tied kernel (items, width), c the last bias, g the input of the last layer and X
+the ratings (users, items), the two passes are
 
-    y = selu(g1 W' + c),  a = y W           the reconstruction, and into the first layer
-    z = selu(g2 W' + c),  d = z - y         the same of the reconstruction
+    y = selu(g1 W' + c),  a = y W           the reconstruction, into the first layer again
+    z = selu(g2 W' + c),  d = z - y         the reconstruction of the reconstruction
 
-and the loss is the mean of (y - X)^2 over what is known plus the mean of d^2 over all.
+and the loss is the mean of (y - X)^2 over known ratings plus the mean of d^2 over all.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,68 +24,67 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.apps.autoencoder.kernels import hidden, tiles
-from millrace.apps.autoencoder.kernels.hidden import LARGEST, dot, wide, wide_type
+from millrace.apps.autoencoder.kernels.hidden import LARGEST, HiddenPass, dot
 from millrace.apps.autoencoder.kernels.tiles import Tiling
-from millrace.apps.autoencoder.loss import known_ratings
-from millrace.apps.autoencoder.model import Model, kept_codes, selu_slope, selu_value
+from millrace.apps.autoencoder.loss import get_known_ratings
+from millrace.apps.autoencoder.model import (
+    Model,
+    draw_dropout_masks,
+    selu_derivative,
+    selu_value,
+    wide_dtype,
+    widen,
+)
 from millrace.program.step import LossFn
 
 
-def are_for(
-    model: Model, num_users: int, num_models: int, compute: str, device: Any
+def is_supported(
+    model: Model, num_users: int, num_models: int, compute_dtype: str, device: Any
 ) -> bool:
-    """Whether the kernels can do it, and have been seen to do it faster.
+    """Whether the kernels support this case and were measured to be faster than XLA.
 
-    On an H200 sixteen models of size 128 with 64 users took 0.6 of XLA's time, and one 1.3
-    of it, before the sixteen took a tenth less still. What a program keeps on the chip
-    fits that GPU's, and not every other's.
-
-    Args:
-        model: The choices.
-        num_users: In a batch.
-        num_models: That are trained together.
-        compute: The type of computation.
-        device: Where.
+    On an H200, sixteen models of size 128 with 64 users took 0.6 of the time of XLA (before
+    a further tenth was saved), and one model took 1.3 of it. What a program keeps on the
+    chip fits an H200, but not every other GPU.
     """
     is_hopper = getattr(device, "compute_capability", None) == "9.0"
-    fits = num_users == 64 and model.size == 128 and compute != "float32"
+    fits = num_users == 64 and model.size == 128 and compute_dtype != "float32"
     plain = model.selu and model.tied and not model.input_dropout_rate
     plain = plain and not model.linear_output
     return is_hopper and fits and plain and num_models >= 16
 
 
-def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
-    """Return ``loss.loss_of(model, "joint")`` for one replica.
+def build_joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
+    """Return ``loss.build_loss(model, "joint")`` for one replica of a supported model.
 
-    Args:
-        model: Tied, with SELU everywhere, and all of its ratings seen.
-        interpret: Whether to do without a GPU, slowly: for tests.
+    With `interpret`, the kernels run without a GPU, slowly, as in tests.
     """
 
-    def over_items(function: Callable[..., Any], *arrays: Sequence[jax.Array]) -> Any:
+    def call_over_items(function: Callable[..., Any], *arrays: Sequence[jax.Array]) -> Any:
         tiling = _TILINGS[function]
-        return tiles.over_items(
+        return tiles.call_over_items(
             function, tiling, *arrays, num_items=model.num_items, interpret=interpret
         )
 
-    def over_users(function: Callable[..., Any], *arrays: Any) -> list[jax.Array]:
-        return tiles.over_users(function, *arrays, interpret=interpret)
+    def call_over_users(function: Callable[..., Any], *arrays: Any) -> list[jax.Array]:
+        return tiles.call_over_users(function, *arrays, interpret=interpret)
 
-    enlarged = 1 / (1 - model.dropout_rate)
+    dropout_scale = 1 / (1 - model.dropout_rate)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         num_users = batch["user"].shape[0]
-        known = known_ratings(batch)
-        ratings = tiles.dense_tiles(known, num_users, model.num_items)
-        count = jnp.maximum((known.row < num_users).sum(), 1).astype(wide_type(ratings))
-        all_places = num_users * model.num_items
+        known = get_known_ratings(batch)
+        ratings = tiles.to_dense_tiles(known, num_users, model.num_items)
+        count = jnp.maximum((known.row < num_users).sum(), 1).astype(wide_dtype(ratings))
+        num_entries = num_users * model.num_items
         scales = [
-            None if kept is None else jnp.where(kept, enlarged, 0.0)
-            for kept in kept_codes(model, key, 2, num_users)
+            None if mask is None else jnp.where(mask, dropout_scale, 0.0)
+            for mask in draw_dropout_masks(model, key, 2, num_users)
         ]
-        # How much less an error of re-feeding weighs than one of a known rating, which is
-        # the unit that gradients are computed in.
-        share = count / all_places
+        # The unit of gradients is the error of a known rating, which keeps 16-bit
+        # intermediates at the size of errors; the factor 2 / count comes at the end. This
+        # is the weight of a re-feeding error in that unit.
+        share = count / num_entries
 
         @jax.custom_vjp
         def joint(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -94,28 +93,31 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
         def forward(params: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
             kernel = params["encoder"]["fc_1"]["kernel"]
             bias = params["decoder"]["fc_3"]["bias"]
-            weights = hidden.weights_of(params)
-            sums = tiles.sums_of_known(kernel, known, num_users, interpret=interpret)
+            weights = hidden.get_hidden_weights(params)
+            sums = tiles.multiply_sparse(kernel, known, num_users, interpret=interpret)
 
-            def forth(sums: jax.Array, scale: jax.Array | None) -> hidden.Pass:
-                return hidden.Pass.of(over_users(hidden.forward, (sums, scale), weights))
+            def go_forward(sums: jax.Array, scale: jax.Array | None) -> HiddenPass:
+                results = call_over_users(hidden.forward, (sums, scale), weights)
+                return HiddenPass.from_results(results)
 
-            def back(gradient: jax.Array, passed: hidden.Pass) -> list[jax.Array]:
-                given = (gradient, passed.slopes)
-                return over_users(hidden.backward, given, weights)[::-1]
+            def go_backward(gradient: jax.Array, forward: HiddenPass) -> list[jax.Array]:
+                by_user = (gradient, forward.derivatives)
+                return call_over_users(hidden.backward, by_user, weights)[::-1]
 
-            first = forth(sums, scales[0])
-            both = (kernel, bias)
-            _, (y,), (a,) = over_items(_first, both, (), (first.values[-1],))
-            second = forth(a, scales[1])
-            whole = (second.values[-1], share)
-            _, (d,), (dg2, refed) = over_items(_second, both, (y,), whole)
-            second_errors = back(dg2, second)
-            whole = (second_errors[0], share)
-            _, (p,), (dg1, squares) = over_items(_back, (kernel,), (y, d, ratings), whole)
-            errors = back(dg1, first), second_errors
+            first = go_forward(sums, scales[0])
+            output = (kernel, bias)
+            _, (y,), (a,) = call_over_items(_first_pass, output, (), (first.values[-1],))
+            second = go_forward(a, scales[1])
+            shared = (second.values[-1], share)
+            _, (d,), (dg2, refed) = call_over_items(_second_pass, output, (y,), shared)
+            second_errors = go_backward(dg2, second)
+            shared = (second_errors[0], share)
+            _, (p,), (dg1, squares) = call_over_items(
+                _first_gradient, (kernel,), (y, d, ratings), shared
+            )
+            errors = go_backward(dg1, first), second_errors
             error = squares / count
-            loss = error + refed / all_places
+            loss = error + refed / num_entries
             return (loss, error), (y, d, p, (first, second), errors)
 
         def backward(saved: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any]:
@@ -123,12 +125,14 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
             factor = given[0] * 2 / count
             (dsums, *_), (da, *_) = errors
             g1, g2 = (each.values[-1] for each in passes)
-            whole = (da, g1, g2, dsums, share, factor)
-            (d_kernel, d_bias), *_ = over_items(_weights, (), (y, d, p, ratings), whole)
-            grads = hidden.gradients(passes, errors, factor)
-            grads["encoder"]["fc_1"]["kernel"] = d_kernel
-            grads["decoder"]["fc_3"] = {"bias": d_bias}
-            return (grads,)
+            shared = (da, g1, g2, dsums, share, factor)
+            (d_kernel, d_bias), *_ = call_over_items(
+                _weight_gradients, (), (y, d, p, ratings), shared
+            )
+            gradients = hidden.compute_gradients(passes, errors, factor)
+            gradients["encoder"]["fc_1"]["kernel"] = d_kernel
+            gradients["decoder"]["fc_3"] = {"bias": d_bias}
+            return (gradients,)
 
         joint.defvjp(forward, backward)
         loss, error = joint(params)
@@ -137,65 +141,74 @@ def joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
     return loss_fn
 
 
-def _first(weights: Any, ratings: Any, whole: Any) -> Any:
-    """Reconstruct, and add up what enters the first layer again."""
+# The functions below run on one tile of items; ``tiles.call_over_items`` says what they
+# take and return. Shapes: w is (tile, width), c is (tile,), g is (users, width), and
+# ratings are (users, tile).
+
+
+def _first_pass(weights: Any, ratings: Any, shared: Any) -> Any:
+    """Reconstruct a tile; sum up what enters the first layer again."""
     del ratings
-    (w, c), (g,) = weights, whole
-    y = _activated(dot(g, w, 1, 1) + wide(c)[None, :], w.dtype).astype(w.dtype)
+    (w, c), (g,) = weights, shared
+    y = _activate(dot(g, w, 1, 1) + widen(c)[None, :], w.dtype).astype(w.dtype)
     return [], [y], [dot(y, w, 1, 0)]
 
 
-def _second(weights: Any, ratings: Any, whole: Any) -> Any:
-    """Reconstruct the reconstruction; add up its gradient to what entered, and errors."""
-    (w, c), (y,), (g, share) = weights, ratings, whole
-    z = _activated(dot(g, w, 1, 1) + wide(c)[None, :], w.dtype)
-    exact = z - wide(y)
+def _second_pass(weights: Any, ratings: Any, shared: Any) -> Any:
+    """Reconstruct the reconstruction; sum up the gradient of g and the squared errors."""
+    (w, c), (y,), (g, share) = weights, ratings, shared
+    z = _activate(dot(g, w, 1, 1) + widen(c)[None, :], w.dtype)
+    exact = z - widen(y)
     d = exact.astype(w.dtype)
     e = _refed_gradient(d, y).astype(w.dtype)
     return [], [d], [dot(e, w, 1, 0) * share, jnp.square(exact).sum(1)]
 
 
-def _back(weights: Any, ratings: Any, whole: Any) -> Any:
-    """Find the gradient of what the first reconstruction's SELU got; add up its errors."""
-    (w,), (y, d, x), (da, share) = weights, ratings, whole
-    y = wide(y)
-    known = jnp.where(x != 0, y - wide(x), 0)
-    p = (known - wide(d) * share + dot(da, w, 1, 1)) * _slope(y, w.dtype)
+def _first_gradient(weights: Any, ratings: Any, shared: Any) -> Any:
+    """Return the gradient of what enters the SELU of y; sum up that of g and the errors."""
+    (w,), (y, d, x), (da, share) = weights, ratings, shared
+    y = widen(y)
+    known = jnp.where(x != 0, y - widen(x), 0)
+    p = (known - widen(d) * share + dot(da, w, 1, 1)) * _derivative(y, w.dtype)
     p = p.astype(w.dtype)
     return [], [p], [dot(p, w, 1, 0), jnp.square(known).sum(1)]
 
 
-def _weights(weights: Any, ratings: Any, whole: Any) -> Any:
-    """Add up the gradient of the tied weights' four uses, and of the last bias's two."""
+def _weight_gradients(weights: Any, ratings: Any, shared: Any) -> Any:
+    """Add the gradients of the four uses of the tied kernel, and of two uses of c."""
     del weights
-    (y, d, p, x), (da, g1, g2, dsums, share, factor) = ratings, whole
+    (y, d, p, x), (da, g1, g2, dsums, share, factor) = ratings, shared
     e = _refed_gradient(d, y) * share
     w = dot(y, da, 0, 0) + dot(p, g1, 0, 0) + dot(x, dsums, 0, 0)
     w += dot(e.astype(y.dtype), g2, 0, 0)
-    bias = (wide(p) + e).sum(0)
+    bias = (widen(p) + e).sum(0)
     return [(w * factor).astype(y.dtype), (bias * factor).astype(y.dtype)], [], []
 
 
 def _refed_gradient(d: jax.Array, y: jax.Array) -> jax.Array:
-    return wide(d) * _slope(wide(d) + wide(y), y.dtype)
+    """Return the gradient of what enters the SELU of z, without storing z = d + y."""
+    return widen(d) * _derivative(widen(d) + widen(y), y.dtype)
 
 
 _TILINGS: dict[Callable[..., Any], Tiling] = {
-    _first: Tiling(16, reads_ahead=True),
-    _second: Tiling(16, num_stages=3),
-    _back: Tiling(16, reads_ahead=True),
-    _weights: Tiling(8, num_stages=3),
+    _first_pass: Tiling(16, reads_ahead=True),
+    _second_pass: Tiling(16, num_stages=3),
+    _first_gradient: Tiling(16, reads_ahead=True),
+    _weight_gradients: Tiling(8, num_stages=3),
 }
-"""The fastest of some thirty for sixteen models in bfloat16 on an H200. Tiles of 32 or 128
-items, or 8 warps, took longer but for `_back`, up to twice as long."""
+"""The fastest of about thirty variants for sixteen models in bfloat16 on an H200. Tiles of
+32 or 128 items, or 8 warps, took up to twice as long, except for `_first_gradient`."""
 
 
-def _activated(x: jax.Array, kind: Any) -> jax.Array:
+def _activate(x: jax.Array, dtype: Any) -> jax.Array:
     y = selu_value(x)
-    return jnp.minimum(y, LARGEST) if kind == jnp.float16 else y
+    return jnp.minimum(y, LARGEST) if dtype == jnp.float16 else y
 
 
-def _slope(y: jax.Array, kind: Any) -> jax.Array:
-    slope = selu_slope(y)
-    # What is a sum of two numbers of that type may miss its largest by a rounding or two.
-    return jnp.where(y < LARGEST - 64, slope, 0) if kind == jnp.float16 else slope
+def _derivative(y: jax.Array, dtype: Any) -> jax.Array:
+    derivative = selu_derivative(y)
+    if dtype != jnp.float16:
+        return derivative
+    # z = d + y is a sum of two rounded numbers: a saturated one may miss the largest number
+    # by two roundings, which are 32 each.
+    return jnp.where(y < LARGEST - 64, derivative, 0)

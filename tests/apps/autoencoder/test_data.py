@@ -1,13 +1,13 @@
-"""Batches: from the host or gathered on the device, they are the same."""
+"""Batches are the same whether sent from the host or gathered on the device."""
 
 import jax
 import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.feeding import open_infeed, validation_users
-from millrace.apps.autoencoder.loss import dense_rows
-from millrace.apps.autoencoder.reference_steps import steps_of
+from millrace.apps.autoencoder.data import open_evaluation_source, open_infeed
+from millrace.apps.autoencoder.loss import to_dense_rows
+from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.apps.autoencoder.resident import ResidentRatings
 from millrace.config import build
 from millrace.data.ratings.generated import random_ratings
@@ -21,14 +21,14 @@ def ratings():
     return random_ratings(USERS, ITEMS, 300, seed=1)
 
 
-def infeed_of(ratings, **options):
+def build_infeed(ratings, **options):
     settings = {"data": "random", "batch_size": 6, "epochs": 3, "batches_per_step": 4}
     config = build(AutoencoderConfig, settings | options)
     num_users = int((ratings.num_ratings_by_user > 0).sum())
-    return open_infeed(ratings, config, steps_of(config, num_users), jax.devices()[0])
+    return open_infeed(ratings, config, plan_steps(config, num_users), jax.devices()[0])
 
 
-def chunks_of(infeed, count, capacities=(4, 3)):
+def read_chunks(infeed, count, capacities=(4, 3)):
     sharding = split_batch(replica_mesh(1))
     with infeed:
         for _ in range(count):
@@ -38,15 +38,15 @@ def chunks_of(infeed, count, capacities=(4, 3)):
 
 
 @pytest.mark.parametrize("refed", [False, True])
-def test_ratings_on_the_device_give_the_hosts_batches(ratings, refed):
-    fed = infeed_of(ratings, detached_refeeding=refed, data_on_device=False)
-    resident = infeed_of(ratings, detached_refeeding=refed, data_on_device=True)
+def test_ratings_on_the_device_give_the_batches_of_the_host(ratings, refed):
+    fed = build_infeed(ratings, detached_refeeding=refed, data_on_device=False)
+    resident = build_infeed(ratings, detached_refeeding=refed, data_on_device=True)
     assert isinstance(resident, ResidentRatings) != isinstance(fed, ResidentRatings)
     element, other = fed.peek(), resident.peek()
     assert {n: (a.shape, a.dtype) for n, a in element.items()} == {
         n: (a.shape, a.dtype) for n, a in other.items()
     }
-    for here, there in zip(chunks_of(fed, 5), chunks_of(resident, 5), strict=True):
+    for here, there in zip(read_chunks(fed, 5), read_chunks(resident, 5), strict=True):
         assert here.keys() == there.keys()
         is_real = here["row"] < 6
         np.testing.assert_array_equal(here["row"], there["row"])
@@ -58,31 +58,31 @@ def test_ratings_on_the_device_give_the_hosts_batches(ratings, refed):
             np.testing.assert_array_equal(here["user"], there["user"])
 
 
-def test_both_go_on_where_they_are_told_to(ratings):
+def test_both_continue_at_the_position_sought(ratings):
     for options in ({}, {"data_on_device": True}):
-        whole = list(chunks_of(infeed_of(ratings, **options), 3, (4,)))
-        infeed = infeed_of(ratings, **options)
+        whole = list(read_chunks(build_infeed(ratings, **options), 3, (4,)))
+        infeed = build_infeed(ratings, **options)
         infeed.seek(8)
-        (rest,) = chunks_of(infeed, 1, (4,))
+        (rest,) = read_chunks(infeed, 1, (4,))
         np.testing.assert_array_equal(rest["value"], whole[2]["value"])
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_chunks_have_the_first_size_again_after_a_seek(ratings, on_device):
-    infeed = infeed_of(ratings, data_on_device=on_device)
+def test_chunk_sizes_start_over_after_a_seek(ratings, on_device):
+    infeed = build_infeed(ratings, data_on_device=on_device)
     for position in (0, 5):
         infeed.seek(position)
-        sizes = [len(chunk["row"]) for chunk in chunks_of(infeed, 3)]
+        sizes = [len(chunk["row"]) for chunk in read_chunks(infeed, 3)]
         assert sizes == [4, 3, 4]
 
 
-def test_an_epoch_brings_every_rating_of_its_users_once(ratings):
-    infeed = infeed_of(ratings)
+def test_an_epoch_has_every_rating_of_its_users_once(ratings):
+    infeed = build_infeed(ratings)
     per_epoch = int((ratings.num_ratings_by_user > 0).sum()) // 6
     batches = {}
-    for chunk in chunks_of(infeed, per_epoch, (1,)):
+    for chunk in read_chunks(infeed, per_epoch, (1,)):
         batch = {name: array[0] for name, array in chunk.items()}
-        rows = np.asarray(dense_rows(batch, ITEMS))
+        rows = np.asarray(to_dense_rows(batch, ITEMS))
         batches |= dict(zip(batch["user"].tolist(), rows, strict=True))
     assert len(batches) == 6 * per_epoch
     for user, row in batches.items():
@@ -93,6 +93,6 @@ def test_an_epoch_brings_every_rating_of_its_users_once(ratings):
 
 
 def test_a_short_last_batch_is_not_whole(ratings):
-    source = validation_users(ratings, ratings, 7)
+    source = open_evaluation_source(ratings, ratings, 7)
     assert source[np.arange(7)]["is_whole"].all()
     assert not source[np.array([0, 1, 2, 3, 4, 5, 5])]["is_whole"].any()

@@ -1,12 +1,13 @@
-"""Metrics against NumPy, over a data set that does not divide into batches."""
+"""Metrics match NumPy on a data set that does not divide into full batches."""
 
 import jax
 import numpy as np
 import pytest
 
-from millrace.apps.autoencoder.feeding import validation_users
+from millrace.apps.autoencoder.data import open_evaluation_source
+from millrace.apps.autoencoder.evaluate import Validator
+from millrace.apps.autoencoder.metrics import RankingOptions, build_metrics
 from millrace.apps.autoencoder.model import Model, init_params, reconstruct
-from millrace.apps.autoencoder.scoring import Ranking, Validator, errors_of
 from millrace.data.ratings.generated import random_ratings
 from millrace.plan import Plan
 
@@ -26,14 +27,14 @@ def found_and_data():
     targets = random_ratings(USERS, ITEMS, 150, seed=1)
     model = Model(ITEMS, 128, 0.65)
     params = init_params(model, jax.random.key(0))
-    source = validation_users(shown, targets, BATCH)
-    metric_fn = errors_of(model, Ranking(TOP, 4.0))
+    source = open_evaluation_source(shown, targets, BATCH)
+    metric_fn = build_metrics(model, RankingOptions(TOP, 4.0))
     validator = Validator(metric_fn, Plan(), source, BATCH, jax.devices()[0])
     rows, wanted = dense(shown), dense(targets)
     users = np.flatnonzero((wanted != 0).any(1))
     output = np.asarray(reconstruct(model, params, np.float32(rows)), np.float64)
     assert len(users) % BATCH, "the last batch should be short"
-    return validator.of_weights(params), rows[users], wanted[users], output[users]
+    return validator.score(params), rows[users], wanted[users], output[users]
 
 
 def test_errors_pool_all_ratings(found_and_data):
@@ -43,7 +44,7 @@ def test_errors_pool_all_ratings(found_and_data):
     assert found["mae"] == pytest.approx(np.abs(error).mean(), rel=1e-5)
 
 
-def test_the_references_rmse_is_the_mean_over_whole_batches(found_and_data):
+def test_the_rmse_of_the_reference_is_the_mean_over_full_batches(found_and_data):
     found, _, wanted, output = found_and_data
     whole = len(wanted) // BATCH
     squares = np.where(wanted != 0, (output - wanted) ** 2, 0)[: whole * BATCH]
@@ -53,7 +54,7 @@ def test_the_references_rmse_is_the_mean_over_whole_batches(found_and_data):
     assert found["mean_batch_rmse"] != pytest.approx(found["rmse"], rel=1e-4)
 
 
-def test_rankings_leave_out_what_was_rated_before(found_and_data):
+def test_rankings_exclude_items_rated_before(found_and_data):
     found, rows, wanted, output = found_and_data
     recalls, gains = [], []
     for row, later, score in zip(rows, wanted, output, strict=True):

@@ -1,0 +1,274 @@
+"""Options of the commands besides ``train``. Imports nothing heavy."""
+
+import functools
+import re
+import struct
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from millrace.apps.autoencoder.config import LARGEST_EXPONENT, TrainingConfig
+from millrace.apps.autoencoder.config.training import parse_numbers
+from millrace.config import ConfigurationError
+from millrace.run.options import RunOptions
+
+Which = Literal["best", "newest"]
+
+_RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.{2,3}\s*(\d+(?:\.\d+)?)\s*")
+"""Two numbers separated by two or three dots; neither number starts or ends with a dot."""
+_MOST_MODELS = 1000
+"""Bound on the models of a range; a larger one is a typo."""
+_OUTPUT_SUFFIXES = (".tsv", ".txt", ".csv")
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig(TrainingConfig):
+    """Train one recommender per learning rate, all together."""
+
+    named_without: ClassVar = ("base_learning_rate", "learning_rate")
+    """Options of named configurations that a sweep ignores, because it varies them."""
+
+    base_learning_rates: str = (
+        "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
+    )
+    """Exponents of the learning rates without the minus sign: 16,17,18 or 16..20 means
+    2^-16 and so on, times batch_size. A range has steps of 1, or num_ipus values."""
+    num_ipus: int | None = field(default=None, metadata={"aliases": ("--num-trials",)})
+    """Number of learning rates, which the reference trains on one IPU each."""
+    num_devices: int | None = None
+    """Devices to distribute the models over (default: all; one on CPU)."""
+    steps_per_log: int = field(default=40, metadata={"may_change": True})
+    """Steps between two log lines."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_ipus", "num_devices", "steps_per_log"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        count = len(self.exponents)
+        if self.num_ipus is not None and count != self.num_ipus:
+            raise ValueError(
+                f"base_learning_rates has {count} values, but num_ipus is {self.num_ipus}. "
+                "Give one value for each."
+            )
+        if self.num_devices is not None and self.num_devices > count:
+            raise ValueError(
+                f"num_devices is {self.num_devices}, more than the {count} learning rates."
+            )
+
+    @functools.cached_property
+    def exponents(self) -> list[float]:
+        """The exponents of the learning rates, with their signs."""
+        text = self.base_learning_rates
+        values = (
+            self._expand_range(text)
+            if ".." in text
+            else parse_numbers("base_learning_rates", text)
+        )
+        if not values or not all(0 < value <= LARGEST_EXPONENT for value in values):
+            raise ValueError(
+                "base_learning_rates are given without their signs, 16 for 2^-16, above 0 "
+                f"and at most {LARGEST_EXPONENT}; got {text!r}."
+            )
+        # Models train with float32 rates: two that round to the same one are duplicates.
+        if len({struct.pack("f", 2.0**-value) for value in values}) < len(values):
+            raise ValueError(
+                f"base_learning_rates has the same float32 rate more than once: {text!r}."
+            )
+        return [-value for value in values]
+
+    def _expand_range(self, text: str) -> list[float]:
+        if (ends := _RANGE.fullmatch(text)) is None:
+            raise ValueError(f"base_learning_rates must be like 16..20, got {text!r}.")
+        low, high = map(float, ends.groups())
+        count = self.num_ipus or abs(high - low) + 1
+        if count > _MOST_MODELS:
+            raise ValueError(
+                f"base_learning_rates {text} means {count:,.10g} models, more than "
+                f"{_MOST_MODELS:,}. Choose a smaller range."
+            )
+        if count % 1:
+            raise ValueError(
+                f"base_learning_rates {text} is not a whole number of steps of 1. Set the "
+                "number of values with num_ipus."
+            )
+        steps = max(1, int(count) - 1)
+        return [low + (high - low) * number / steps for number in range(int(count))]
+
+    @property
+    def initial_learning_rates(self) -> list[float]:
+        """The learning rates at the start of the run."""
+        return [2.0**exponent * self.resolved_batch_size for exponent in self.exponents]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Measure how well a trained recommender predicts ratings and ranks items."""
+
+    checkpoint: Path
+    """Directory of a training run, or one of its checkpoints."""
+    which: Which = "best"
+    """Which checkpoint of the run: the best by validation RMSE, or the newest."""
+    training_data_file: Path | None = None
+    """Known ratings to predict from (default: the training file of the run)."""
+    validation_data_file: Path | None = None
+    """Later ratings to predict (default: the validation file of the run)."""
+    validation_batch_size: int | None = None
+    """Rows per batch (default: as in training)."""
+    top: int = 10
+    """Number of items k in Recall@k and NDCG@k."""
+    relevant_rating: float = 4.0
+    """Smallest rating that makes an item relevant for the ranking."""
+    run: RunOptions = RunOptions()
+
+    def __post_init__(self) -> None:
+        if self.run.resume:
+            raise ValueError("resume is for training. A validation is short; repeat it.")
+        for name in ("top", "validation_batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendConfig:
+    """List the unrated items that users are likely to rate highest."""
+
+    checkpoint: Path
+    """Directory of a training run, or one of its checkpoints."""
+    which: Which = "best"
+    """Which checkpoint of the run: the best by validation RMSE, or the newest."""
+    user: list[str] = field(default_factory=list)
+    """IDs of the users, as in the ratings file."""
+    all: bool = False
+    """Recommend to every user with ratings."""
+    top: int = 10
+    """Items per user."""
+    training_data_file: Path | None = None
+    """Known ratings of the users (default: the training file of the run)."""
+    titles: Path | None = None
+    """File of item titles: lines of item ID, optional year, and title."""
+    out: Path | None = None
+    """Write to this file, comma-separated for .csv, otherwise tab-separated."""
+    batch_size: int = 256
+    """Users per batch."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", "batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if bool(self.user) == self.all:
+            raise ValueError("Give the users to recommend to: --user ID ..., or --all.")
+        if self.out is not None and self.out.suffix not in _OUTPUT_SUFFIXES:
+            raise ValueError(
+                f"out must end in {', '.join(_OUTPUT_SUFFIXES)}, got {self.out.name!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Split ratings by time into files for autoencoder train and validate.
+
+    INPUT is a file of user, item, rating and time, or the folder of a published data set:
+    the Netflix Prize (training_set/mv_*.txt or combined_data_*.txt) or MovieLens (u.data,
+    ratings.dat, ratings.csv). IDs are kept. Users and items that do not occur in training
+    are dropped from the other two files, and counted.
+    """
+
+    input: Path = field(metadata={"positional": True})
+    """File or folder to read; files may be gzipped."""
+    output_dir: Path = Path(".")
+    """Folder to write to; created if needed."""
+    prefix: str | None = None
+    """Prefix of the file names PREFIXtrain.txt, PREFIXvalid.txt and PREFIXtest.txt
+    (default: the period and an underscore, or nothing)."""
+    period: Literal["3m", "6m", "1y", "full"] | None = None
+    """Published split of the Netflix Prize data."""
+    split_at: list[str] = field(default_factory=list)
+    """One or two dates such as 2005-12-01. Training ends before the first, validation
+    before the second; with one date, later ratings are assigned to validation or test at
+    random."""
+    fractions: list[float] = field(default_factory=list)
+    """Fractions of the ratings, by time, for training, validation and test."""
+    per_user: bool = False
+    """Apply the fractions to the ratings of each user separately."""
+    seed: int = 0
+    """Seed for the random assignment to validation or test."""
+    rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
+    """Smallest and largest valid rating."""
+    user_column: str | None = None
+    """Column of user IDs: its name in the header, or its number from 1 (default: known
+    names; without a header, the order is user, item, rating, time)."""
+    item_column: str | None = None
+    """Column of item IDs."""
+    rating_column: str | None = None
+    """Column of ratings."""
+    time_column: str | None = None
+    """Column of times: dates, or seconds or milliseconds since 1970."""
+    overwrite: bool = False
+    """Replace existing files."""
+    quiet: bool = False
+    """Print errors only."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        ways = {
+            "--period": self.period is not None,
+            "--split-at": bool(self.split_at),
+            "--fractions": bool(self.fractions),
+        }
+        given = [way for way, is_given in ways.items() if is_given]
+        if len(given) != 1:
+            raise ConfigurationError(
+                f"Give one of {', '.join(ways)} to split by; "
+                f"got {' and '.join(given) or 'none'}."
+            )
+        if len(self.split_at) > 2 or self.dates != sorted(set(self.dates)):
+            raise ConfigurationError(
+                "--split-at takes one or two dates, the earlier first; "
+                f"got {' '.join(self.split_at)}."
+            )
+        self._check_fractions()
+        lowest, *highest = self.rating_range or [0]
+        if len(highest) != 1 or not 0 < lowest < highest[0]:
+            raise ConfigurationError(
+                "--rating-range takes two numbers above 0, the smaller first (0 means no "
+                f"rating); got {self.rating_range}."
+            )
+
+    def _check_fractions(self) -> None:
+        if self.per_user and not self.fractions:
+            raise ConfigurationError("--per-user needs --fractions.")
+        if not self.fractions:
+            return
+        wrong_sum = abs(sum(self.fractions) - 1) > _TOLERANCE
+        if len(self.fractions) != 3 or min(self.fractions) <= 0 or wrong_sum:
+            raise ConfigurationError(
+                "--fractions takes three numbers above 0 that sum to 1, for training, "
+                f"validation and test; got {self.fractions}."
+            )
+
+    @property
+    def dates(self) -> list[date]:
+        """The dates in ``split_at``."""
+        try:
+            return [date.fromisoformat(text) for text in self.split_at]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"--split-at takes dates such as 2005-12-01: {error}."
+            ) from None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that were chosen, by kind."""
+        chosen = {
+            "user": self.user_column,
+            "item": self.item_column,
+            "rating": self.rating_column,
+            "time": self.time_column,
+        }
+        return {kind: column for kind, column in chosen.items() if column is not None}

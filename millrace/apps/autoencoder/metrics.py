@@ -1,0 +1,175 @@
+"""Metrics of predicted ratings and of rankings.
+
+A metric function returns sums and counts per row. The evaluation averages them over all
+rows, and `compute_scores` turns these means into metrics.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from millrace.apps.autoencoder.item_rows import EncodedItems, predict_for_users
+from millrace.apps.autoencoder.loss import get_known_ratings, to_dense_rows
+from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.data.ratings.matrix import Biases
+from millrace.program.evaluate import MetricFn
+
+
+class RankingOptions(NamedTuple):
+    """How to score a ranking."""
+
+    top: int
+    """Length of the ranking."""
+    relevant_from: float
+    """Smallest rating that makes an item relevant."""
+
+
+def build_metrics(
+    model: Model, ranking: RankingOptions | None = None, biases: Biases | None = None
+) -> MetricFn:
+    """Return the metric function of rating errors, and of rankings if rows are users.
+
+    `biases` are those subtracted from the ratings; only rankings need them.
+    """
+
+    def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+        del model_state
+        rows = to_dense_rows(batch, model.num_items)
+        output = reconstruct(model, params, rows).astype(jnp.float32)
+        metrics = _compute_rating_errors(output, batch)
+        if ranking is not None:
+            metrics |= compute_ranking_quality(output, rows, batch, ranking, biases)
+        return metrics
+
+    return metric_fn
+
+
+def build_ranking_metrics(
+    model: Model, ranking: RankingOptions, biases: Biases | None = None
+) -> MetricFn:
+    """Return the metric function of users' rankings for a model whose rows are items.
+
+    It takes `EncodedItems` in place of weights. `biases` are those subtracted from the
+    ratings by user.
+    """
+
+    def metric_fn(
+        encoded: EncodedItems, model_state: Any, batch: Any
+    ) -> dict[str, jax.Array]:
+        del model_state
+        output = predict_for_users(model, encoded, batch["user"]).astype(jnp.float32)
+        rows = to_dense_rows(batch, output.shape[1])
+        return compute_ranking_quality(output, rows, batch, ranking, biases)
+
+    return metric_fn
+
+
+AddBiases = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(values, users) -> ratings``; values and ratings are (users, items)."""
+
+
+def build_add_biases(biases: Biases | None) -> AddBiases:
+    """Return a function that adds subtracted biases back to values."""
+    if biases is None:
+        return lambda values, users: values
+    of_item = biases.mean + biases.of_item
+
+    def add_biases(values: jax.Array, users: jax.Array) -> jax.Array:
+        return values + jnp.asarray(biases.of_user)[users][:, None] + of_item
+
+    return add_biases
+
+
+def _compute_rating_errors(
+    output: jax.Array,  # (users, items)
+    batch: Any,
+) -> dict[str, jax.Array]:  # (users,) each
+    """Return the summed errors of each row on its target ratings."""
+    row, item, value = get_known_ratings(batch, "target_")
+    # Padding has a row past the end: it reads 0, and the sums drop it.
+    error = output.at[row, item].get(mode="fill", fill_value=0) - value.astype(jnp.float32)
+    zeros = jnp.zeros(output.shape[0])
+
+    def sum_by_row(values: jax.Array) -> jax.Array:
+        return zeros.at[row].add(values, mode="drop")
+
+    squared, count = sum_by_row(jnp.square(error)), sum_by_row(jnp.ones_like(error))
+    whole = batch["is_whole"].astype(jnp.float32)
+    batch_rmse = jnp.sqrt(squared.sum() / jnp.maximum(count.sum(), 1))
+    return {
+        "squared_error": squared,
+        "absolute_error": sum_by_row(jnp.abs(error)),
+        "num_ratings": count,
+        "is_whole": whole,
+        "batch_rmse": batch_rmse * whole,
+    }
+
+
+def compute_ranking_quality(
+    output: jax.Array,  # (users, items)
+    rows: jax.Array,  # (users, items), 0 where there is no rating
+    batch: Any,
+    ranking: RankingOptions,
+    biases: Biases | None = None,
+) -> dict[str, jax.Array]:  # (users,) each
+    """Return the recall and NDCG of each user over items not rated before.
+
+    Both are 0 for a user without relevant items, who does not count. The gain of an item
+    in NDCG is 1 if it is relevant, else 0.
+    """
+    users, add_biases = batch["user"], build_add_biases(biases)
+    _, best = select_top_items(add_biases(output, users), rows, ranking.top)
+    targets = to_dense_rows(batch, output.shape[1], "target_")
+    ratings = add_biases(targets, users)
+    if biases is not None:
+        # Subtracting and adding biases rounds: a target of exactly relevant_from must not
+        # end up below it.
+        ratings += jnp.abs(targets) * jnp.finfo(targets.dtype).eps
+        ratings += ranking.relevant_from * 1e-6
+    relevant = ratings >= jnp.asarray(ranking.relevant_from, ratings.dtype)
+    # An item that was rated before cannot be recommended.
+    relevant &= (targets != 0) & (rows == 0)
+    hit = jnp.take_along_axis(relevant, best, axis=1).astype(jnp.float32)
+    count = relevant.sum(1)
+    discount = 1 / jnp.log2(jnp.arange(2, best.shape[1] + 2))
+    ideal_gain = jnp.cumsum(discount)[jnp.clip(count, 1, best.shape[1]) - 1]
+    return {
+        "recall": hit.sum(1) / jnp.maximum(count, 1),
+        "ndcg": (hit * discount).sum(1) / ideal_gain,
+        "has_relevant": (count > 0).astype(jnp.float32),
+    }
+
+
+def select_top_items(
+    output: jax.Array,  # (users, items)
+    rows: jax.Array,  # (users, items), 0 where there is no rating
+    top: int,
+) -> tuple[jax.Array, jax.Array]:  # (users, top) each
+    """Return the ratings and the items of the best unrated items, best first.
+
+    If a user has too few unrated items, the remaining ratings are minus infinity.
+    """
+    unrated = jnp.where(rows == 0, output, -jnp.inf)
+    return jax.lax.top_k(unrated, min(top, output.shape[1]))
+
+
+def compute_scores(means: dict[str, float]) -> dict[str, float]:
+    """Turn means over rows into the metrics that they contain.
+
+    ``rmse`` and ``mae`` pool all ratings. ``mean_batch_rmse`` is what the reference calls
+    RMSE: the mean of the RMSE of each full batch.
+    """
+    scores = {}
+    if per_row := means.get("num_ratings"):
+        scores["rmse"] = math.sqrt(means["squared_error"] / per_row)
+        scores["mae"] = means["absolute_error"] / per_row
+        whole = means["is_whole"]
+        scores["mean_batch_rmse"] = means["batch_rmse"] / whole if whole else scores["rmse"]
+    if "recall" in means:
+        ranked = means["has_relevant"]
+        for name in ("recall", "ndcg"):
+            scores[name] = means[name] / ranked if ranked else math.nan
+    return scores
