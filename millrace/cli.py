@@ -13,14 +13,14 @@ from typing import Any
 import millrace
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.environment import is_follower, with_replicas
-from millrace.distributed.interrupts import INTERRUPTED, interruptible, leave_on_signals
+from millrace.distributed.environment import add_launcher_replicas, is_follower
+from millrace.distributed.signals import INTERRUPTED, exit_on_signals, interruptible
 from millrace.output import drop_lost_output
 
 
 def script() -> None:
     """Be the command: leave in order at whatever moment a signal comes."""
-    leave_on_signals()
+    exit_on_signals()
     drop_lost_output()
     try:
         main()
@@ -76,7 +76,7 @@ def _run(words: list[str]) -> int:
     config_type = command.load_config_type()
     config, _ = parse(
         config_type,
-        with_replicas(config_type, rest),
+        add_launcher_replicas(config_type, rest),
         program=f"millrace {name}",
         named_configs=command.named_configs_path(),
     )

@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.environment import is_follower, with_replicas
+from millrace.distributed.environment import add_launcher_replicas, is_follower
 from millrace.output import drop_lost_output
 from millrace.report.record import read_events
 
@@ -138,7 +138,7 @@ def run_as_command(
     words = list(sys.argv[1:] if argv is None else argv)
     drop_lost_output()
     try:
-        replicated = with_replicas(config_type, words)
+        replicated = add_launcher_replicas(config_type, words)
         config, _ = parse(
             config_type, replicated, program=name, named_configs=named_configs
         )
