@@ -23,7 +23,7 @@ the launcher is gone."""
 LAUNCH_DIR = "MILLRACE_LAUNCH_DIR"
 """Folder of the launcher in which a run records its directory, for restarts."""
 TIMEOUT = "MILLRACE_PATIENCE_SECONDS"
-"""Seconds without a heartbeat after which a process counts as lost."""
+"""Seconds without a heartbeat after which a process is considered lost."""
 
 DEFAULT_TIMEOUT = 30.0
 _PORT_CONFLICT = "port-taken"
@@ -111,7 +111,7 @@ def _find_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
 
 
 def get_timeout() -> float:
-    """Return the seconds without a heartbeat after which a process counts as lost."""
+    """Return the seconds after which a process without heartbeats is considered lost."""
     return float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
 
 

@@ -21,18 +21,18 @@ class LaunchConfig:
     num_instances: int = field(default=1, metadata={"aliases": ("-n",)})
     """Number of processes."""
     num_replicas: int | None = None
-    """Replicas of the model in all processes together; overrides the option of the command
-    (default: that option, or one per process)."""
+    """Total number of replicas in all processes. Overrides --num-replicas of the command
+    (default: its value, or one per process)."""
     devices_per_replica: int = field(
         default=1, metadata={"aliases": ("--ipus-per-replica",)}
     )
-    """Devices per replica: the stages of its pipeline."""
+    """Devices per replica; more than one for pipelines."""
     numa_aware: bool = False
     """Pin each process to the cores of one NUMA node."""
     max_restarts: int = 0
-    """How often to restart all processes from the last good checkpoint after a failure."""
+    """Maximum number of restarts, from the last good checkpoint, after failures."""
     timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"aliases": ("--patience",)})
-    """Seconds without a heartbeat after which a process counts as lost."""
+    """Seconds without a heartbeat after which a process is considered lost."""
     port: int | None = None
     """Port of the coordinator on the loopback (default: any free port)."""
 

@@ -453,7 +453,7 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
     assert verify(sources, catalog.CATALOG["mnist"]) == []
     status, out, _ = command("mnist", "--url", f"{server.url}mirror")
     assert (status, len(server.asked)) == (0, 4)
-    assert "was there already" in out
+    assert "mnist is already complete." in out
 
 
 @pytest.fixture
@@ -461,7 +461,6 @@ def pebbles(server, monkeypatch):
     """A data set in the catalog that a test can afford to download."""
     known = dataset(server, one=CONTENT)
     # The modules that use it first: what they import must be the real one.
-    monkeypatch.setattr("millrace.commands.fetch_options.CATALOG", {"pebbles": known})
     monkeypatch.setattr("millrace.commands.fetch.CATALOG", {"pebbles": known})
     monkeypatch.setattr(catalog, "CATALOG", {"pebbles": known})
     return known
@@ -487,8 +486,7 @@ def test_a_failed_download_is_one_line_and_status_1(command, pebbles, server):
 
 
 def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
-    from millrace.commands.fetch import fetch_dataset
-    from millrace.commands.fetch_options import FetchConfig
+    from millrace.commands.fetch import FetchConfig, fetch_dataset
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     fetch_dataset(FetchConfig(name="pebbles", data_dir=tmp_path))
