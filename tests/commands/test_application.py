@@ -22,7 +22,7 @@ def run(monkeypatch, *args: str) -> int:
 def test_a_wrong_option_is_one_line_and_status_2(monkeypatch, capsys):
     assert run(monkeypatch, "--num-epoks", "3") == 2
     errors = capsys.readouterr().err
-    assert errors == "curve: There is no option --num-epoks. Did you mean --num-epochs?\n"
+    assert errors == "curve: Unknown option --num-epoks. Did you mean --num-epochs?\n"
 
 
 def test_help_shows_the_docstrings_of_the_fields(monkeypatch, capsys):

@@ -497,7 +497,7 @@ def test_a_terminal_shows_a_bar(pebbles, server, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "arguments are required: NAME"),
+        ([], "NAME is required"),
         (["cifr10"], "Did you mean cifar10?"),
         (["digits"], "nothing to fetch"),
         (["imagenet"], "Download ILSVRC2012_img_train.tar"),

@@ -53,7 +53,7 @@ def test_the_timeout_keeps_its_old_name_as_an_alias(option):
         ("--num-instances 2 -- true --num-replicas 3", "num_replicas (3) must be a"),
         ("--max-restarts -1 -- true", "max_restarts must be 0 or more"),
         ("--timeout 61 -- true", "timeout must be between 5 and 60"),
-        ("--instances 2 -- true", "There is no option --instances"),
+        ("--instances 2 -- true", "Unknown option --instances"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_starts(args, message):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.commands.registry import COMMANDS
-from millrace.config.command_line import _hyphenate, _parser
+from millrace.config.command_line import _build_parser, _hyphenate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 
@@ -69,7 +69,7 @@ def test_every_option_in_the_table_is_one_that_the_command_has(command):
     entry = COMMANDS[command]
     config_type = entry.load_config_type()
     named = Path("runs.yml") if entry.named_configs else None
-    parser = _parser(config_type, command, named)
+    parser = _build_parser(config_type, command, named)
     known = {word for action in parser._actions for word in action.option_strings}
 
     def is_known(option: str) -> bool:  # cut short is understood too
