@@ -8,7 +8,7 @@ each change it runs the test files closest to the module, best first, until one 
 that caught it. A test file that fails without the change is not used.
 
 If a change survives, either it changes nothing (or only speed or wording), or a test is
-missing. Repeat it with ``--only``, such as ``--only loop/timing.py:47``, and choose other
+missing. Repeat it with ``--only``, such as ``--only loop/runner.py:47``, and choose other
 test files with ``--tests``.
 """
 
