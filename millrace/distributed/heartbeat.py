@@ -30,6 +30,7 @@ LOST = 1
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _GOODBYE_SECONDS = 5.0
+"""Shorter than the time in which the launcher kills processes that do not exit."""
 _STUCK_SECONDS = 120.0
 _STUCK_STEPS = 3
 """A process is stuck if it is behind for both `_STUCK_SECONDS` and this many times the
@@ -98,13 +99,11 @@ class Heartbeat:
 
     It has three threads, because two of them may block: ``_send`` in the store, if the
     coordinator hangs, and ``_listen`` on the pipe of the launcher. ``_watch`` never does.
-
-    Args:
-        on_lost: Called with a description of the lost process before this one exits.
     """
 
-    def __init__(self, on_lost: Callable[[str], None] | None = None) -> None:
-        self.on_lost = on_lost
+    def __init__(self) -> None:
+        self.on_lost: Callable[[str], None] | None = None
+        """Called with a description of the lost process before this one exits."""
         self.failure_status: int | None = None
         """Exit status of this process after ``report_failure``."""
         self._timeout = get_timeout()
@@ -152,7 +151,7 @@ class Heartbeat:
 
     def wait_for_lost_process(self) -> None:
         """Wait until a lost process has been found; returns only if there is none."""
-        time.sleep(self._timeout + 5)
+        time.sleep(self._timeout + 5)  # 5 s for _watch to notice and exit
 
     def wait_for_first_failure(self, timeout: float) -> str | None:
         """Return the error that process 0 reports within `timeout` seconds, if any."""

@@ -42,8 +42,8 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts must be 0 or more, got {self.max_restarts}.")
-        # Heartbeats come every second. After 100 s without one of its own, JAX aborts all
-        # processes without a useful message; we must be earlier.
+        # Heartbeats come every second. JAX has its own, and aborts all processes without
+        # a useful message after 100 s: ours must be faster.
         if not 5 <= self.timeout <= 60:
             raise ValueError(
                 f"timeout must be between 5 and 60 seconds, got {self.timeout:g}."
