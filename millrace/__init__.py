@@ -1,7 +1,7 @@
-"""Whole training loops on the device, fed by queues; see README.md.
+"""Train with JAX: the whole loop is one compiled program, fed by queues.
 
-The names below load their modules when first used, so that ``millrace --help`` answers
-before JAX has been imported.
+The public names below import their modules on first use, so that ``millrace --help`` does
+not import JAX.
 """
 
 import importlib
@@ -103,7 +103,7 @@ _HOME = {
     "while_loop": "loop.repeat",
 }
 _MODULES = {"autoencoder", "cnn", "layers", "plots", "vcd"}
-"""Names that are modules themselves."""
+"""Public names that are modules."""
 
 
 def __dir__() -> list[str]:

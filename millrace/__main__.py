@@ -1,4 +1,4 @@
-"""``python -m millrace``: the command line where its script is not on the path."""
+"""Run the command line as ``python -m millrace``."""
 
 from millrace.cli import script
 

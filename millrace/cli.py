@@ -1,7 +1,7 @@
-"""The command line: ``millrace <application> <verb> [options]``, and small tools.
+"""The command line: ``millrace <application> <verb> [options]``, and single commands.
 
-Only what is needed to read a command is imported here; the work is imported when the
-command is known to be right.
+Reading a command imports nothing heavy, so that ``--help`` and errors are immediate. Its
+work is imported once the options are known to be valid.
 """
 
 import os
@@ -13,40 +13,39 @@ from typing import Any
 import millrace
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.environment import is_follower, with_replicas
-from millrace.distributed.interrupts import INTERRUPTED, interruptible, leave_on_signals
+from millrace.distributed.environment import add_launcher_replicas, is_follower
+from millrace.distributed.signals import INTERRUPTED, exit_on_signals, interruptible
 from millrace.output import drop_lost_output
 
 
 def script() -> None:
-    """Be the command: leave in order at whatever moment a signal comes."""
-    leave_on_signals()
+    """Run as a program of its own, which a signal may end at any time."""
+    exit_on_signals()
     drop_lost_output()
     try:
         main()
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED and not _is_one_of_several():
-            # Threads may still compile what is no longer wanted: Python would wait for
-            # them, or crash on them.
+    except SystemExit as error:
+        if error.code == INTERRUPTED and not _has_other_processes():
+            # Threads may still be compiling: Python would wait for them, or crash.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(INTERRUPTED)
         raise
 
 
-def _is_one_of_several() -> bool:
-    """Whether other processes wait for this one to take its leave."""
-    group = sys.modules.get("millrace.distributed.coordination")
-    return group is not None and group.num_processes() > 1
+def _has_other_processes() -> bool:
+    """Whether other processes wait for this one to say goodbye in an exit handler."""
+    coordination = sys.modules.get("millrace.distributed.coordination")
+    return coordination is not None and coordination.num_processes() > 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status: 0 done, 1 failed, 2 a wrong command."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run a command and exit with its status: 0 completed, 1 failed, 2 wrong command."""
+    args = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _run(words)
+        status = _run(args)
     except ConfigurationError as error:
-        if not is_follower():  # of several processes, one says it
+        if not is_follower():  # process 0 reports for all
             print(f"millrace: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
@@ -54,34 +53,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _run(words: list[str]) -> int:
+def _run(args: list[str]) -> int:
     applications = {name.split()[0] for name in COMMANDS if " " in name}
-    asked = words[1:2] if words[:1] and words[0] in applications else words[:1]
-    if not words or asked in (["-h"], ["--help"]):
-        print(_usage())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    first = args[1:2] if args[:1] and args[0] in applications else args[:1]
+    if not args or first in (["-h"], ["--help"]):
+        print(_format_usage())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
         print(f"millrace {millrace.__version__}")
         return 0
-    length = 1 if words[0] in COMMANDS else 2
-    name, rest = " ".join(words[:length]), words[length:]
+    length = 1 if args[0] in COMMANDS else 2
+    name, rest = " ".join(args[:length]), args[length:]
     if name not in COMMANDS:
         raise ConfigurationError(
-            f"There is no command {name!r}. There is: {', '.join(COMMANDS)}. "
+            f"Unknown command {name!r}. Available commands: {', '.join(COMMANDS)}. "
             "See millrace --help."
         )
     command = COMMANDS[name]
-    if name == "launch":  # most of its words belong to another command
+    if name == "launch":  # most arguments belong to the command that it starts
         return command.load_function()(rest)
     config_type = command.load_config_type()
     config, _ = parse(
         config_type,
-        with_replicas(config_type, rest),
+        add_launcher_replicas(config_type, rest),
         program=f"millrace {name}",
         named_configs=command.named_configs_path(),
     )
     if not command.needs_run:
-        return _answer(command.load_function(), config)
+        return _run_without_directory(command.load_function(), config)
+    # Before JAX is imported with the rest.
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
@@ -91,35 +91,37 @@ def _run(words: list[str]) -> int:
         command.load_function(),
         config,
         command=name.replace(" ", "-"),
-        command_line=shlex.join(["millrace", *words]),
+        command_line=shlex.join(["millrace", *args]),
     )
 
 
-def _answer(function: Callable[[Any], int | None], config: Any) -> int:
-    """Call a command that needs no run directory; it may return a status."""
+def _run_without_directory(function: Callable[[Any], int | None], config: Any) -> int:
+    """Run a command that needs no run directory; it may return an exit status."""
     try:
         with interruptible():
             return function(config) or 0
     except ConfigurationError:
         raise
     except Exception as error:
+        # Our own errors and those of files explain themselves; others are bugs.
         ours = type(error).__module__.startswith("millrace") or isinstance(error, OSError)
         if getattr(config, "debug", not ours):
             raise
         message = " ".join(str(error).split())
         if not ours:
-            message = f"{type(error).__name__}: {message} (--debug shows where)"
+            message = f"{type(error).__name__}: {message} (--debug shows the traceback)"
         print(f"millrace: {message}", file=sys.stderr)
         return 1
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     lines = [
-        "millrace: whole training loops on the device.",
+        "Train with the whole loop compiled into one program on the device.",
         "",
         "usage: millrace <application> <verb> [options]",
-        "       millrace <application> <verb> --help",
+        "       millrace <command> [options]",
         "",
+        "commands (add --help for their options):",
     ]
     lines += [f"  {name:<22} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(lines)

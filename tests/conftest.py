@@ -1,4 +1,4 @@
-"""Hostile settings: eight virtual devices, and every warning an error."""
+"""Settings of all tests: eight virtual devices, one precision, a shared cache."""
 
 import inspect
 import os
@@ -13,27 +13,27 @@ from strict_reads import strict_reads as strict_reads
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
-        # Compiling takes most of the time here, and what is compiled is small.
+        # Compilation takes most of the time, and the programs are small.
         "--xla_backend_optimization_level=0",
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The one precision in which tests compare products: a GPU would otherwise multiply float32
-# in tensorfloat32, to three digits. A CPU has no other. Subprocesses inherit it.
+# By default a GPU multiplies float32 matrices in TensorFloat-32, with three digits. A CPU
+# has no such mode. Subprocesses inherit this.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Several processes share a GPU: each takes memory as it needs it.
+# Several processes share a GPU, so none may reserve its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Many commands compile the same programs: once in a session is enough, for all of its
-# processes. The first to come here, of which the others inherit the setting, cleans up.
+# Many commands compile the same programs: all processes of a session share a cache. The
+# first process creates it, the others inherit the setting, and the first one deletes it.
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
-_made = None if _CACHE in os.environ else tempfile.mkdtemp(prefix="millrace-tests-")
-if _made is not None:
-    os.environ[_CACHE] = _made
+_created = None if _CACHE in os.environ else tempfile.mkdtemp(prefix="millrace-tests-")
+if _created is not None:
+    os.environ[_CACHE] = _created
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# How long an example takes depends on who else uses the machine.
+# The time of an example depends on who else uses the machine.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
@@ -45,9 +45,9 @@ _LONGEST = {
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Begin with the longest files: at the end, one process would wait for another.
+    """Run the longest files first, so that no worker waits for another at the end.
 
-    Before them the tests of device memory, whose peak only ever rises in a process.
+    Tests of device memory run even before them: its peak only rises within a process.
     """
 
     def rank(item: pytest.Item) -> int:
@@ -59,30 +59,30 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what this machine's devices cannot do, and say why."""
+    """Skip tests that the devices of this machine cannot run, with a reason."""
     marks = [mark for mark in item.iter_markers() if mark.name in ("devices", "cpu")]
     if not marks:
         return
     import jax
 
-    there, platform = jax.device_count(), jax.default_backend()
+    available, platform = jax.device_count(), jax.default_backend()
     for mark in marks:
         if mark.name == "cpu" and platform != "cpu":
-            pytest.skip(f"about the CPU, not the {platform}: {mark.args[0]}")
-        if mark.name == "devices" and there < (needed := _devices_needed(item, mark)):
-            pytest.skip(f"needs {needed} devices; there are only {there} ({platform})")
+            pytest.skip(f"for the CPU, not the {platform}: {mark.args[0]}")
+        if mark.name == "devices" and available < (needed := _devices_needed(item, mark)):
+            pytest.skip(f"needs {needed} devices, but there are {available} ({platform})")
 
 
 def _devices_needed(item: pytest.Item, mark: pytest.Mark) -> int:
-    """Return the count of a ``devices`` marker, or what its function says of a case."""
+    """Return the number of devices of a marker, which may be a function of parameters."""
     (count,) = mark.args
     if not callable(count):
         return count
-    parameters = item.callspec.params  # type: ignore[attr-defined]  # pytest's own
+    parameters = item.callspec.params  # type: ignore[attr-defined]  # of pytest
     return count(**{name: parameters[name] for name in inspect.signature(count).parameters})
 
 
 def pytest_unconfigure() -> None:
-    """Leave nothing behind."""
-    if _made is not None:
-        shutil.rmtree(_made, ignore_errors=True)
+    """Delete the cache."""
+    if _created is not None:
+        shutil.rmtree(_created, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starts ``launched_run.py`` in one process or several, and reads what it leaves."""
+"""Start ``launched_run.py`` in one process or several, and read its results."""
 
 import json
 import os
@@ -14,7 +14,7 @@ CHOSEN_DEVICES = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
 
 
 def environment() -> dict[str, str]:
-    """The tests' own, without their eight devices."""
+    """Return the environment of the tests without their eight devices."""
     return {
         **{name: v for name, v in os.environ.items() if name not in CHOSEN_DEVICES},
         "JAX_PLATFORMS": "cpu",
@@ -25,9 +25,9 @@ def environment() -> dict[str, str]:
 STARTED: list[subprocess.Popen] = []
 
 
-def start(words: list[str]) -> subprocess.Popen:
+def start(args: list[str]) -> subprocess.Popen:
     process = subprocess.Popen(
-        words,
+        args,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,7 +38,7 @@ def start(words: list[str]) -> subprocess.Popen:
 
 
 def end_all() -> None:
-    """End what a test has left behind; a launcher's processes end with it."""
+    """Kill what a test has left running; the processes of a launcher end with it."""
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
@@ -46,29 +46,29 @@ def end_all() -> None:
             process.communicate()
 
 
-def alone(directory: Path, *words: str) -> list[str]:
-    """The words of a run in one process."""
-    return [sys.executable, str(SCRIPT), "--run-dir", str(directory), *words]
+def alone(directory: Path, *args: str) -> list[str]:
+    """Return the command of a run in one process."""
+    return [sys.executable, str(SCRIPT), "--run-dir", str(directory), *args]
 
 
 def launched(
-    directory: Path, instances: int, *words: str, options: tuple[str, ...] = ()
+    directory: Path, num_processes: int, *args: str, options: tuple[str, ...] = ()
 ) -> list[str]:
-    """The words of a launched run with four replicas."""
-    own = ["--num-instances", str(instances), "--num-replicas", "4", *options]
-    command = alone(directory, *words)
+    """Return the command of a launched run with four replicas."""
+    own = ["--num-instances", str(num_processes), "--num-replicas", "4", *options]
+    command = alone(directory, *args)
     return [sys.executable, "-m", "millrace", "launch", *own, "--", *command]
 
 
 def finish(process: subprocess.Popen, status: int = 0, timeout: float = 90) -> str:
-    """Wait for the end; return all that was said."""
-    said, _ = process.communicate(timeout=timeout)
-    assert process.returncode == status, said
-    return said
+    """Wait for the end; return all output."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == status, output
+    return output
 
 
-def run(words: list[str], status: int = 0) -> str:
-    return finish(start(words), status)
+def run(args: list[str], status: int = 0) -> str:
+    return finish(start(args), status)
 
 
 def final_weights(directory: Path) -> list[np.ndarray]:
@@ -118,11 +118,11 @@ def wait_for(directory: Path, update: int, process: subprocess.Popen) -> None:
                 return
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    raise AssertionError(f"update {update} has not come")
+    raise AssertionError(f"update {update} was not logged")
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """The addresses on which a process accepts connections, as the kernel writes them."""
+    """Return the addresses that a process listens on, in the format of /proc."""
     sockets = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -132,9 +132,9 @@ def listening_addresses(pid: int) -> set[str]:
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-                found.add(words[1].split(":")[0])
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                found.add(columns[1].split(":")[0])
     return found
 
 
@@ -143,10 +143,10 @@ def children_of(launcher: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in children.split()]
 
 
-def pid_of(instance: int, launcher: subprocess.Popen) -> int:
-    """Find the process of an instance among the launcher's children."""
+def pid_of(number: int, launcher: subprocess.Popen) -> int:
+    """Return the pid of a process that the launcher has started."""
     for pid in children_of(launcher):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"MILLRACE_PROCESS_ID={instance}".encode() in variables:
+        if f"MILLRACE_PROCESS_ID={number}".encode() in variables:
             return pid
-    raise AssertionError(f"no instance {instance} among {children_of(launcher)}")
+    raise AssertionError(f"no process {number} among {children_of(launcher)}")

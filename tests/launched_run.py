@@ -2,12 +2,11 @@
 
 usage: launched_run.py [options of Config]
 
-Every update reports sums over the ids of its samples, so that a sample that is skipped,
-or read by two processes, shows in the metrics. The final state goes to final.npz.
+Every update reports sums over the ids of its samples, so that a sample that is skipped or
+read twice shows in the metrics. The final state is written to final.npz.
 """
 
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.config import parse
+from millrace.commands.calling import run_as_command
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.distributed import coordination
-from millrace.distributed.environment import with_replicas
 from millrace.feeds.infeed import Infeed
 from millrace.loop.evaluate import evaluate
 from millrace.loop.event_schedule import schedule_events
@@ -30,28 +28,28 @@ from millrace.program.evaluate import EvaluationProgram
 from millrace.program.replicas import fetch
 from millrace.program.training import training_program
 from millrace.run.options import RunOptions
-from millrace.run.run import run_command
 
 SAMPLES, VALIDATION = 70, 13
 MAY_CHANGE = {"may_change": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions, Plan):
-    """What the run is made of."""
+class Config:
+    """Options of the run."""
 
-    micro_batch_size: int = 2
     num_epochs: int = 5
     delay: float = field(default=0.0, metadata=MAY_CHANGE)
-    """Seconds that a batch takes to read."""
+    """Seconds to read a batch."""
     fail_in: int = field(default=-1, metadata=MAY_CHANGE)
     """The process in which reading fails."""
     fill_disk_at: int = field(default=-1, metadata=MAY_CHANGE)
-    """The update after which the disk of the first process is full."""
+    """The update after which the disk of process 0 is full."""
+    plan: Plan = Plan(micro_batch_size=2)
+    run: RunOptions = RunOptions()
 
 
 class SlowStream(Stream):
-    """Takes as long as asked for, and fails if asked to."""
+    """Delays every batch, and fails in one process, as configured."""
 
     config = Config()
 
@@ -88,27 +86,27 @@ def samples(count):
 
 
 def work(config, run):
-    batching = config.batching
+    batching = config.plan.batching
     schedule = schedule_events(
         updates_per_epoch=batching.updates_per_epoch(SAMPLES),
         num_epochs=config.num_epochs,
         events_per_epoch={"log": 8, "checkpoint": 2, "validate": 1},
     )
-    program = training_program(loss_fn, optax.adam(1e-2), config)
+    program = training_program(loss_fn, optax.adam(1e-2), config.plan)
     rng = np.random.default_rng(0)
     params = {
         "a": rng.standard_normal((8, 16)).astype(np.float32),
         "b": rng.standard_normal((16, 1)).astype(np.float32),
     }
-    state = program.init(params, {"mean": np.zeros(8, np.float32)}, seed=config.seed)
+    state = program.init(params, {"mean": np.zeros(8, np.float32)}, seed=config.run.seed)
     SlowStream.config = config
     stream = SlowStream(
         samples(SAMPLES),
         batching.samples_per_step,
         batches_per_epoch=8 * batching.gradient_accumulation_count,
-        seed=config.seed,
+        seed=config.run.seed,
     )
-    judge = EvaluationProgram(metric_fn, Plan(num_replicas=config.num_replicas))
+    judge = EvaluationProgram(metric_fn, Plan(num_replicas=batching.num_replicas))
 
     def validate(state):
         return evaluate(judge, judge.place(state), samples(VALIDATION), 8)
@@ -129,7 +127,7 @@ def work(config, run):
 
 
 def fill_disk(update):
-    """Let the first process write no array after so many updates."""
+    """Make writing arrays fail in this process after `update`."""
     from millrace.checkpoint import folder
 
     real = folder.write_arrays
@@ -143,9 +141,8 @@ def fill_disk(update):
 
 
 if __name__ == "__main__":
-    words = with_replicas(Config, sys.argv[1:])
-    options, _ = parse(Config, words, program="launched_run")
-    status = run_command(work, options, command="small", command_line="test")
-    rank, count = coordination.process_id(), coordination.num_processes()
-    print(f"process {rank} of {count}, pid {os.getpid()}")
-    sys.exit(status)
+    try:
+        run_as_command(work, Config, name="small")
+    finally:
+        rank, count = coordination.process_id(), coordination.num_processes()
+        print(f"process {rank} of {count}, pid {os.getpid()}")

@@ -1,14 +1,15 @@
-"""Break the package in random places, one at a time, and see whether its tests notice.
+"""Mutation testing: change random lines of the package, and see which tests fail.
 
-``python tests/mutate.py --seed 1 --count 20 host feeds`` copies the repository to a
-temporary folder, picks lines of ``millrace/host`` and ``millrace/feeds`` at random, and
-changes each in one small way: another operator, a constant one larger, a statement left
-out. For each change it runs the test files nearest to the module, best first, until one
-fails or they have taken ``--budget`` seconds, then a broader file, and prints where, what,
-and which test caught it; a file that fails without the change is not used. A change that
-survived is yours to judge: ``--only`` its place, such as ``host/timing.py:47``, and
-``--tests`` to name other files try it again. It does the same either way, or only the speed
-or the wording differ, or a test is missing.
+``python tests/mutate.py --seed 1 --count 20 loop feeds`` copies the repository to a
+temporary folder, picks random lines of ``millrace/loop`` and ``millrace/feeds``, and makes
+one small change at a time: another operator, a constant plus one, a statement removed. For
+each change it runs the test files closest to the module, best first, until one fails or
+``--budget`` seconds have passed, then a broader file. It prints the change and the test
+that caught it. A test file that fails without the change is not used.
+
+If a change survives, either it changes nothing (or only speed or wording), or a test is
+missing. Repeat it with ``--only``, such as ``--only loop/runner.py:47``, and choose other
+test files with ``--tests``.
 """
 
 import argparse
@@ -39,7 +40,7 @@ SWAPS = {
     **{ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult},
 }
 WORDS = re.compile(r"\b(log|logger|console|print|warn|warning|info|debug|help|describe)\b")
-# What uses most of a folder at once.
+# Test files that use most of a folder.
 BROADER = {
     "apps/autoencoder": "apps/autoencoder/test_train.py",
     "apps/cnn": "apps/cnn/test_workflow.py",
@@ -58,21 +59,21 @@ BROADER = {
 
 
 class Mutation(NamedTuple):
-    """One change of a module's source."""
+    """A change of the source of a module."""
 
     module: Path
     node: Any
     text: str
     name: str
-    """Of the function or class at the top of the module that is changed."""
+    """Name of the top-level function or class that is changed."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.module.relative_to(PACKAGE)}:{self.node.lineno}"
 
     def __str__(self) -> str:
         was = ast.get_source_segment(self.module.read_text(), self.node) or ""
-        return f"{self.place} | {' '.join(was.split())[:60]} -> {self.text[:60]}"
+        return f"{self.location} | {' '.join(was.split())[:60]} -> {self.text[:60]}"
 
     def source(self) -> str:
         whole = self.module.read_bytes()
@@ -83,19 +84,19 @@ class Mutation(NamedTuple):
 
 
 def mutations(module: Path, node: ast.AST, name: str = "") -> Iterator[Mutation]:
-    """Yield what could go wrong below a node."""
+    """Yield all changes below a node."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _only_words(child):
+            if isinstance(child, ast.AST) and not _is_skipped(child):
                 inner = name or getattr(child, "name", "")
-                yield from (Mutation(module, child, t, inner) for t in _instead(child))
+                yield from (Mutation(module, child, t, inner) for t in _replacements(child))
                 yield from mutations(module, child, inner)
 
 
-def _only_words(node: ast.AST) -> bool:
-    """Tell what only people or type checkers read, and imports."""
+def _is_skipped(node: ast.AST) -> bool:
+    """Whether a node is an import or only for people or type checkers."""
     match node:
         case ast.If(test=test):
             return "TYPE_CHECKING" in ast.unparse(test)
@@ -104,8 +105,8 @@ def _only_words(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Raise)
 
 
-def _instead(node: ast.AST) -> Iterator[str]:
-    """Yield the source of each small mistake that could stand in a node's place."""
+def _replacements(node: ast.AST) -> Iterator[str]:
+    """Yield the source of each small mistake that could replace a node."""
     match node:
         case ast.Compare(ops=[op, *rest]) if type(op) in SWAPS:
             yield _changed(node, ops=[SWAPS[type(op)](), *rest])
@@ -135,18 +136,18 @@ def _changed(node: ast.AST, **fields: object) -> str:
 
 
 def choose(folders: list[str], draw: random.Random) -> Mutation:
-    """Pick a line of these folders that can be broken, and one way to break it."""
+    """Pick a random line of these folders, and a random change of it."""
     modules = [path for f in folders for path in sorted((PACKAGE / f).rglob("*.py"))]
     lengths = [len(path.read_text().splitlines()) for path in modules]
     while True:
         (module,) = draw.choices(modules, lengths)
         if found := list(mutations(module, ast.parse(module.read_text()))):
-            place = draw.choice(list(dict.fromkeys(m.place for m in found)))
-            return draw.choice([m for m in found if m.place == place])
+            location = draw.choice(list(dict.fromkeys(m.location for m in found)))
+            return draw.choice([m for m in found if m.location == location])
 
 
 def nearest_tests(mutation: Mutation) -> list[str]:
-    """Return the five test files nearest to a change, best first, and a broader one."""
+    """Return the five test files closest to a change, best first, and a broader one."""
     module, name = mutation.module, mutation.name
     inside, stem = module.relative_to(PACKAGE), module.stem
     folder = next(f for p in inside.parents if (f := ROOT / "tests" / p).is_dir())
@@ -172,13 +173,13 @@ def nearest_tests(mutation: Mutation) -> list[str]:
 
 
 class Tree:
-    """A copy of the repository to break."""
+    """A copy of the repository to change."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
         hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site")
         shutil.copytree(ROOT, self.root, ignore=hidden)
-        # Most programs are the same for every change: they are compiled once.
+        # Most programs are the same for every change: compile them once.
         compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
         self.environment = os.environ | {
             "PYTHONPATH": str(self.root),
@@ -190,41 +191,41 @@ class Tree:
         self.seconds_unbroken = cache(self._seconds_unbroken)
 
     def write(self, module: Path, source: str) -> None:
-        """Replace a module, and forget its compiled form: it may have the same age."""
+        """Replace a module, and delete its bytecode: it may have the same timestamp."""
         path = self.root / module.relative_to(ROOT)
         path.write_text(source)
         for old in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             old.unlink()
 
     def first_failure(self, file: str, limit: float) -> str | None:
-        """Return the first test of a file that fails, "timeout", or None."""
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
+        """Return the first failing test of a file, "timeout", or None."""
+        args = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
         options: dict[str, Any] = {"cwd": self.root, "env": self.environment, "text": True}
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(words, start_new_session=True, **options)
+        process = subprocess.Popen(args, start_new_session=True, **options)
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             return "timeout"
         finally:
             if process.poll() is None:
-                # With the processes that the tests have started.
+                # The group includes processes that the tests have started.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if process.returncode in (0, 5):  # 5: all tests of the file are slow, or for a GPU
+        if process.returncode in (0, 5):  # 5: no tests were selected
             return None
         failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)
         return failed.group(1) if failed else file
 
     def _seconds_unbroken(self, file: str) -> float | None:
-        """Return how long a file takes without a change, None if it does not pass."""
+        """Return the seconds of a file without a change; None if it does not pass."""
         begin = time.monotonic()
         if failed := self.first_failure(file, limit=70):
-            print(f"{file} is not used. Without a change: {failed}", file=sys.stderr)
+            print(f"skipping {file}, which fails unchanged: {failed}", file=sys.stderr)
         return None if failed else time.monotonic() - begin
 
     def verdict(self, mutation: Mutation, files: list[str], budget: float) -> str:
-        """Return what notices a change; the last file is tried whatever it takes."""
+        """Return which test catches a change; the last file is always run."""
         spent, tried = 0.0, []
         for file in files:
             if spent > 0.8 * budget and file != files[-1]:
@@ -245,19 +246,19 @@ class Tree:
 
 
 def main() -> None:
-    """Print a line for each change, and how many were caught."""
+    """Print each change and its result, then the totals."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--budget", type=float, default=30, help="seconds of tests each")
-    parser.add_argument("--only", nargs="+", help="places: FILE:LINE under millrace/")
-    parser.add_argument("--tests", nargs="+", help="test files to use, not the nearest")
-    parser.add_argument("folders", nargs="+", help="folders of millrace/")
+    parser.add_argument("--budget", type=float, default=30, help="seconds per change")
+    parser.add_argument("--only", nargs="+", help="FILE:LINE of changes to repeat")
+    parser.add_argument("--tests", nargs="+", help="test files to run")
+    parser.add_argument("folders", nargs="+", help="folders of millrace/ to change")
     options = parser.parse_args()
     draw, counts = random.Random(options.seed), Counter()
     chosen = [choose(options.folders, draw) for _ in range(options.count)]
-    chosen = [m for m in chosen if options.only is None or m.place in options.only]
+    chosen = [m for m in chosen if options.only is None or m.location in options.only]
     print(f"seed {options.seed}: {len(chosen)} changes in {', '.join(options.folders)}")
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Tree(Path(folder))

@@ -1,4 +1,4 @@
-"""Several processes of a run as threads of this one, for what needs no devices."""
+"""Run several processes as threads of this one, for tests that need no devices."""
 
 import collections
 import threading
@@ -14,17 +14,17 @@ _rank = threading.local()
 
 
 def as_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Return ``work(rank)`` of each process; they agree as those of a run do."""
-    said: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
+    """Return ``work(rank)`` of each process; they can gather and broadcast."""
+    values: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
     counts: collections.Counter = collections.Counter()
     barrier = threading.Barrier(count, timeout=60)
 
     def gather(name: str, value: Any) -> list[Any]:
         counts[name, _rank.number] += 1
         key = name, counts[name, _rank.number]
-        said[key][_rank.number] = value
+        values[key][_rank.number] = value
         barrier.wait()
-        return [said[key][rank] for rank in range(count)]
+        return [values[key][rank] for rank in range(count)]
 
     def process(rank: int) -> Any:
         _rank.number = rank

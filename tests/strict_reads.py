@@ -1,11 +1,11 @@
-"""Makes the transfer guard see reads of arrays on the CPU as it sees them on a GPU.
+"""Make the transfer guard check reads of arrays on the CPU as it does on a GPU.
 
 Under ``jax.transfer_guard("disallow")`` a GPU raises for every array that is read without
-``jax.device_get``. On the CPU the host reads an array where it lies, nothing is copied, and
-the guard stays silent: a mistake that ends a run on a GPU would pass every test here.
-(Copies from the host to the device raise on the CPU too.)
+``jax.device_get``. On the CPU nothing is copied, so the guard raises nothing, and a mistake
+that ends a run on a GPU would pass all tests. (Copies from the host to the device raise on
+the CPU too.)
 
-What this does not see: subprocesses, and levels that only log.
+Subprocesses, and guard levels that only log, are not covered.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def strict_reads() -> Iterator[None]:
-    """Check reads in every test of the session."""
+    """Check reads in all tests of the session."""
     with checked_reads():
         yield
 
 
 @contextlib.contextmanager
 def checked_reads() -> Iterator[None]:
-    """Raise for implicit reads where the guard of this thread disallows them."""
+    """Raise for implicit reads that the guard of this thread disallows."""
     from jax._src.array import ArrayImpl
 
-    # Conversions of every kind (NumPy's, float(), item(), format(), pickling) end in
-    # `_value`; so does `device_get`, which JAX marks as explicit while it lasts.
+    # All conversions (NumPy, float(), item(), format(), pickle) end in `_value`. So does
+    # `device_get`, during which JAX sets a flag.
     value: Any = ArrayImpl.__dict__["_value"]
     methods = ("copy_to_host_async", "__dlpack__")
     originals = {name: ArrayImpl.__dict__[name] for name in methods}
@@ -75,12 +75,12 @@ def _is_disallowed() -> bool:
 
 @contextlib.contextmanager
 def _no_buffer_protocol(cls: type) -> Iterator[None]:
-    """Take the buffer protocol from a class, as an array on a GPU has none.
+    """Remove the buffer protocol from a class; an array on a GPU has none.
 
-    ``np.asarray`` prefers it to ``__array__``, and Python before 3.12 has no method for it
-    that could be replaced: the slot in the type itself is emptied.
+    ``np.asarray`` prefers it to ``__array__``. Python before 3.12 has no method for it that
+    could be replaced, so this clears the slot in the type object.
     """
-    tp_as_buffer = 20  # words before it in PyTypeObject, the same in Python 3.8 to 3.14
+    tp_as_buffer = 20  # its offset in PyTypeObject, in words, from Python 3.8 to 3.14
     words = ctypes.cast(id(cls), ctypes.POINTER(ctypes.c_void_p))
     getbuffer = ctypes.cast(words[tp_as_buffer], ctypes.POINTER(ctypes.c_void_p))
     original = getbuffer[0]

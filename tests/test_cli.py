@@ -1,4 +1,4 @@
-"""The command line as a user meets it: mostly whole processes, and what they leave."""
+"""The command line end to end: processes, their output and the files they leave."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from millrace.run.options import RunOptions
 from millrace.run.run import run_command
 
 MILLRACE = [sys.executable, "-c", "from millrace.cli import main; main()"]
-PATIENCE = 120  # seconds; a run takes about 6, but the machine may be busy
+TIMEOUT = 120  # seconds; a run takes about 6, but the machine may be busy
 
 # Eight epochs of 44 updates, in executions of 11.
 TRAIN = [
@@ -48,14 +49,14 @@ REPLICAS = [
 
 
 def environment() -> dict[str, str]:
-    """A user's, with the one device a CPU has, not the suite's eight."""
+    """Return the environment of a user, with one device, not the eight of the tests."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return kept | {"JAX_PLATFORMS": "cpu"}
 
 
-def start(*words: str, cwd: Path | None = None) -> subprocess.Popen:
+def start(*args: str, cwd: Path | None = None) -> subprocess.Popen:
     return subprocess.Popen(
-        [*MILLRACE, *words],
+        [*MILLRACE, *args],
         env=environment(),
         cwd=cwd,
         text=True,
@@ -66,22 +67,22 @@ def start(*words: str, cwd: Path | None = None) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return finish(start(*words, cwd=cwd))
+def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return finish(start(*args, cwd=cwd))
 
 
-def summary_of(directory: Path) -> dict:
+def load_summary(directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
-def events_of(directory: Path) -> list[dict]:
+def load_events(directory: Path) -> list[dict]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -92,7 +93,7 @@ def without_times(events: list[dict]) -> list[dict]:
 
 
 class RunResult(SimpleNamespace):
-    """A run that has ended."""
+    """A finished run."""
 
     path: Path
     status: int
@@ -101,12 +102,12 @@ class RunResult(SimpleNamespace):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> dict[str, RunResult]:
-    """The runs that several tests look at, made side by side."""
+    """Runs that several tests use, started in parallel."""
     folder = tmp_path_factory.mktemp("runs")
     processes = {}
 
-    def begin(name: str, *words: str) -> None:
-        processes[name] = start(*words, "--run-dir", str(folder / name))
+    def begin(name: str, *args: str) -> None:
+        processes[name] = start(*args, "--run-dir", str(folder / name))
 
     def end(name: str) -> RunResult:
         ended = finish(processes[name])
@@ -126,9 +127,9 @@ def finished(tmp_path_factory) -> dict[str, RunResult]:
 
 
 def interrupt_when_logging(process: subprocess.Popen, directory: Path) -> None:
-    """Press Ctrl-C as soon as the first metrics are there."""
+    """Send Ctrl-C as soon as the first metrics are written."""
     metrics = directory / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -143,43 +144,51 @@ def trained(finished) -> RunResult:
 
 @pytest.fixture
 def in_process(tmp_path, monkeypatch, capsys):
-    """Run a command in this process, which has imported everything already."""
+    """Run a command in this process, which has already imported everything."""
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
     monkeypatch.chdir(tmp_path)
 
-    def command(*words: str) -> tuple[int, str]:
-        with pytest.raises((SystemExit, KeyboardInterrupt)) as left:
-            main(words)
-        assert isinstance(left.value, SystemExit), "the interrupt came through"
-        return left.value.code, capsys.readouterr().err
+    def command(*args: str) -> tuple[int, str]:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            main(args)
+        assert isinstance(ended.value, SystemExit), "the interrupt was not caught"
+        return ended.value.code, capsys.readouterr().err
 
     yield command
     logger.handlers, logger.level, logger.propagate = kept
 
 
-# Asking for help
+# Help
 
 
-@pytest.mark.parametrize("words", [["--help"], ["cnn", "train", "--help"]])
-def test_help_answers_within_a_second(words):
-    """Of a core's time: on a busy machine the clock measures the others."""
+@pytest.mark.parametrize("args", [["--help"], ["cnn", "train", "--help"]])
+def test_help_takes_less_than_a_second(args):
+    """Measures CPU time: wall time depends on who else uses the machine."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
     before = used()
-    ended = run(*words)
+    ended = run(*args)
     assert used() - before < 1
     assert ended.returncode == 0
     assert ended.stderr == ""
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["cnn", "train", "--help"], ["cnn", "train", "--epoches", "3"]]
+    "args",
+    [
+        ["--help"],
+        ["cnn", "train", "--help"],
+        ["cnn", "train", "--epoches", "3"],
+        ["devices", "--help"],
+        ["data", "fetch", "--help"],
+        ["launch", "--help"],
+    ],
 )
-def test_reading_a_command_imports_nothing_heavy(words):
+def test_reading_a_command_imports_nothing_heavy(args):
     script = (
         "import sys\n"
         "from millrace.cli import main\n"
@@ -187,7 +196,7 @@ def test_reading_a_command_imports_nothing_heavy(words):
         "except SystemExit: pass\n"
         "print({'jax', 'numpy', 'optax', 'orbax', 'sklearn'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", script, *words]
+    command = [sys.executable, "-c", script, *args]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert ended.stdout.splitlines()[-1] == "set()"
 
@@ -205,7 +214,7 @@ def test_help_of_an_application_lists_its_verbs():
     assert "train" in ended.stdout
 
 
-def test_the_version_is_told():
+def test_the_version_is_printed():
     assert run("--version").stdout == f"millrace {millrace.__version__}\n"
 
 
@@ -213,13 +222,13 @@ def test_the_version_is_told():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("line", "message"),
     [
         ("cnn trian", "'cnn trian'"),
         ("cnn", "cnn train"),
         ("frobnicate", "'frobnicate'"),
         ("cnn train --num-epoches 3", "Did you mean --num-epochs?"),
-        ("cnn train --micro-batch-size lots", "--micro-batch-size takes a whole number"),
+        ("cnn train --micro-batch-size lots", "--micro-batch-size must be an integer"),
         ("cnn train --micro-batch-size 0", "micro_batch_size must be at least 1, got 0"),
         ("cnn train --precision 8.8", "16.16, 16.32, 32.32"),
         ("cnn train --config nope", "digits_demo"),
@@ -228,36 +237,36 @@ def test_the_version_is_told():
         ("cnn train --resume", "run_dir"),
     ],
 )
-def test_a_mistake_is_a_plain_line_and_status_2(words, said, tmp_path):
-    ended = run(*words.split(), cwd=tmp_path)
+def test_a_mistake_is_one_line_and_status_2(line, message, tmp_path):
+    ended = run(*line.split(), cwd=tmp_path)
     assert ended.returncode == 2
     assert ended.stdout == ""
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "functools" not in ended.stderr
     assert 1 <= len(ended.stderr.splitlines()) <= 2
-    assert list(tmp_path.iterdir()) == []  # nothing was begun
+    assert list(tmp_path.iterdir()) == []  # nothing was started
 
 
-def test_a_command_without_words_shows_the_usage_as_an_error():
+def test_without_a_command_the_usage_is_shown_as_an_error():
     ended = run()
     assert ended.returncode == 2
     assert "usage: millrace" in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("line", "message"),
     [
         ("--num-epochs 5 --logs-per-epoch 0.5", "2.0 epochs at a time for 5 epochs"),
         ("--micro-batch-size 5000", "1437 samples"),
         ("--global-batch-size 1438", "1437 samples"),
     ],
 )
-def test_a_mistake_found_only_with_the_data_is_a_plain_line_and_status_2(
-    words, said, in_process
+def test_a_mistake_found_only_with_the_data_is_one_line_and_status_2(
+    line, message, in_process
 ):
-    status, errors = in_process("cnn", "train", "--run-dir", "run", *words.split())
-    assert said in errors
+    status, errors = in_process("cnn", "train", "--run-dir", "run", *line.split())
+    assert message in errors
     assert len(errors.splitlines()) <= 2
     assert "ValueError" not in errors
     assert "--debug" not in errors
@@ -273,11 +282,11 @@ def test_too_few_devices_are_a_mistake_with_advice(finished):
     assert len(refused.errors.splitlines()) <= 2
 
 
-def test_a_refused_command_leaves_the_name_of_its_directory_free(finished):
+def test_a_refused_command_removes_its_run_directory(finished):
     assert not finished["refused"].path.exists()
 
 
-def test_a_directory_with_a_run_in_it_is_refused_and_left_alone(trained):
+def test_a_directory_that_contains_a_run_is_refused_and_left_alone(trained):
     before = (trained.path / "summary.json").read_bytes()
     ended = run(*TRAIN, "--run-dir", str(trained.path))
     assert ended.returncode == 2
@@ -287,21 +296,21 @@ def test_a_directory_with_a_run_in_it_is_refused_and_left_alone(trained):
     assert (trained.path / "summary.json").read_bytes() == before
 
 
-def test_resuming_with_another_option_is_refused_by_its_name(trained, in_process):
+def test_resuming_with_a_changed_option_is_refused_by_name(trained, in_process):
     before = (trained.path / "summary.json").read_bytes()
-    words = [*TRAIN, "--run-dir", str(trained.path), "--resume", "--bn-momentum", "0.5"]
-    status, errors = in_process(*words)
+    args = [*TRAIN, "--run-dir", str(trained.path), "--resume", "--bn-momentum", "0.5"]
+    status, errors = in_process(*args)
     assert status == 2
     assert "bn_momentum was 0.97, now 0.5" in errors
     assert (trained.path / "summary.json").read_bytes() == before
 
 
-# A run and what it leaves
+# A run and its files
 
 
-def test_a_run_says_what_it_will_do_and_where_its_results_are(trained):
+def test_a_run_prints_its_plan_and_where_its_results_are(trained):
     assert trained.status == 0
-    for words in (
+    for text in (
         "1 x cpu",
         "24,058 parameters",
         "global batch   32 = micro batch 32 x accumulation 1 x replicas 1",
@@ -310,11 +319,11 @@ def test_a_run_says_what_it_will_do_and_where_its_results_are(trained):
         "completed",
         str(trained.path / "report.html"),
     ):
-        assert words in trained.errors
+        assert text in trained.errors
     assert "Warning" not in trained.errors
 
 
-def test_a_run_records_the_configuration_it_was_given(trained):
+def test_a_run_records_its_configuration(trained):
     record = yaml.safe_load((trained.path / "config.yml").read_text())
     assert record.pop("command") == "cnn-train"
     config = build(CnnConfig, record)
@@ -329,7 +338,7 @@ def test_a_run_records_the_configuration_it_was_given(trained):
 
 
 def test_every_log_event_has_its_update_epoch_and_time(trained):
-    events = events_of(trained.path)
+    events = load_events(trained.path)
     logs = [event for event in events if "train_loss" in event]
     assert [event["update"] for event in logs] == list(range(11, 353, 11))
     validations = [event for event in events if "validation_accuracy" in event]
@@ -342,8 +351,8 @@ def test_every_log_event_has_its_update_epoch_and_time(trained):
     assert validations[-1]["validation_accuracy"] > 0.9
 
 
-def test_the_summary_has_every_field_of_the_contract(trained):
-    summary = summary_of(trained.path)
+def test_the_summary_has_all_documented_fields(trained):
+    summary = load_summary(trained.path)
     assert summary["status"] == "completed"
     assert summary["error"] is None
     assert summary["command"].startswith("millrace cnn train --micro-batch-size 32")
@@ -354,13 +363,13 @@ def test_the_summary_has_every_field_of_the_contract(trained):
     assert summary["compile_seconds"] > 0
     assert {"python", "millrace", "jax"} <= set(summary["versions"])
     last = {}
-    for event in events_of(trained.path):
+    for event in load_events(trained.path):
         last |= event
     for name in ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy"):
         assert summary["metrics"][name] == last[name]
 
 
-def test_checkpoints_and_a_report_are_left(trained):
+def test_a_run_leaves_checkpoints_and_a_report(trained):
     names = sorted(path.name for path in (trained.path / "checkpoints").iterdir())
     assert names[-3:] == ["update-000000264", "update-000000308", "update-000000352"]
     assert len(names) <= 4  # the newest three, and the best
@@ -380,32 +389,32 @@ def test_checkpoints_and_a_report_are_left(trained):
 
 def test_a_second_run_of_the_same_command_gives_the_same_numbers(finished):
     first, second = finished["first"].path, finished["second"].path
-    assert summary_of(second)["metrics"] == summary_of(first)["metrics"]
-    assert without_times(events_of(second)) == without_times(events_of(first))
+    assert load_summary(second)["metrics"] == load_summary(first)["metrics"]
+    assert without_times(load_events(second)) == without_times(load_events(first))
 
 
-def test_virtual_devices_carry_replicas_on_any_machine(finished):
+def test_virtual_devices_run_replicas_on_any_machine(finished):
     replicas = finished["replicas"]
     assert replicas.status == 0, replicas.errors
-    summary = summary_of(replicas.path)
+    summary = load_summary(replicas.path)
     assert summary["device"]["count"] == 4
     assert summary["samples"] == 44 * 32
     assert list((replicas.path / "tensorboard").iterdir())
 
 
-def test_updates_per_execution_are_as_asked_for(finished):
+def test_updates_per_execution_can_be_set(finished):
     assert "44 per epoch x 1 epochs, 11 per execution" in finished["replicas"].errors
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
-def test_ctrl_c_ends_a_run_in_good_order(finished):
+def test_ctrl_c_stops_a_run_with_a_checkpoint_and_a_report(finished):
     interrupted = finished["interrupted"]
     assert interrupted.status == 130
     assert "SIGINT" in interrupted.errors
     assert "Traceback" not in interrupted.errors
-    summary = summary_of(interrupted.path)
+    summary = load_summary(interrupted.path)
     assert summary["status"] == "interrupted"
     assert 0 < summary["updates"] < 352
     assert summary["updates"] % 11 == 0
@@ -414,22 +423,22 @@ def test_ctrl_c_ends_a_run_in_good_order(finished):
     assert "interrupted" in (interrupted.path / "report.html").read_text()
 
 
-def test_a_resumed_run_reaches_the_numbers_of_one_that_was_never_stopped(finished, trained):
+def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(finished, trained):
     resumed, directory = finished["resumed"], finished["resumed"].path
     assert resumed.status == 0, resumed.errors
-    stopped_after = summary_of(finished["interrupted"].path)["updates"]
+    stopped_after = load_summary(finished["interrupted"].path)["updates"]
     assert f"Resuming after update {stopped_after}" in resumed.errors
-    summary = summary_of(directory)
+    summary = load_summary(directory)
     assert summary["status"] == "completed"
     assert summary["error"] is None
     assert summary["updates"] == 352
-    assert summary["metrics"] == summary_of(trained.path)["metrics"]
-    assert without_times(events_of(directory)) == without_times(events_of(trained.path))
-    times = [event["time"] for event in events_of(directory)]
+    assert summary["metrics"] == load_summary(trained.path)["metrics"]
+    assert without_times(load_events(directory)) == without_times(load_events(trained.path))
+    times = [event["time"] for event in load_events(directory)]
     assert times == sorted(times)
 
 
-def test_ctrl_c_before_a_run_has_begun_is_no_traceback(in_process, monkeypatch):
+def test_ctrl_c_before_a_run_has_begun_shows_no_traceback(in_process, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
@@ -439,18 +448,25 @@ def test_ctrl_c_before_a_run_has_begun_is_no_traceback(in_process, monkeypatch):
     assert "Traceback" not in errors
 
 
-# Failing, and other ends, with a function in place of an application
+# Failures, with a function in place of an application
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of a function that runs as a command."""
+
+    run: RunOptions = RunOptions()
 
 
 @pytest.fixture
 def outcome(in_process, tmp_path, capsys):
-    """Run any function as a command; return the status and what was said."""
-    del in_process  # for the logger, which it puts back
+    """Run any function as a command; return the status and the errors."""
+    del in_process  # it restores the logger
 
     def call(function, **options) -> tuple[int, str]:
         status = run_command(
             function,
-            RunOptions(run_dir=tmp_path / "run", **options),
+            Config(run=RunOptions(run_dir=tmp_path / "run", **options)),
             command="cnn-train",
             command_line="millrace cnn train",
         )
@@ -460,12 +476,12 @@ def outcome(in_process, tmp_path, capsys):
 
 
 def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
-    """An application that fits a line in 2 epochs of 4 updates, validated after each."""
+    """Return an application that fits a line in 2 epochs of 4 updates."""
 
     def loss_fn(weight, model_state, batch, key):
         return ((weight * batch["x"] - 1) ** 2).mean(), (model_state, {})
 
-    def train(options, run):
+    def train(config, run):
         plan = Plan(micro_batch_size=2, fp_exceptions=fp_exceptions)
         schedule = schedule_events(
             updates_per_epoch=4,
@@ -489,58 +505,58 @@ def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
 
 
 @pytest.mark.parametrize("learning_rate", [0.1, 1e38])
-def test_a_finished_run_can_be_resumed_without_harm(outcome, tmp_path, learning_rate):
+def test_resuming_a_finished_run_changes_nothing(outcome, tmp_path, learning_rate):
     function = tiny_training(learning_rate=learning_rate)
     status, errors = outcome(function)
     assert status == 0, errors
-    before, events = summary_of(tmp_path / "run"), events_of(tmp_path / "run")
+    before, events = load_summary(tmp_path / "run"), load_events(tmp_path / "run")
     assert (before["metrics"]["train_loss"] == "nan") == (learning_rate > 1)
     status, errors = outcome(function, resume=True)
     assert status == 0, errors
-    after = summary_of(tmp_path / "run")
+    after = load_summary(tmp_path / "run")
     for name in ("status", "error", "updates", "samples", "metrics"):
         assert after[name] == before[name]
-    assert events_of(tmp_path / "run") == events
+    assert load_events(tmp_path / "run") == events
 
 
-def test_ctrl_c_during_validation_still_saves_what_was_learnt(outcome, tmp_path):
+def test_ctrl_c_during_validation_saves_a_checkpoint(outcome, tmp_path):
     def validate(state):
         os.kill(os.getpid(), signal.SIGINT)
         return {"accuracy": 0.5}
 
     status, errors = outcome(tiny_training(validate=validate))
     assert status == 130, errors
-    summary = summary_of(tmp_path / "run")
+    summary = load_summary(tmp_path / "run")
     assert summary["status"] == "interrupted"
     assert summary["updates"] == 4
     assert summary["metrics"]["validation_accuracy"] == 0.5
     assert (tmp_path / "run/checkpoints/update-000000004/manifest.json").exists()
 
 
-def test_a_loss_that_is_not_finite_can_end_the_run_with_status_1(outcome, tmp_path):
+def test_a_non_finite_loss_can_end_the_run_with_status_1(outcome, tmp_path):
     function = tiny_training(learning_rate=1e38, fp_exceptions=True)
     status, errors = outcome(function, quiet=True)
     assert status == 1
     (line,) = errors.splitlines()
     assert line.startswith("millrace: The loss is")
     assert "at update" in line
-    summary = summary_of(tmp_path / "run")
+    summary = load_summary(tmp_path / "run")
     assert summary["status"] == "failed"
     assert "at update" in summary["error"]
     assert "The loss is" in (tmp_path / "run" / "report.html").read_text()
 
 
-def fail(options, run):
-    raise OSError("the mill\nstands still")
+def fail(config, run):
+    raise OSError("the disk\nis broken")
 
 
-def test_an_unforeseen_error_is_one_line_and_all_is_written(outcome, tmp_path):
+def test_an_unexpected_error_is_one_line_and_everything_is_written(outcome, tmp_path):
     status, errors = outcome(fail)
     assert status == 1
-    assert "millrace: OSError: the mill stands still" in errors
+    assert "millrace: OSError: the disk is broken" in errors
     assert "Traceback" not in errors
-    assert summary_of(tmp_path / "run")["error"] == "OSError: the mill stands still"
-    assert "stands still" in (tmp_path / "run" / "report.html").read_text()
+    assert load_summary(tmp_path / "run")["error"] == "OSError: the disk is broken"
+    assert "is broken" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_debug_shows_where_an_error_came_from(outcome):
@@ -550,42 +566,42 @@ def test_debug_shows_where_an_error_came_from(outcome):
     assert "in fail" in errors
 
 
-def test_an_interrupt_at_once_is_recorded_as_one(outcome, tmp_path):
-    def interrupt(options, run):
+def test_an_immediate_interrupt_is_recorded(outcome, tmp_path):
+    def interrupt(config, run):
         raise KeyboardInterrupt
 
     status, errors = outcome(interrupt)
     assert status == 130
     assert "Traceback" not in errors
-    assert summary_of(tmp_path / "run")["status"] == "interrupted"
+    assert load_summary(tmp_path / "run")["status"] == "interrupted"
 
 
-def refuse(options, run):
-    raise ConfigurationError("the sluice is shut")
+def refuse(config, run):
+    raise ConfigurationError("the data is missing")
 
 
 def test_a_mistake_removes_only_the_directory_the_command_made(outcome, tmp_path):
-    (tmp_path / "run").mkdir()  # by the user, perhaps a mounted disk
+    (tmp_path / "run").mkdir()  # by the user; it may be a mount point
     status, errors = outcome(refuse)
     assert status == 2
-    assert errors == "millrace: the sluice is shut\n"
+    assert errors == "millrace: the data is missing\n"
     assert (tmp_path / "run").is_dir()
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_mistake_noticed_late_deletes_no_results(outcome, tmp_path):
-    def work_then_refuse(options, run):
+def test_a_mistake_found_late_deletes_no_results(outcome, tmp_path):
+    def work_then_refuse(config, run):
         run.directory.append_metrics({"update": 1, "epoch": 0.1, "time": 3600.0})
-        raise ConfigurationError("the sluice is shut")
+        raise ConfigurationError("the data is missing")
 
     status, _ = outcome(work_then_refuse)
     assert status == 2
-    assert events_of(tmp_path / "run")[0]["time"] == 3600
-    assert summary_of(tmp_path / "run")["status"] == "failed"
+    assert load_events(tmp_path / "run")[0]["time"] == 3600
+    assert load_summary(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_run_directory_that_vanishes_is_a_plain_failure(outcome, tmp_path):
-    def vanish(options, run):
+def test_a_run_directory_that_disappears_is_reported_in_one_line(outcome, tmp_path):
+    def vanish(config, run):
         shutil.rmtree(run.directory.path)
         run.directory.append_metrics({"update": 1})
 
@@ -595,7 +611,7 @@ def test_a_run_directory_that_vanishes_is_a_plain_failure(outcome, tmp_path):
     assert "Traceback" not in errors
 
 
-def test_a_writer_that_fails_to_close_does_not_cost_the_summary(
+def test_the_summary_is_written_even_if_a_writer_fails_to_close(
     outcome, tmp_path, monkeypatch
 ):
     def no_network():
@@ -605,12 +621,12 @@ def test_a_writer_that_fails_to_close_does_not_cost_the_summary(
     wandb = SimpleNamespace(init=lambda **_: session)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
-    def work(options, run):
+    def work(config, run):
         run.summary["status"] = "completed"
 
     _, errors = outcome(work, wandb=True)
     assert "no network" in errors
-    assert summary_of(tmp_path / "run")["status"] == "completed"
+    assert load_summary(tmp_path / "run")["status"] == "completed"
     assert (tmp_path / "run" / "report.html").exists()
 
 
@@ -621,7 +637,7 @@ def test_wandb_without_its_package_is_a_mistake(outcome, monkeypatch):
     assert "pip install wandb" in errors
 
 
-def test_every_key_of_the_contract_is_there_even_after_a_failure(outcome, tmp_path):
+def test_the_summary_has_all_documented_keys_even_after_a_failure(outcome, tmp_path):
     outcome(fail)
     assert {
         "status",
@@ -634,5 +650,5 @@ def test_every_key_of_the_contract_is_there_even_after_a_failure(outcome, tmp_pa
         "compile_seconds",
         "metrics",
         "versions",
-    } <= set(summary_of(tmp_path / "run"))
+    } <= set(load_summary(tmp_path / "run"))
     assert load_yaml(tmp_path / "run" / "config.yml")["command"] == "cnn-train"

@@ -1,4 +1,4 @@
-"""Configuration files that are wrong on purpose: right, or one plain line, and soon."""
+"""Malicious configuration files are refused quickly, with a one-line message."""
 
 import time
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
 CHAIN = "a0: &a0 " + "[" * 30 + "]" * 30 + "\n"
 CHAIN += "".join(f"a{i}: &a{i} {'[' * 30}*a{i - 1}{']' * 30}\n" for i in range(1, 20))
 
-# Whole files, and the line that is named.
+# Whole files, and the line in the message.
 FILES = {
     "laughs": (LAUGHS + "it: {num_epochs: *a11}\n", 5),
     "laughs in a value": (LAUGHS + "it: {model_name: *a11}\n", 5),
@@ -90,25 +90,25 @@ FILES = {
     "not UTF-8": (b"it:\n  num_epochs: \xff\n", 2),
 }
 
-# Options of an entry, each refused with its line.
+# Options of an entry, and a part of the message.
 OPTIONS = {
     "num_epochs: 1:30": "'1:30'",
     "num_epochs: 0x10": "'0x10'",
     "num_epochs: 2001-99-99": "'2001-99-99'",
-    "num_epochs: " + "9" * 400: "range of 64 bits",
-    "num_epochs: " + "9" * 5000: "cannot be read as int",
+    "num_epochs: " + "9" * 400: "fits in 64 bits",
+    "num_epochs: " + "9" * 5000: "is not a valid int",
     f"num_epochs: '{'9' * 5000}'": "9...9",
-    "base_rate: " + "9" * 400: "range of 64 bits",
+    "base_rate: " + "9" * 400: "fits in 64 bits",
     "base_rate: 1:30.5": "'1:30.5'",
     "num_epochs: .inf": "inf",
     "num_epochs: 1e400": "'1e400'",
-    "num_epochs: 99999999999999999999": "range of 64 bits",
+    "num_epochs: 99999999999999999999": "fits in 64 bits",
     "validation: " + "[" + "x, " * 3000 + "]": "...",
     "model_name: {" + ", ".join(f"k{i}: v" for i in range(3000)) + "}": "...",
     "model_name: " + "x" * 20_000: "...",
-    "=: 3": "There is no option =",
-    "on: 3": "There is no option on",
-    "k" * 900 + ": 1": "There is no option kkk",
+    "=: 3": "Unknown option =",
+    "on: 3": "Unknown option on",
+    "k" * 900 + ": 1": "Unknown option kkk",
 }
 
 
@@ -124,21 +124,19 @@ def message_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("content", "line"), FILES.values(), ids=FILES)
-def test_a_hostile_file_is_refused_soon_in_a_line_that_names_its_line(
-    content, line, tmp_path
-):
+def test_a_hostile_file_is_refused_quickly_with_its_line(content, line, tmp_path):
     path = tmp_path / "bad.yml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert f"{path}, line {line}" in message_of(path)
 
 
-@pytest.mark.parametrize(("text", "said"), OPTIONS.items(), ids=range(len(OPTIONS)))
-def test_a_hostile_option_is_refused_with_its_file_and_line(text, said, tmp_path):
+@pytest.mark.parametrize(("text", "expected"), OPTIONS.items(), ids=range(len(OPTIONS)))
+def test_a_hostile_option_is_refused_with_its_file_and_line(text, expected, tmp_path):
     path = tmp_path / "bad.yml"
     path.write_text(f"other: {{}}\nit:\n  {text}\n")
     message = message_of(path)
     assert f"{path}, line 3" in message
-    assert said in message
+    assert expected in message
 
 
 def test_a_hostile_file_is_status_2_on_the_command_line(tmp_path, capsys):
@@ -150,7 +148,7 @@ def test_a_hostile_file_is_status_2_on_the_command_line(tmp_path, capsys):
     assert f"millrace: {path}, line 2" in capsys.readouterr().err
 
 
-def test_a_file_too_long_for_a_configuration_is_refused_unread(tmp_path):
+def test_a_file_that_is_too_long_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "long.yml"
     path.write_text("# filler\n" * 400_000)
     assert "longer than 250,000 characters" in message_of(path)
@@ -177,14 +175,14 @@ def test_a_file_too_long_for_a_configuration_is_refused_unread(tmp_path):
         ('"\\ud83d\\ude00"', "\N{GRINNING FACE}"),
     ],
 )
-def test_only_what_is_plainly_a_number_is_one(text, expected, tmp_path):
+def test_only_plain_decimal_numbers_are_numbers(text, expected, tmp_path):
     path = tmp_path / "values.yml"
     path.write_text(f"value: {text}\n")
     found = load_yaml(path)["value"]
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_a_whole_number_with_a_zero_in_front_is_read_as_on_the_command_line(tmp_path):
+def test_an_integer_with_a_leading_zero_means_the_same_as_on_the_command_line(tmp_path):
     path = tmp_path / "runs.yml"
     path.write_text("it:\n  num_epochs: 010\n  name: 010\n")
     config, _ = parse(Options, ["-c", "it"], program="x", named_configs=path)
@@ -195,13 +193,13 @@ def test_a_whole_number_with_a_zero_in_front_is_read_as_on_the_command_line(tmp_
 def test_anchors_and_merged_entries_still_work_and_keep_their_lines(tmp_path):
     path = tmp_path / "runs.yml"
     path.write_text("base: &base\n  num_epochs: 3\n  seed: x\nit:\n  <<: *base\n")
-    assert f"{path}, line 3: --seed takes a whole number" in message_of(path)
+    assert f"{path}, line 3: --seed must be an integer" in message_of(path)
     path.write_text(path.read_text() + "  seed: 4\n")
     config, _ = parse(Options, ["-c", "it"], program="x", named_configs=path)
     assert (config.num_epochs, config.seed) == (3, 4)
 
 
-def test_json_may_be_indented_by_tabs(tmp_path):
+def test_json_may_be_indented_with_tabs(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{\n\t"num_epochs": 3,\n\t"base_rate": 1e-3\n}')
     config, _ = parse(Options, ["-c", str(path)], program="x", named_configs=path)
@@ -211,11 +209,11 @@ def test_json_may_be_indented_by_tabs(tmp_path):
         parse(Options, ["-c", str(path)], program="x", named_configs=path)
 
 
-WORDS = """it: - [ ] { } : ? &a *a , ' " # | > % @ ~ \\ null yes --- <<: 1:30 010 1e999 .nan
-    num_epochs base_rate pipeline_splits params place !!int !!str !!seq !!float !x
+TOKENS = """it: - [ ] { } : ? &a *a , ' " # | > % @ ~ \\ null yes --- <<: 1:30 010 1e999
+    .nan num_epochs base_rate pipeline_splits params place !!int !!str !!seq !!float !x
     2001-99-99"""
 PIECES = st.sampled_from(
-    [*WORDS.split(), " ", "\n", "\n  ", "\t", "\0", "\ud800", "\ufeff"]
+    [*TOKENS.split(), " ", "\n", "\n  ", "\t", "\0", "\ud800", "\ufeff"]
 )
 
 
@@ -225,7 +223,7 @@ PIECES = st.sampled_from(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(pieces=st.lists(PIECES | st.text(max_size=4), max_size=25))
-def test_no_text_brings_down_the_reader(pieces, tmp_path):
+def test_no_text_crashes_the_parser(pieces, tmp_path):
     path = tmp_path / "fuzz.yml"
     path.write_bytes(("it:\n  " + "".join(pieces)).encode("utf-8", "surrogatepass"))
     try:

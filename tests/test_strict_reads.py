@@ -1,4 +1,4 @@
-"""The tests' own check of reads, which the CPU does not make (see strict_reads.py)."""
+"""The check of reads in strict_reads.py, which JAX does not make on the CPU."""
 
 import copy
 import math
@@ -36,18 +36,15 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_an_implicit_read_in_a_guarded_region_raises(read):
     array = jnp.int32(3)
-    # Arrays have no buffer protocol here, as on a GPU; the GPU's answer is a TypeError too.
-    error = TypeError if read is memoryview else jax.errors.JaxRuntimeError
     with (
         jax.transfer_guard("disallow"),
-        pytest.raises(error, match=r"Disallowed|bytes-like"),
+        pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"),
     ):
         read(array)
-    if read is not memoryview:
-        read(array)
+    read(array)
 
 
-def test_arrays_over_several_devices_and_their_parts_are_checked_too():
+def test_sharded_arrays_and_their_shards_are_checked():
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
     spec = jax.sharding.PartitionSpec("x")
@@ -59,7 +56,7 @@ def test_arrays_over_several_devices_and_their_parts_are_checked_too():
         np.testing.assert_array_equal(jax.device_get(array), np.arange(4.0))
 
 
-def test_explicit_reads_and_unguarded_threads_are_let_through():
+def test_explicit_reads_and_unguarded_threads_are_allowed():
     array, found = jnp.arange(3), []
     with jax.transfer_guard("disallow"):
         found.append(jax.device_get(array))
@@ -67,7 +64,7 @@ def test_explicit_reads_and_unguarded_threads_are_let_through():
         with jax.transfer_guard_device_to_host("allow"):
             array.copy_to_host_async()
             found.append(np.asarray(array))
-        # The guard is of a thread, not of the process.
+        # The guard belongs to a thread, not to the process.
         other = threading.Thread(target=lambda: found.append(np.array(array)))
         other.start()
         other.join()
@@ -76,7 +73,7 @@ def test_explicit_reads_and_unguarded_threads_are_let_through():
     assert copy.deepcopy(array).tolist() == [0, 1, 2]
 
 
-def test_where_even_explicit_reads_are_disallowed_they_raise():
+def test_explicit_reads_raise_if_they_are_disallowed():
     array = jnp.arange(3)
     with jax.transfer_guard("disallow_explicit"):
         with pytest.raises(jax.errors.JaxRuntimeError, match="device-to-host"):

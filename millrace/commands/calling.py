@@ -1,4 +1,4 @@
-"""Commands from Python: the same options, and the same run directory."""
+"""Run commands from Python, with the same options and the same run directory."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.environment import is_follower, with_replicas
+from millrace.distributed.environment import add_launcher_replicas, is_follower
 from millrace.output import drop_lost_output
 from millrace.report.record import read_events
 
@@ -21,12 +21,12 @@ Model = TypeVar("Model")
 
 @dataclasses.dataclass(frozen=True)
 class RunResult(Generic[Model]):
-    """A run that has ended: its directory, its summary and the model it trained."""
+    """A finished run: its directory, its summary and the trained model."""
 
     path: Path
     """The run directory."""
     summary: dict[str, Any]
-    """The contents of ``summary.json``: status, metrics, speed, versions."""
+    """The contents of ``summary.json``: status, metrics, throughput, versions."""
     load: Callable[[Path], Model] = dataclasses.field(repr=False)
 
     @property
@@ -36,16 +36,16 @@ class RunResult(Generic[Model]):
 
     @functools.cached_property
     def model(self) -> Model:
-        """The trained model, loaded from the checkpoints of the run on first use."""
+        """The trained model, loaded from a checkpoint on first use."""
         return self.load(self.path)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The log events in order: update, epoch, time and metrics."""
+        """All log events, each with update, epoch, time and metrics."""
         return read_events(self.path)
 
     def _repr_html_(self) -> str:
-        """Show the metrics as a table in a notebook."""
+        """Return a table of the metrics, for notebooks."""
         rows = "".join(
             f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{value:.4g}</td></tr>"
             for name, value in self.metrics.items()
@@ -60,14 +60,14 @@ class RunResult(Generic[Model]):
 def call_command(
     name: str, options: Mapping[str, Any], load: Callable[[Path], Model]
 ) -> RunResult[Model]:
-    """Run a command of the registry in a run directory; errors are raised as well.
+    """Run a command in a run directory; errors are both reported there and raised.
 
     An interrupted run returns with ``summary["status"] == "interrupted"``.
 
     Args:
         name: The command, such as ``cnn train``.
-        options: Its options by name.
-        load: Loads the trained model from the run directory.
+        options: Options by name.
+        load: Loads the trained model from a run directory.
     """
     command = COMMANDS[name]
     config = command.configure(options)
@@ -80,42 +80,42 @@ def call_command(
     runs: list[Run] = []
     errors: list[Exception] = []
 
-    def remembering(config: Any, run: Run) -> None:
+    def call(config: Any, run: Run) -> None:
         runs.append(run)
         function(config, run)
 
     run_command(
-        remembering,
+        call,
         config,
         command=name.replace(" ", "-"),
-        command_line=command_line(name, options),
+        command_line=format_command_line(name, options),
         on_failure=errors.append,
     )
     if errors:
         raise errors[0]
-    if not runs:
+    if not runs:  # interrupted before the function was called
         raise KeyboardInterrupt
     return RunResult(runs[0].directory.path, runs[0].summary, load)
 
 
 def call_without_run(name: str, options: Mapping[str, Any]) -> Any:
-    """Call a command of the registry that needs no run directory."""
+    """Call a command that needs no run directory; return its result."""
     command = COMMANDS[name]
     return command.load_function()(command.configure(options))
 
 
-def command_line(name: str, options: Mapping[str, Any]) -> str:
-    """Return the command line that does the same as a call."""
-    words = ["millrace", *name.split()]
+def format_command_line(name: str, options: Mapping[str, Any]) -> str:
+    """Return the command line that is equivalent to a call."""
+    args = ["millrace", *name.split()]
     for option, value in options.items():
-        words.append("--" + option.replace("_", "-"))
+        args.append("--" + option.replace("_", "-"))
         if isinstance(value, list | tuple):
-            words += map(str, value)
+            args += map(str, value)
         elif isinstance(value, dict):
-            words.append(json.dumps(value))
+            args.append(json.dumps(value))
         else:
-            words.append(str(value))
-    return shlex.join(words)
+            args.append(str(value))
+    return shlex.join(args)
 
 
 def run_as_command(
@@ -129,27 +129,29 @@ def run_as_command(
     """Run your own application as a command, and exit with its status.
 
     Args:
-        function: ``(config, run)``; does the work.
+        function: The application, called with ``(config, run)``.
         config_type: A frozen dataclass with a section ``run: RunOptions``.
-        name: What the command is called.
-        argv: The words after it (default: those of this process).
-        named_configs: A YAML file of named configurations for ``--config``.
+        name: Name of the command, for messages and the run directory.
+        argv: Arguments of the command (default: those of this process).
+        named_configs: YAML file of named configurations for ``--config``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    args = list(sys.argv[1:] if argv is None else argv)
     drop_lost_output()
     try:
-        replicated = with_replicas(config_type, words)
         config, _ = parse(
-            config_type, replicated, program=name, named_configs=named_configs
+            config_type,
+            add_launcher_replicas(config_type, args),
+            program=name,
+            named_configs=named_configs,
         )
         from millrace.run.process import tune_memory_allocation
 
         tune_memory_allocation()
         from millrace.run.run import run_command
 
-        line = shlex.join([name, *words])
+        line = shlex.join([name, *args])
         sys.exit(run_command(function, config, command=name, command_line=line))
     except ConfigurationError as error:
-        if not is_follower():  # one process reports for all
+        if not is_follower():  # process 0 reports for all
             print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)

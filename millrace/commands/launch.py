@@ -1,4 +1,4 @@
-"""``millrace launch``: its words, parted from those of the command it starts."""
+"""``millrace launch``: separate its options from the command that it starts."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from millrace.distributed.launcher import Launcher
 from millrace.distributed.options import LaunchConfig, split_command
 
 
-def launch(words: Sequence[str]) -> int:
-    """Start what `words` ask for; return the exit status."""
-    own, command = split_command(words)
+def launch(args: Sequence[str]) -> int:
+    """Start the processes that `args` describe; return the exit status."""
+    own, command = split_command(args)
     config, _ = parse(LaunchConfig, own, program="millrace launch")
     if not command:
         raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""The commands of ``millrace``: one entry each, for the command line and for Python.
+"""The commands of ``millrace``, for the command line and for Python.
 
-An entry names its modules as text, so that reading a command imports none of them.
+Modules are named as text, so that importing the registry imports none of them.
 """
 
 import importlib
@@ -13,18 +13,19 @@ from millrace.config import configure
 
 
 class Command(NamedTuple):
-    """A command: where its configuration, its function and its named configurations are."""
+    """One command of ``millrace``."""
 
     config: str
-    """Its configuration dataclass, as ``module:name``."""
+    """Configuration dataclass, as ``module:name``."""
     function: str
-    """Its function, as ``module:name``: ``(config, run)``, or ``(config)`` if it needs no
-    run."""
+    """Function, as ``module:name``. Called with ``(config, run)``, or with ``(config)`` if
+    the command needs no run."""
     summary: str
+    """One line for ``millrace --help``."""
     named_configs: str | None = None
-    """The YAML file for ``--config``, as ``package:file``."""
+    """YAML file of named configurations for ``--config``, as ``package:file``."""
     needs_run: bool = True
-    """Whether it works in a run directory, or just answers."""
+    """Whether the command works in a run directory."""
 
     def load_config_type(self) -> Any:
         """Import and return the configuration dataclass."""
@@ -35,14 +36,14 @@ class Command(NamedTuple):
         return _load(self.function)
 
     def named_configs_path(self) -> Path | None:
-        """Return the path of the file of named configurations."""
+        """Return the path of the YAML file of named configurations."""
         if self.named_configs is None:
             return None
         package, name = self.named_configs.split(":")
         return Path(str(resources.files(package) / name))
 
     def configure(self, options: Mapping[str, Any]) -> Any:
-        """Return the configuration for options by name."""
+        """Build the configuration from options by name."""
         config_type, path = self.load_config_type(), self.named_configs_path()
         return configure(config_type, options, path)[0]
 
@@ -62,13 +63,13 @@ COMMANDS = {
     "cnn verify-dataset": Command(
         "millrace.apps.cnn.config.datasets:VerifyDatasetConfig",
         "millrace.apps.cnn.verify_dataset:verify_dataset",
-        "check a data set on disk for missing or damaged samples",
+        "check a dataset on disk for missing or damaged samples",
         needs_run=False,
     ),
     "cnn benchmark-dataset": Command(
         "millrace.apps.cnn.config.datasets:BenchmarkDatasetConfig",
         "millrace.apps.cnn.datasets:benchmark_dataset",
-        "measure how fast the host can read and preprocess a data set",
+        "measure how fast the host can read and preprocess a dataset",
         needs_run=False,
     ),
     "vcd train": Command(
@@ -96,18 +97,18 @@ COMMANDS = {
     "autoencoder validate": Command(
         "millrace.apps.autoencoder.config.commands:ValidateConfig",
         "millrace.apps.autoencoder.evaluate:validate",
-        "measure the rating errors and the ranking of a trained recommender",
+        "measure rating errors and ranking of a trained recommender",
     ),
     "autoencoder recommend": Command(
         "millrace.apps.autoencoder.config.commands:RecommendConfig",
         "millrace.apps.autoencoder.recommend:recommend",
-        "list the items that users are likely to rate highest",
+        "list the items that users would rate highest",
         needs_run=False,
     ),
     "autoencoder sweep": Command(
         "millrace.apps.autoencoder.config.commands:SweepConfig",
         "millrace.apps.autoencoder.sweep:sweep",
-        "train one recommender per learning rate, all together",
+        "train one recommender per learning rate, all at once",
         named_configs="millrace.apps.autoencoder:runs.yml",
     ),
     "autoencoder convert": Command(
@@ -117,27 +118,27 @@ COMMANDS = {
         needs_run=False,
     ),
     "data fetch": Command(
-        "millrace.commands.fetch_options:FetchConfig",
+        "millrace.commands.fetch:FetchConfig",
         "millrace.commands.fetch:fetch_dataset",
-        "download a data set",
+        "download a dataset",
         needs_run=False,
     ),
     "devices": Command(
-        "millrace.commands.devices_options:DevicesConfig",
+        "millrace.commands.devices:DevicesConfig",
         "millrace.commands.devices:show_devices",
-        "show the devices, their measured speed, and settings that suit them",
+        "show devices, their measured speed and suggested options",
         needs_run=False,
     ),
     "report": Command(
         "millrace.commands.report_options:ReportConfig",
         "millrace.commands.report:report",
-        "write the report of a run again, or compare several runs on one page",
+        "rewrite the report of a run, or compare several runs",
         needs_run=False,
     ),
     "bench": Command(
         "millrace.bench.config:BenchConfig",
         "millrace.bench.command:bench",
-        "run named benchmarks against the limits of this device and PyTorch",
+        "run named benchmarks; compare with the roofline and PyTorch",
         needs_run=False,
     ),
     "launch": Command(
@@ -149,7 +150,7 @@ COMMANDS = {
     "schedule": Command(
         "millrace.commands.schedule_options:ScheduleConfig",
         "millrace.commands.schedule:show_schedule",
-        "show the timeline of a pipeline, its duration and its memory",
+        "show the timeline, duration and memory of a pipeline",
         needs_run=False,
     ),
 }

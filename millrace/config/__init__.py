@@ -1,9 +1,9 @@
-"""Turn named YAML configurations and command-line flags into frozen dataclasses.
+"""Build frozen dataclasses from named YAML configurations and command-line flags.
 
-A configuration is a dataclass, and may have other dataclasses as sections; the docstring
-under a field is its help. Values come from the dataclass, then from the named YAML entry,
-then from the flags. A value that does not fit raises a ``ConfigurationError`` before
-anything is compiled.
+A configuration is a dataclass, and its sections are dataclasses too; the docstring under a
+field is its help text. Flags override the named YAML entry, which overrides the defaults of
+the dataclass. A value that does not fit raises a ``ConfigurationError`` before anything is
+compiled.
 """
 
 from millrace.config.building import (

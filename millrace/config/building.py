@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from millrace.config.checks import ConfigurationError, did_you_mean
 from millrace.config.files import read_named
-from millrace.config.values import converted
+from millrace.config.values import convert
 
 T = TypeVar("T")
 
@@ -23,44 +23,44 @@ _MISSING = dataclasses.MISSING
 
 
 class Option(NamedTuple):
-    """An option of a configuration: one field, its own or a section's."""
+    """An option: a field of a configuration or of one of its sections."""
 
     field: dataclasses.Field
     hint: Any
-    """The type that the field declares."""
+    """Type of the field."""
     section: str | None
-    """The attribute that holds it; None for the configuration's own fields."""
+    """Attribute of the configuration that holds it; None for a field of its own."""
     default: Any
-    """Its value if it is not given; ``dataclasses.MISSING`` if it must be."""
+    """Default value; ``dataclasses.MISSING`` for a required option."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the field says besides its type: aliases, may_change and so on."""
+        """Metadata of the field, such as ``aliases`` and ``may_change``."""
         return self.field.metadata
 
 
 @functools.cache
 def flat_options(config_type: Any) -> dict[str, Option]:
-    """Return all options of a configuration by name, those of its sections included."""
+    """Return all options of a configuration and its sections by name."""
     hints = typing.get_type_hints(config_type)
     options: dict[str, Option] = {}
     for field in dataclasses.fields(config_type):
         if not dataclasses.is_dataclass(hints[field.name]):
-            found = {field.name: Option(field, hints[field.name], None, _default(field))}
+            added = {field.name: Option(field, hints[field.name], None, _default(field))}
         else:
             section = _default(field)
-            found = {
+            added = {
                 name: option._replace(section=field.name, default=getattr(section, name))
                 for name, option in flat_options(hints[field.name]).items()
             }
-        twice = sorted(found.keys() & options)
-        assert not twice, f"{config_type.__name__} has more than one {', '.join(twice)}"
-        options |= found
+        duplicates = sorted(added.keys() & options)
+        assert not duplicates, f"{config_type.__name__} has duplicate options {duplicates}"
+        options |= added
     return options
 
 
 def section_types(config_type: Any) -> dict[str, Any]:
-    """Return the classes of a configuration's sections by attribute name."""
+    """Return the classes of the sections of a configuration by attribute."""
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type)]
     return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
@@ -75,72 +75,81 @@ def _default(field: dataclasses.Field) -> Any:
 def configure(
     config_type: type[T], options: Mapping[str, Any], named_configs: Path | None = None
 ) -> tuple[T, dict[str, Any]]:
-    """Return the configuration for some options, and the values that were set explicitly.
+    """Build a configuration from options; also return the values that were set.
 
     Args:
         config_type: A frozen dataclass.
-        options: Values by option name or alias; ``config`` names an entry to start from,
-            ``config_path`` the file it is in.
-        named_configs: The YAML file of named configurations to use by default.
+        options: Values by option name or alias. ``config`` names an entry to start from,
+            and ``config_path`` its file.
+        named_configs: Default YAML file of named configurations.
     """
     given = {_option_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
-    values = _overridden(
-        config_type, _named(config_type, path, str(name)) if name else {}, given
-    )
+    named = _load_named_options(config_type, path, str(name)) if name else {}
+    values = _override(config_type, named, given)
     return build(config_type, values), values
 
 
-def _named(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
+def _load_named_options(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
     """Return the options of a named entry; errors name the file and the line."""
-    values, places = read_named(path, name)
-    own = getattr(config_type, "named_without", ())
+    values, positions = read_named(path, name)
+    # A command may share a file with another one whose options it lacks.
+    ignored = getattr(config_type, "named_without", ())
     named = {}
     for key, value in values.items():
-        if key in own:
+        if key in ignored:
             continue
         try:
-            option_name, _ = _checked(config_type, key, value)
+            option_name, _ = _convert_option(config_type, key, value)
         except ConfigurationError as error:
-            raise ConfigurationError(f"{places.get(key, path)}: {error}") from error
+            raise ConfigurationError(f"{positions.get(key, path)}: {error}") from error
         named[option_name] = value
     return named
 
 
 def build(config_type: type[T], values: Mapping[str, Any]) -> T:
-    """Make a configuration from plain values, checking names and types.
+    """Build a configuration from plain values; check names and types.
 
     A class may define ``expand_options(values) -> values``, which replaces options that
     stand for others before anything is built.
     """
     options = flat_options(config_type)
-    checked = dict(_checked(config_type, *given) for given in values.items())
+    converted = dict(_convert_option(config_type, *item) for item in values.items())
     if (expand := getattr(config_type, "expand_options", None)) is not None:
-        checked = expand(checked)
+        converted = expand(converted)
     missing = [
         name.upper() if option.metadata.get("positional") else flag(name)
         for name, option in options.items()
-        if name not in checked and option.default is _MISSING
+        if name not in converted and option.default is _MISSING
     ]
     if missing:
-        raise ConfigurationError(f"{' and '.join(missing)} must be given.")
-    defaults = {field.name: field for field in dataclasses.fields(cast(Any, config_type))}
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigurationError(f"{' and '.join(missing)} {verb} required.")
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, config_type))}
     with _as_configuration_error():
-        own = _by_field(config_type, checked, lambda section: _default(defaults[section]))
+        own = _build_fields(
+            config_type, converted, lambda section: _default(fields[section])
+        )
         return config_type(**own)
 
 
 def replace_options(config: T, **changes: Any) -> T:
-    """Return a configuration with some options changed, whichever section they are in."""
+    """Return a copy of a configuration with some options of any section replaced."""
     with _as_configuration_error():
-        own = _by_field(type(config), changes, lambda section: getattr(config, section))
+        own = _build_fields(type(config), changes, lambda section: getattr(config, section))
         return dataclasses.replace(cast(Any, config), **own)
 
 
-def _by_field(
-    config_type: Any, values: Mapping[str, Any], section_like: Callable[[str], Any]
+def _build_fields(
+    config_type: Any, values: Mapping[str, Any], get_section: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Sort flat values into the fields of a configuration, and rebuild its sections."""
+    """Return the fields of a configuration that flat values set, sections included.
+
+    Args:
+        config_type: The configuration dataclass.
+        values: Values by option name.
+        get_section: Returns the section in which the values are replaced.
+    """
     options = flat_options(config_type)
     own: dict[str, Any] = {}
     by_section: dict[str, dict[str, Any]] = {}
@@ -148,13 +157,13 @@ def _by_field(
         section = options[name].section
         (own if section is None else by_section.setdefault(section, {}))[name] = value
     for section, given in by_section.items():
-        own[section] = dataclasses.replace(section_like(section), **given)
+        own[section] = dataclasses.replace(get_section(section), **given)
     return own
 
 
 @contextlib.contextmanager
 def _as_configuration_error() -> Iterator[None]:
-    """Turn the ValueError of a dataclass that checks itself into ours."""
+    """Convert the ValueError of a dataclass that checks itself."""
     try:
         yield
     except ConfigurationError:
@@ -163,29 +172,27 @@ def _as_configuration_error() -> Iterator[None]:
         raise ConfigurationError(str(error)) from error
 
 
-def _checked(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
-    """Return an option's name and its value in the type that its field declares."""
+def _convert_option(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
+    """Return the name of an option and its value, converted to the type of the field."""
     name = _option_name(config_type, key)
     if name not in (known := flat_options(config_type)):
-        raise ConfigurationError(
-            f"There is no option {name[:80]}.{did_you_mean(name, known)}"
-        )
-    return name, converted(known[name].hint, value, flag(name))
+        raise ConfigurationError(f"Unknown option {name[:80]}.{did_you_mean(name, known)}")
+    return name, convert(known[name].hint, value, flag(name))
 
 
 def option_value(config: Any, name: str) -> Any:
-    """Return the value of an option, whichever section it is in."""
+    """Return the value of an option of any section."""
     section = flat_options(type(config))[name].section
     return getattr(config if section is None else getattr(config, section), name)
 
 
 def as_plain(config: Any) -> dict[str, Any]:
-    """Flatten a configuration into plain values, as ``config.yml`` holds them."""
+    """Flatten a configuration into plain values, as in ``config.yml``."""
     return {name: _plain(option_value(config, name)) for name in flat_options(type(config))}
 
 
 def plain_defaults(config_type: Any) -> dict[str, Any]:
-    """Return the options that have a default, as plain values."""
+    """Return the defaults of all options that have one, as plain values."""
     return {
         name: _plain(option.default)
         for name, option in flat_options(config_type).items()
@@ -204,12 +211,12 @@ def _plain(value: Any) -> Any:
 
 
 def flag(name: str) -> str:
-    """Return an option as it is written on a command line."""
+    """Return the command-line flag of an option."""
     return "--" + name.replace("_", "-")
 
 
 def _option_name(config_type: Any, key: str) -> str:
-    """Resolve an alias used as a YAML key."""
+    """Return the name of an option that may be given by an alias."""
     for name, option in flat_options(config_type).items():
         aliases = option.metadata.get("aliases", ())
         if key.replace("_", "-") in {alias.lstrip("-") for alias in aliases}:
@@ -217,18 +224,21 @@ def _option_name(config_type: Any, key: str) -> str:
     return key
 
 
-def _overridden(
+def _override(
     config_type: Any, values: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Let `given` win, also where one of the two has an option that stands for others."""
-    meanings = {
+    """Override `values` by `given`.
+
+    An option that stands for others overrides them, and is overridden by each of them.
+    """
+    stands_for = {
         name: set(option.metadata.get("stands_for", ()))
         for name, option in flat_options(config_type).items()
     }
-    replaced = set().union(*(meanings.get(name, ()) for name in given))
+    replaced = set().union(*(stands_for.get(name, ()) for name in given))
     kept = {
         name: value
         for name, value in values.items()
-        if name not in replaced and not meanings.get(name, set()) & set(given)
+        if name not in replaced and not stands_for.get(name, set()) & set(given)
     }
     return kept | given

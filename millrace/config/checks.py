@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, and the checks that applications share."""
+"""The error of a wrong configuration, and checks that several rooms share."""
 
 import difflib
 import math
@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel = 3
-_SHORT.maxstring = _SHORT.maxother = 120
-_SHORT.maxlong = 40
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 3
+_REPR.maxstring = _REPR.maxother = 120
+_REPR.maxlong = 40
 
 
 class ConfigurationError(ValueError):
@@ -20,16 +19,19 @@ class ConfigurationError(ValueError):
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message; a huge one is cut without being written out first."""
+    """Format a value for an error message; huge values are abbreviated.
+
+    ``repr`` would first build the full text, which takes minutes for a hostile value.
+    """
     try:
-        return _SHORT.repr(value)
-    except ValueError:  # a number with more digits than Python writes
-        return f"a number of {value.bit_length():,} bits"
+        return _REPR.repr(value)
+    except ValueError:  # Python refuses to format an integer with more than 4,300 digits
+        return f"an integer of {value.bit_length():,} bits"
 
 
 def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
-    """Return the choice called `name`, or say which there are."""
-    if name not in list(choices):  # a list, because a mistaken name may be unhashable
+    """Return ``choices[name]``; raise an error that lists the choices if there is none."""
+    if name not in list(choices):  # a list, because a wrong name may be unhashable
         raise ConfigurationError(
             f"{option} must be one of {', '.join(choices)}; got {shown(name)}."
             + did_you_mean(name if isinstance(name, str) else shown(name), choices)
@@ -38,7 +40,7 @@ def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
 
 
 def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Refuse a dictionary that has not exactly these `keys`."""
+    """Raise if a dictionary does not have exactly these `keys`."""
     missing = [key for key in keys if key not in params]
     unknown = [str(key) for key in params if key not in keys]
     if missing or unknown:
@@ -52,7 +54,7 @@ def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) ->
 def number(
     option: str, value: Any, *, at_least: float = 0.0, below: float = math.inf
 ) -> float:
-    """Return `value` as a float if it is a number in the range."""
+    """Return `value` as a float; raise if it is not a number in the range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not at_least <= value < below:
         limits = "" if at_least == -math.inf else f" of at least {at_least:g}"
@@ -61,7 +63,7 @@ def number(
     return float(value)
 
 
-def did_you_mean(word: str, choices: Collection[str]) -> str:
-    """Suggest the choice nearest to a mistaken word, if one is near."""
-    nearest = difflib.get_close_matches(word[:80], choices, n=1)
+def did_you_mean(name: str, choices: Collection[str]) -> str:
+    """Return a sentence that suggests the most similar choice, or an empty string."""
+    nearest = difflib.get_close_matches(name[:80], choices, n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -1,4 +1,4 @@
-"""Configurations in YAML files, by name."""
+"""Read named configurations from YAML files."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,39 +15,44 @@ _MAX_NAMES = 40
 
 
 def load_named(path: str | Path | None, name: str) -> dict[str, Any]:
-    """Return entry `name` of the YAML file at `path`; its keys use either - or _."""
+    """Return entry `name` of the YAML file at `path`; its keys may have - or _."""
     return read_named(path, name)[0]
 
 
 def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return entry `name` of the YAML file at `path`, and where each of its keys stands."""
+    """Return entry `name` of the YAML file at `path`, and the position of each key."""
     if path is None:
         raise ConfigurationError("--config needs --config-path FILE with this command.")
     path = Path(path)
-    found, node = _read(path)
-    entries = {str(key): entry for key, entry in found.items()}
+    values, node = _read(path)
+    entries = {str(key): entry for key, entry in values.items()}
     if name not in entries and Path(name).suffix in _CONFIG_FILES:
-        # The references name theirs configs/NAME_config.json.
+        # The reference implementation of vcd uses -c configs/NAME_config.json.
         known = Path(name).stem.removesuffix("_config")
-        if known not in entries or is_there(Path(name)):
-            found, node = _read(Path(name))
-            return _options(found), _places(node, Path(name))
+        if known not in entries or _exists(Path(name)):
+            values, node = _read(Path(name))
+            return _normalize_keys(values), _find_positions(node, Path(name))
         name = known
     if name not in entries:
-        raise ConfigurationError(_no_entry(path, name, sorted(entries)))
+        names = sorted(entries)
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise ConfigurationError(
+            f"--config {name}: {path} has no such entry. Available entries: "
+            f"{', '.join(names[:_MAX_NAMES])}{more}."
+        )
     entry = entries[name] or {}
     if not isinstance(entry, dict):
         raise ConfigurationError(f"Entry {name} of {path} is not a mapping of options.")
-    within = [value for key, value in node.value if key.value == name]
-    return _options(entry), _places(within[-1] if within else None, path)
+    nodes = [value for key, value in node.value if key.value == name]
+    return _normalize_keys(entry), _find_positions(nodes[-1] if nodes else None, path)
 
 
-def _options(entry: dict[Any, Any]) -> dict[str, Any]:
+def _normalize_keys(entry: dict[Any, Any]) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in entry.items()}
 
 
-def _places(node: yaml.Node | None, path: Path) -> dict[str, str]:
-    """Say where each key of a mapping stands; merged keys stand where they are written."""
+def _find_positions(node: yaml.Node | None, path: Path) -> dict[str, str]:
+    """Return the file and line of each key, also of merged ones."""
     if not isinstance(node, yaml.MappingNode):
         return {}
     return {
@@ -56,16 +61,8 @@ def _places(node: yaml.Node | None, path: Path) -> dict[str, str]:
     }
 
 
-def _no_entry(path: Path, name: str, names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (
-        f"--config {name}: {path} has no such entry. It has: "
-        f"{', '.join(names[:_MAX_NAMES])}{more}."
-    )
-
-
-def is_there(path: Path) -> bool:
-    """Whether a file exists; a name that no file can have does not."""
+def _exists(path: Path) -> bool:
+    """Whether a file exists; False for a name that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -73,22 +70,22 @@ def is_there(path: Path) -> bool:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping; tags that would build objects are refused."""
+    """Read a YAML mapping of plain values."""
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
-    entries, node = compose(_text(path), str(path))
+    entries, node = compose(_read_text(path), str(path))
     if not isinstance(entries, dict):
-        raise ConfigurationError(f"{path} must hold a mapping at its top level.")
+        raise ConfigurationError(f"{path} must contain a mapping at its top level.")
     return entries, node
 
 
-def _text(path: Path) -> str:
-    """Read a file as far as `compose` takes it."""
+def _read_text(path: Path) -> str:
+    """Read a file, but not more of it than `compose` accepts: it may be endless."""
     try:
         with path.open("rb") as file:
-            content = file.read(4 * MAX_LENGTH + 1)  # a character takes up to four bytes
+            content = file.read(4 * MAX_LENGTH + 1)  # up to four bytes per character
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(
@@ -99,15 +96,15 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigurationError(
-            f"{path}, line {line}, is not plain YAML: it is not text in UTF-8."
+            f"{path}, line {line}, is not plain YAML: it is not UTF-8 text."
         ) from error
-    # Tabs may indent JSON, but not YAML; inside JSON's text they are escaped.
+    # JSON may be indented with tabs, YAML may not. Strings in JSON have no raw tabs.
     return text.replace("\t", " ") if path.suffix == ".json" else text
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file that cannot be written."""
+    """Raise a ConfigurationError that names `path` if it cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Values from text: a YAML value or a word becomes what a field declares."""
+"""Convert YAML values and command-line arguments to the types of fields."""
 
 import collections.abc
 import os
@@ -11,12 +11,27 @@ from millrace.config.checks import ConfigurationError, did_you_mean, shown
 from millrace.config.yaml_text import compose
 
 _TRUE = {"true", "t", "1", "yes", "y", "on"}
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of usual file systems
 _FALSE = {"false", "f", "0", "no", "n", "off"}
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # NAME_MAX and PATH_MAX - 1 on Linux
+_DESCRIPTIONS = {
+    "INT": "an integer",
+    "NUMBER": "a number",
+    "TEXT": "text",
+    "DICT": "a dictionary",
+    "PATH": "a valid path",
+    "BOOL": "true or false",
+    "VALUE": "a list",
+}
 
 
-def converted(hint: Any, value: Any, option: str) -> Any:
-    """Bring a YAML value or a command-line word to the type the field declares."""
+def convert(hint: Any, value: Any, option: str) -> Any:
+    """Convert a YAML value or a command-line argument to the type `hint`.
+
+    Args:
+        hint: The type of the field.
+        value: The value to convert.
+        option: Name of the option, for errors.
+    """
     if typing.get_origin(hint) in (Union, types.UnionType):
         return _convert_union(hint, value, option)
     if typing.get_origin(hint) is Literal:
@@ -33,27 +48,20 @@ def converted(hint: Any, value: Any, option: str) -> Any:
     try:
         if origin is list:
             if isinstance(value, str) and value.startswith("["):
-                value = _yaml(value)
+                value = _load_yaml(value)
             items = value if isinstance(value, list | tuple) else [value]
             (item,) = typing.get_args(hint)
-            return [converted(item, entry, option) for entry in items]
+            return [convert(item, entry, option) for entry in items]
         if converter is None:
-            raise ConfigurationError(f"{option} cannot be set from text.")
+            raise ConfigurationError(f"{option} can only be set from Python.")
         return converter(value)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigurationError):
             raise
-        wanted = type_name(hint).lower() if origin is not bool else "true or false"
-        limit = " in the range of 64 bits" if isinstance(error, OverflowError) else ""
+        limit = " that fits in 64 bits" if isinstance(error, OverflowError) else ""
         raise ConfigurationError(
-            f"{option} takes {_article(wanted)}{limit}, got {shown(value)}."
+            f"{option} must be {_DESCRIPTIONS[type_name(hint)]}{limit}, got {shown(value)}."
         ) from error
-
-
-def _article(wanted: str) -> str:
-    names = {"int": "a whole number", "number": "a number", "dict": "a dictionary"}
-    names |= {"path": "a path that a file can have"}
-    return names.get(wanted, wanted)
 
 
 def _convert_union(hint: Any, value: Any, option: str) -> Any:
@@ -62,10 +70,10 @@ def _convert_union(hint: Any, value: Any, option: str) -> Any:
         return None
     errors = []
     for arg in args:
-        if arg is type(None) or not _is_text(arg):
+        if arg is type(None) or not _is_settable(arg):
             continue
         try:
-            return converted(arg, value, option)
+            return convert(arg, value, option)
         except ConfigurationError as error:
             errors.append(str(error))
     raise ConfigurationError(errors[0] if len(errors) == 1 else " Or: ".join(errors))
@@ -73,23 +81,23 @@ def _convert_union(hint: Any, value: Any, option: str) -> Any:
 
 def _convert_literal(hint: Any, value: Any, option: str) -> Any:
     choices = typing.get_args(hint)
-    word = _word(value)
+    text = _format(value)
     for choice in choices:
-        if word.lower() == str(choice).lower():
+        if text.lower() == str(choice).lower():
             return choice
     names = [str(choice) for choice in choices]
     raise ConfigurationError(
         f"{option} must be one of {', '.join(names)}; got {shown(value)}."
-        f"{did_you_mean(word, names)}"
+        f"{did_you_mean(text, names)}"
     )
 
 
-def _word(value: Any) -> str:
-    """Return a value as a word of a command line; what cannot be one is cut short."""
+def _format(value: Any) -> str:
+    """Format a value as on a command line; values that may be huge are abbreviated."""
     return shown(value) if isinstance(value, dict | list | int) else str(value)
 
 
-def _yaml(text: str) -> Any:
+def _load_yaml(text: str) -> Any:
     try:
         return compose(text, "the text")[0]
     except ConfigurationError as error:
@@ -97,9 +105,9 @@ def _yaml(text: str) -> Any:
 
 
 def _to_bool(value: Any) -> bool:
-    word = _word(value).lower()
-    if word in _TRUE | _FALSE:
-        return word in _TRUE
+    text = _format(value).lower()
+    if text in _TRUE | _FALSE:
+        return text in _TRUE
     raise ValueError(value)
 
 
@@ -129,27 +137,27 @@ def _to_text(value: Any) -> str:
 
 
 def _to_path(value: Any) -> Path:
-    """Refuse what no file can be called, which would be an error wherever it is used."""
+    """Convert to a path; raise if no file can have it, before something else does."""
     text = _to_text(value)
     longest = max(map(len, map(os.fsencode, text.split("/"))))
-    if "\0" in text or longest > _LONGEST_NAME or len(text) > _LONGEST_PATH:
+    if "\0" in text or longest > _MAX_NAME_BYTES or len(text) > _MAX_PATH_BYTES:
         raise ValueError(text)
     return Path(text)
 
 
 def _to_dict(value: Any) -> dict[str, Any]:
-    loaded = _yaml(value) if isinstance(value, str) else value
+    loaded = _load_yaml(value) if isinstance(value, str) else value
     if not isinstance(loaded, dict):
         raise TypeError(value)
-    return {str(key): _number(item) for key, item in loaded.items()}
+    return {str(key): _parse_numbers(item) for key, item in loaded.items()}
 
 
-def _number(item: Any) -> Any:
-    """YAML reads 1e-5 (no dot) as text; a dictionary of options means the number."""
+def _parse_numbers(item: Any) -> Any:
+    """Convert text such as 1e-5, which is not a number in YAML because it has no dot."""
     if isinstance(item, list):
-        return [_number(entry) for entry in item]
+        return [_parse_numbers(entry) for entry in item]
     if isinstance(item, dict):
-        return {str(key): _number(entry) for key, entry in item.items()}
+        return {str(key): _parse_numbers(entry) for key, entry in item.items()}
     if isinstance(item, str):
         try:
             return float(item)
@@ -159,24 +167,25 @@ def _number(item: Any) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Say what an option takes, as help and messages show it."""
+    """Return the name of a type in ``--help``."""
     if typing.get_origin(hint) is Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return "|".join(type_name(arg) for arg in typing.get_args(hint) if _is_text(arg))
+        return "|".join(
+            type_name(arg) for arg in typing.get_args(hint) if _is_settable(arg)
+        )
     origin = typing.get_origin(hint) or hint
-    return {int: "INT", float: "NUMBER", str: "TEXT", dict: "DICT", Path: "PATH"}.get(
-        origin, "VALUE"
-    )
+    names = {int: "INT", float: "NUMBER", str: "TEXT", dict: "DICT", Path: "PATH"}
+    return (names | {bool: "BOOL"}).get(origin, "VALUE")
 
 
-def _is_text(hint: Any) -> bool:
-    """Whether a value of this type can be written on a command line."""
+def _is_settable(hint: Any) -> bool:
+    """Whether a value of this type can be given on a command line."""
     return hint is not type and typing.get_origin(hint) is not collections.abc.Callable
 
 
 def without_none(hint: Any) -> Any:
-    """Return what a value is where there is one."""
+    """Return the type without None."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         kept = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return kept[0] if len(kept) == 1 else Union[tuple(kept)]  # noqa: UP007

@@ -1,4 +1,8 @@
-"""YAML that comes from outside: plain values only, within limits, errors with a line."""
+"""Parse YAML from untrusted files: plain values, size limits, errors with line numbers.
+
+Aliases let a short file expand to billions of values, and deep nesting overflows the stack
+of the parser. Both are refused while the file is parsed, before anything is built.
+"""
 
 import re
 from typing import Any, ClassVar
@@ -10,23 +14,22 @@ from yaml.constructor import ConstructorError
 from millrace.config.checks import ConfigurationError
 
 MAX_LENGTH = 250_000
-"""Twenty times the longest file that comes with the package; it is read in a second."""
+"""Characters of a file: 20 times our longest one, and parsed within a second."""
 _MAX_DEPTH = 40
 _MAX_VALUES = 10_000
-"""With every alias counted as what it stands for, and long text as several values."""
-_TEXT_PER_VALUE = 64
+"""An alias counts as all values that it stands for, and long text as several values."""
+_CHARACTERS_PER_VALUE = 64
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
-
-_READ_AS_VALUES = {_PREFIX + tag for tag in ("null", "bool", "int", "float")}
+_NON_TEXT_TAGS = {_PREFIX + tag for tag in ("null", "bool", "int", "float")}
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that bounds what a file may ask for.
+    """A safe loader with limits.
 
-    It reads a number as YAML 1.2 does, where ``1:30`` is not 90 and ``010`` is not 8: what
-    is not plainly a decimal number stays text, and the option's own type reads it as it
-    would read a word of the command line. A date stays text as well.
+    Numbers follow YAML 1.2, where ``1:30`` is not 90 and ``010`` is not 8: everything but a
+    plain decimal number stays text, and so do dates. The type of the option converts that
+    text like an argument of a command line.
     """
 
     yaml_constructors: ClassVar = {
@@ -45,10 +48,10 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._depth = self._deepest = self._count = 0
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Values and levels of every finished node, by identity."""
+        """Number of values and depth of every complete node, by ``id``."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        """Compose one node and count it; an alias counts as the node it stands for."""
+        """Compose a node and count its values."""
         if self.check_event(yaml.AliasEvent):
             return self._compose_alias(parent, index)
         mark = self.peek_event().start_mark
@@ -58,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         self._add(1, mark)
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode):
-            self._add(len(node.value) // _TEXT_PER_VALUE, mark)
+            self._add(len(node.value) // _CHARACTERS_PER_VALUE, mark)
         self._sizes[id(node)] = self._count - before, self._deepest - self._depth
         self._deepest = max(outer, self._deepest)
         self._depth -= 1
@@ -68,6 +71,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         node = super().compose_node(parent, index)
         if id(node) not in self._sizes:
+            # The node is not complete, so this alias is inside it.
             raise ComposerError(
                 None, None, f"*{event.anchor} contains itself", event.start_mark
             )
@@ -79,39 +83,39 @@ class _Loader(yaml.SafeLoader):
     def _add(self, values: int, mark: Any) -> None:
         self._count += values
         if self._count > _MAX_VALUES:
-            problem = f"the values up to here are more than {_MAX_VALUES:,}"
+            problem = f"it has more than {_MAX_VALUES:,} values"
         elif self._deepest > _MAX_DEPTH:
-            problem = f"this is nested more than {_MAX_DEPTH} levels deep"
+            problem = f"it is nested more than {_MAX_DEPTH} levels deep"
         else:
             return
         raise ComposerError(None, None, problem, mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping; its keys are text, and each may stand only once."""
+        """Compose a mapping with unique keys, which are text."""
         node = super().compose_mapping_node(anchor)
-        node.value = [(_as_text(key), value) for key, value in node.value]
+        node.value = [(_make_text(key), value) for key, value in node.value]
         seen = set()
         for key, _ in node.value:
             if key.tag == _PREFIX + "str":
                 if key.value in seen:
-                    problem = f"the key {key.value[:40]!r} is here a second time"
+                    problem = f"the key {key.value[:40]!r} is a duplicate"
                     raise ComposerError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct a value; say where the one is that cannot be."""
+        """Construct a value; errors have its line."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, OverflowError, KeyError) as error:
             tag = node.tag.removeprefix(_PREFIX)
-            problem = f"{str(node.value)[:40]!r} cannot be read as {tag}"
+            problem = f"{str(node.value)[:40]!r} is not a valid {tag}"
             raise ConstructorError(None, None, problem, node.start_mark) from error
 
 
-def _as_text(key: yaml.Node) -> yaml.Node:
-    """Keep a key as it is written: options and entries may be called ``on`` or ``1.50``."""
-    if isinstance(key, yaml.ScalarNode) and key.tag in _READ_AS_VALUES:
+def _make_text(key: yaml.Node) -> yaml.Node:
+    """Return a key as text: options and entries may be named ``on`` or ``1.50``."""
+    if isinstance(key, yaml.ScalarNode) and key.tag in _NON_TEXT_TAGS:
         return yaml.ScalarNode(_PREFIX + "str", key.value, key.start_mark, key.end_mark)
     return key
 
@@ -121,7 +125,7 @@ def _construct_text(loader: _Loader, node: Any) -> str:
     if "\0" in text:
         problem = "text cannot contain a NUL character"
         raise ConstructorError(None, None, problem, node.start_mark)
-    # JSON writes one character outside the basic plane as an escaped pair.
+    # JSON escapes a character outside the basic plane as a surrogate pair: join them.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
@@ -151,15 +155,15 @@ _Loader.add_implicit_resolver(
 
 
 def compose(text: str, source: str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML text, and its nodes, which know their lines.
+    """Return the value of a YAML or JSON text, and its node, which has line numbers.
 
     Args:
-        text: The YAML, or JSON.
-        source: What it is called in an error, such as the file.
+        text: YAML or JSON.
+        source: Name of the text in errors, such as its file.
     """
     if len(text) > MAX_LENGTH:
         raise ConfigurationError(
-            f"{source} is longer than {MAX_LENGTH:,} characters, which is too much for a "
+            f"{source} is longer than {MAX_LENGTH:,} characters, the limit for a "
             "configuration."
         )
     loader = None
@@ -168,7 +172,7 @@ def compose(text: str, source: str) -> tuple[Any, yaml.Node | None]:
         node = loader.get_single_node()
         return (None if node is None else loader.construct_document(node)), node
     except yaml.YAMLError as error:
-        raise ConfigurationError(_described(error, text, source)) from error
+        raise ConfigurationError(_format_error(error, text, source)) from error
     except (ValueError, OverflowError) as error:  # an escape such as \\UFFFFFFFF
         line = 1 if loader is None else loader.line + 1
         raise ConfigurationError(
@@ -176,8 +180,8 @@ def compose(text: str, source: str) -> tuple[Any, yaml.Node | None]:
         ) from error
 
 
-def _described(error: yaml.YAMLError, text: str, source: str) -> str:
-    """Say in one line where the text is wrong, and how."""
+def _format_error(error: yaml.YAMLError, text: str, source: str) -> str:
+    """Return an error of the parser as one line, with its position."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         problem = f"the character {chr(error.character)!r} is not allowed"

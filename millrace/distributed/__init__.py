@@ -1,1 +1,1 @@
-"""Several processes as one run: launch, coordination, heartbeats, signals."""
+"""Several processes as one run: launch, coordination, heartbeats and signals."""

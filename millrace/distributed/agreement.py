@@ -1,8 +1,8 @@
-"""Processes of one run must be given the same: options, software and data.
+"""Check that all processes of a run have the same options, software and data.
 
-Whoever starts them by hand, or with ``mpirun`` or Slurm, can give each of them something
-else. The programs they compile would then differ: they would wait for one another for
-ever, crash, or train something that nobody has asked for.
+Processes that are started by hand, with ``mpirun`` or by Slurm can be given different
+ones. They would compile different programs, and then deadlock, crash, or train a model
+that nobody asked for.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from millrace.config import ConfigurationError, as_plain, flat_options, option_v
 from millrace.distributed import coordination
 from millrace.versions import versions
 
-_MOST_NAMED = 5
+_MAX_DIFFERENCES = 5
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -27,63 +27,64 @@ _JAX_SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-"""Settings that change what is compiled, whatever the options."""
+"""Settings that change the compiled program."""
 
 
 def check_same_start(options: Any, command: str) -> None:
-    """Refuse processes that were started with different options or software."""
-    refuse_differences(
+    """Raise if the processes were started with different options or software."""
+    check_same(
         "start",
-        {"command": command, **_options(options), **_software()},
-        "Start all processes with the same options and the same software.",
+        {"command": command, **_get_options(options), **_get_software()},
+        "Start all processes with the same options and software.",
     )
 
 
 def check_same_data(facts: Mapping[str, Any]) -> None:
-    """Refuse processes that see different data, which differs at least in its size.
+    """Raise if the processes describe their data differently, such as its size.
 
     Args:
-        facts: What a run says about itself before it starts. Paths in it may differ.
+        facts: Description of the run. Paths in it may differ.
     """
     without_paths = {
         name: re.sub(r"(?<!\S)\(?/[^\s,)]+", "PATH", str(fact))
         for name, fact in facts.items()
     }
-    refuse_differences("data", without_paths, "Give all processes the same data.")
+    check_same("data", without_paths, "Give all processes the same data.")
 
 
-def refuse_differences(name: str, own: Mapping[str, Any], advice: str) -> None:
-    """Raise the same error in all processes if one of them has other values than the first.
+def check_same(name: str, own: Mapping[str, Any], advice: str) -> None:
+    """Raise the same error in all processes if the values of one differ from process 0.
 
     Args:
-        name: What the values are about, for the store.
-        own: This process's values by name; JSON must be able to hold them.
+        name: Name of the check, unique within a run.
+        own: The values of this process by name, serializable as JSON.
         advice: What to do about a difference.
     """
     if coordination.num_processes() == 1:
         return
     first = coordination.broadcast(f"same-{name}", dict(own))
-    differing = [
-        f"{key} is {_shown(own, key)} there and {_shown(first, key)} in process 0"
+    differences = [
+        f"{key} is {_format(own, key)} instead of {_format(first, key)}"
         for key in dict.fromkeys([*first, *own])
-        if _shown(own, key) != _shown(first, key)
+        if _format(own, key) != _format(first, key)
     ]
-    every = coordination.gather(f"same-{name}", differing[:_MOST_NAMED])
-    for number, found in enumerate(every):
+    # All processes must raise: one that went on would wait for the others forever.
+    gathered = coordination.gather(f"same-{name}", differences[:_MAX_DIFFERENCES])
+    for number, found in enumerate(gathered):
         if found:
             raise ConfigurationError(
                 f"Process {number} differs from process 0: {'; '.join(found)}. {advice}"
             )
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key], sort_keys=True) if key in values else "missing"
 
 
-def _options(options: Any) -> dict[str, Any]:
-    """Return the options that must be the same; of a path, whether there is one.
+def _get_options(options: Any) -> dict[str, Any]:
+    """Return the options that must be the same in all processes.
 
-    The same data may have another path on every machine.
+    Paths are only compared as given or not: every machine may keep the data elsewhere.
     """
     plain = as_plain(options)
     return {
@@ -94,7 +95,7 @@ def _options(options: Any) -> dict[str, Any]:
     }
 
 
-def _software() -> dict[str, Any]:
+def _get_software() -> dict[str, Any]:
     packages = {
         f"the version of {package}": version
         for package, version in versions().items()
@@ -105,7 +106,10 @@ def _software() -> dict[str, Any]:
 
 
 def _source_digest() -> str:
-    """Return a short digest of the package's code, which changes between versions."""
+    """Return a short digest of the source code of this package.
+
+    Two checkouts can have the same version number and still compile different programs.
+    """
     root = Path(millrace.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,8 +1,7 @@
-"""The processes of a run: which of them this is, and how all come to agree.
+"""Which process of a run this is, and how the processes agree on something.
 
-What they tell one another goes through the coordinator's key-value store, as JSON; it
-may be said from any thread, unlike what goes through the devices. A process alone agrees
-with itself, at no cost.
+Values are exchanged as JSON through the key-value store of the JAX coordinator. Unlike a
+collective on devices, that works from any thread. A single process needs no store.
 """
 
 import collections
@@ -16,71 +15,77 @@ from typing import Any
 import jax
 
 from millrace.config import ConfigurationError
-from millrace.distributed.environment import ProcessInfo, note_taken_port
-from millrace.distributed.ports import why_not_free
+from millrace.distributed.environment import ProcessInfo, record_port_conflict
+from millrace.distributed.hardware import get_port_error
 
 _log = logging.getLogger("millrace")
 
-_FOREVER_MS = 7 * 24 * 3600 * 1000
-"""A process that is gone is noticed by ``peers``, which ends the waiting."""
+_NO_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+"""A week: waiting ends earlier, when ``heartbeat`` finds that a process is lost."""
 
+# A key of the store can be set only once, so calls with the same name are numbered. They
+# come from several threads.
 _counts: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
 
 def process_id() -> int:
-    """Return this process's number; 0 is the one that owns what is written."""
+    """Return the number of this process; process 0 writes the run directory."""
     return _state().process_id or 0
 
 
 def num_processes() -> int:
-    """Count the processes."""
+    """Return the number of processes of this run."""
     return _state().num_processes or 1
 
 
 def is_first() -> bool:
-    """Whether this process writes the run directory and talks to the user."""
+    """Whether this is process 0, which writes the run directory and reports progress."""
     return process_id() == 0
 
 
-def join(place: ProcessInfo | None) -> bool:
-    """Take part in the processes of this run; return whether there are several.
+def join(info: ProcessInfo | None) -> bool:
+    """Connect to the other processes of this run; return whether there are any.
 
-    Must come before any device is used.
+    Must be called before any device is used.
     """
-    if place is None or _state().client is not None:
+    if info is None or _state().client is not None:
         return num_processes() > 1
-    # JAX would take SIGTERM for itself, and nobody would save a checkpoint.
+    # JAX would install its own handler for SIGTERM, and no checkpoint would be saved.
     jax.config.update("jax_enable_preemption_service", False)
-    bind = place.coordinator if place.is_local else None
-    if place.process_id == 0 and place.coordinator is not None:
-        _check_free(bind or f"0.0.0.0:{place.coordinator.rpartition(':')[2]}")
+    bind = info.coordinator if info.is_local else None
+    if info.process_id == 0 and info.coordinator is not None:
+        _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}")
     try:
-        _interruptibly(
+        _call_in_thread(
             jax.distributed.initialize,
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
+            info.coordinator,
+            info.num_processes,
+            info.process_id,
             coordinator_bind_address=bind,
-            cluster_detection_method=None if place.cluster else "deactivate",
+            cluster_detection_method=None if info.cluster else "deactivate",
         )
     except ValueError as error:
-        raise ConfigurationError(_not_found(place, error)) from error
-    if place.is_local:
-        _keep_on_loopback()
+        advice = " (pip install 'jax[k8s]')" if info.cluster == "Kubernetes" else ""
+        raise ConfigurationError(
+            f"JAX cannot find the processes started by {info.cluster}{advice}: {error} "
+            "Pass --coordinator, --process-id and --num-processes."
+        ) from error
+    if info.is_local:
+        _bind_gloo_to_loopback()
     return num_processes() > 1
 
 
-def _interruptibly(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """Call `function` on a thread of its own, so that this one hears signals meanwhile.
+def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call `function` in another thread, so that the main thread can handle signals.
 
-    JAX waits for the other processes for minutes, in C++, where no handler is called.
+    JAX waits minutes for the other processes in C++, where Python runs no signal handler.
     """
     errors: list[Exception] = []
 
     def call() -> None:
         try:
-            function(*args, **named)
+            function(*args, **kwargs)
         except Exception as error:
             errors.append(error)
 
@@ -91,27 +96,23 @@ def _interruptibly(function: Callable[..., Any], *args: Any, **named: Any) -> No
         raise errors[0]
 
 
-def _check_free(address: str) -> None:
-    """Refuse an address that another program listens on; JAX would crash."""
+def _check_port(address: str) -> None:
+    """Raise if another program listens on `address`; JAX would crash."""
     host, _, port = address.rpartition(":")
-    if (reason := why_not_free(host, int(port))) is not None:
-        note_taken_port()
+    if (reason := get_port_error(host, int(port))) is not None:
+        record_port_conflict()
         raise ConfigurationError(
-            f"The coordinator cannot listen on {address}: {reason}. Choose another port in "
-            "--coordinator."
+            f"The coordinator cannot listen on {address}: {reason}. Choose another port "
+            "with --coordinator."
         )
 
 
-def _not_found(place: ProcessInfo, error: ValueError) -> str:
-    advice = " (pip install 'jax[k8s]')" if place.cluster == "Kubernetes" else ""
-    return (
-        f"JAX does not find the processes that {place.cluster} started{advice}: {error} "
-        "Say where they are with --coordinator, --process-id and --num-processes."
-    )
+def _bind_gloo_to_loopback() -> None:
+    """Make Gloo, which connects CPU devices, listen on the loopback only.
 
-
-def _keep_on_loopback() -> None:
-    """Let Gloo listen on the loopback only; by default it takes what the host's name is."""
+    By default it listens on the address of the host name. JAX has no setting for that, so
+    this replaces its factory of the CPU backend.
+    """
     try:
         from jax._src import xla_bridge
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,95 +127,96 @@ def _keep_on_loopback() -> None:
             fail_quietly=False,
         )
     except (ImportError, AttributeError, TypeError):
-        _log.warning("Gloo listens on the address of this host's name, not the loopback.")
+        _log.warning("Gloo listens on the address of the host name, not on the loopback.")
 
 
 def gather(name: str, value: Any) -> list[Any]:
-    """Return what every process says, in their order; all must ask for it.
+    """Return the values of all processes in order; all of them must call it.
 
     Args:
-        name: What it is about; calls with one name follow one another in every process.
-        value: Anything JSON can hold.
+        name: Matches the calls of the processes, which must make those with one name in
+            the same order.
+        value: Anything that JSON can hold.
     """
     if num_processes() == 1:
         return [value]
-    prefix = f"millrace/gather/{name}/{_number(name)}"
+    prefix = f"millrace/gather/{name}/{_next_number(name)}"
     client = _state().client
     client.key_value_set(f"{prefix}/{process_id()}", json.dumps(value))
     texts = [
-        client.blocking_key_value_get(f"{prefix}/{rank}", _FOREVER_MS)
+        client.blocking_key_value_get(f"{prefix}/{rank}", _NO_TIMEOUT_MS)
         for rank in range(num_processes())
     ]
     return [json.loads(text) for text in texts]
 
 
 def broadcast(name: str, value: Any) -> Any:
-    """Return what process 0 says; the others' `value` does not matter."""
+    """Return the `value` of process 0 in all processes."""
     if num_processes() == 1:
         return value
-    key = f"millrace/first/{name}/{_number(name)}"
+    key = f"millrace/first/{name}/{_next_number(name)}"
     if is_first():
         _state().client.key_value_set(key, json.dumps(value))
         return value
-    return json.loads(_state().client.blocking_key_value_get(key, _FOREVER_MS))
+    return json.loads(_state().client.blocking_key_value_get(key, _NO_TIMEOUT_MS))
 
 
 def barrier(name: str) -> None:
-    """Wait until every process has come here."""
+    """Wait until all processes have called it."""
     gather(f"barrier-{name}", None)
 
 
-def _number(name: str) -> int:
+def _next_number(name: str) -> int:
     with _lock:
         _counts[name] += 1
         return _counts[name]
 
 
-class StopPoint:
-    """The update after which all processes stop, once one of them is asked to.
+class CoordinatedStop:
+    """Makes all processes stop after the same update once one of them should stop.
 
-    Processes run ahead of one another by two calls at most: one that has more under way
-    waits for them, and they for all processes. So whoever is asked to stop names an
-    update two executions on, and every process comes to know it before it gets there.
+    A process is at most two calls ahead of another: with more in flight it waits for the
+    oldest, whose collectives wait for all processes. So a process that is asked to stop
+    picks the update two executions later, and no other process can be past it.
 
     Args:
-        updates_per_execution: Processes look at the stop point between executions.
+        updates_per_execution: Updates between two calls of ``should_stop``.
     """
 
     def __init__(self, updates_per_execution: int) -> None:
         self._ahead = 2 * updates_per_execution
-        self._key = f"millrace/stop/{_number('stop')}"
-        self._agreed: int | None = None
+        self._key = f"millrace/stop/{_next_number('stop')}"
+        self._last_update: int | None = None
 
-    def reached(self, done: int, *, asked: bool) -> bool:
-        """Tell whether to stop after `done` updates; `asked` is of this process alone."""
+    def should_stop(self, update: int, *, requested: bool) -> bool:
+        """Whether to stop after `update`; `requested` concerns this process only."""
         if num_processes() == 1:
-            return asked
-        if self._agreed is None:
-            self._agreed = self._look(done, asked)
-        return self._agreed is not None and done >= self._agreed
+            return requested
+        if self._last_update is None:
+            self._last_update = self._agree(update, requested)
+        return self._last_update is not None and update >= self._last_update
 
-    def _look(self, done: int, asked: bool) -> int | None:
+    def _agree(self, update: int, requested: bool) -> int | None:
         client = _state().client
-        if asked:
+        if requested:
             try:
-                client.key_value_set(self._key, str(done + self._ahead))
+                client.key_value_set(self._key, str(update + self._ahead))
             except jax.errors.JaxRuntimeError:
-                pass  # another process was asked as well, and came first
-            return int(client.blocking_key_value_get(self._key, _FOREVER_MS))
+                pass  # another process was first: its update counts
+            return int(client.blocking_key_value_get(self._key, _NO_TIMEOUT_MS))
         try:
             return int(client.key_value_try_get(self._key))
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError:  # nobody has asked to stop
             return None
 
 
 def store() -> Any:
-    """Return the key-value store's client; None for a process alone."""
+    """Return the client of the key-value store; None for a single process."""
     return _state().client
 
 
 def _state() -> Any:
-    # JAX has no public name for its client; orbax takes it from here as well.
+    # JAX has no public name for this; orbax uses it too.
     from jax._src import distributed
 
     return distributed.global_state

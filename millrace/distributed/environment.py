@@ -1,7 +1,7 @@
-"""What a process is told about the others it runs with. Imports nothing heavy.
+"""How a process learns about the other processes of its run. Imports nothing heavy.
 
-Ours come as MILLRACE_... variables; Open MPI, Slurm and Kubernetes have their own, which
-JAX reads. Here they are only looked for, to know whether there is more than one process.
+``millrace launch`` sets MILLRACE_... variables. Open MPI, Slurm and Kubernetes set their
+own, which JAX reads; here they only tell whether there is more than one process.
 """
 
 import os
@@ -16,32 +16,33 @@ COORDINATOR = "MILLRACE_COORDINATOR"
 PROCESS_ID = "MILLRACE_PROCESS_ID"
 NUM_PROCESSES = "MILLRACE_NUM_PROCESSES"
 NUM_REPLICAS = "MILLRACE_NUM_REPLICAS"
-"""Copies of the model in all processes together; what a command is told is overridden."""
+"""Replicas in all processes together; overrides the option of the command."""
 LAUNCHER_PIPE = "MILLRACE_LAUNCHER_PIPE"
-"""A file descriptor on which the launcher tells of lost instances; closed: it is gone."""
+"""File descriptor on which the launcher announces failed processes. End of file means that
+the launcher is gone."""
 LAUNCH_DIR = "MILLRACE_LAUNCH_DIR"
-"""A folder of the launcher's, in which a run notes its directory for a restart."""
-PATIENCE = "MILLRACE_PATIENCE_SECONDS"
-"""How long a process may be silent before the others take it for lost."""
+"""Folder of the launcher in which a run records its directory, for restarts."""
+TIMEOUT = "MILLRACE_PATIENCE_SECONDS"
+"""Seconds without a heartbeat after which a process is considered lost."""
 
-DEFAULT_PATIENCE = 30.0
-_TAKEN_PORT = "port-taken"
+DEFAULT_TIMEOUT = 30.0
+_PORT_CONFLICT = "port-taken"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class ProcessInfo(NamedTuple):
-    """This process among the others."""
+    """The position of this process in its run."""
 
     coordinator: str | None
-    """Host and port of process 0; None where JAX finds out by itself."""
+    """Host and port of process 0; None if JAX finds them."""
     process_id: int | None
     num_processes: int | None
     cluster: str | None = None
-    """Who started the processes, where it was not us."""
+    """The cluster that started the processes, if any."""
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes are on this machine, and nothing need be seen outside."""
+        """Whether all processes are on this machine, so that the loopback is enough."""
         host = (self.coordinator or "").rpartition(":")[0]
         return host in _LOOPBACK
 
@@ -52,22 +53,22 @@ def find_process_info(
     num_processes: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ProcessInfo | None:
-    """Return this process's place; None if it is the only one.
+    """Return the position of this process in its run; None for a single process.
 
     Args:
-        coordinator: Given on the command line, as the next two.
-        process_id: From 0.
-        num_processes: How many there are.
-        environment: Where the variables are; by default this process's.
+        coordinator: Value of ``--coordinator``, if given.
+        process_id: Value of ``--process-id``, if given.
+        num_processes: Value of ``--num-processes``, if given.
+        environment: Environment variables (default: those of this process).
     """
     env = os.environ if environment is None else environment
     given = (coordinator, process_id, num_processes)
     if any(value is not None for value in given):
-        return _checked(*given)
+        return _check_process_info(*given)
     if COORDINATOR in env:
         return ProcessInfo(env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES]))
     if int(env.get("OMPI_COMM_WORLD_SIZE") or "1") > 1:
-        return _under_open_mpi(env)
+        return _find_open_mpi(env)
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS") or "1") > 1:
         return ProcessInfo(None, None, None, "Slurm")
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
@@ -75,13 +76,13 @@ def find_process_info(
     return None
 
 
-def _checked(
+def _check_process_info(
     coordinator: str | None, process_id: int | None, num_processes: int | None
 ) -> ProcessInfo:
     if coordinator is None or process_id is None or num_processes is None:
         raise ConfigurationError(
-            "--coordinator, --process-id and --num-processes go together: give all three, "
-            "or leave them to millrace launch, Open MPI, Slurm or Kubernetes."
+            "--coordinator, --process-id and --num-processes must be given together. "
+            "Under millrace launch, Open MPI, Slurm and Kubernetes none of them is needed."
         )
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -90,87 +91,87 @@ def _checked(
         )
     if not 0 <= process_id < num_processes:
         raise ConfigurationError(
-            f"--process-id must be from 0 to {num_processes - 1}, as there are "
-            f"{num_processes} processes; got {process_id}."
+            f"--process-id must be from 0 to {num_processes - 1} with "
+            f"{num_processes} processes, got {process_id}."
         )
     return ProcessInfo(coordinator, process_id, num_processes)
 
 
-def _under_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
+def _find_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
     if "OMPI_MCA_orte_hnp_uri" in env:
         return ProcessInfo(None, None, None, "Open MPI")
-    # From version 5 on Open MPI no longer says where its launcher is.
+    # Open MPI 5 dropped the variable from which JAX derives the coordinator's address.
     if (coordinator := env.get("JAX_COORDINATOR_ADDRESS")) is None:
         raise ConfigurationError(
-            "This Open MPI does not say where process 0 is. Say it with "
-            "`mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT ...`."
+            "This version of Open MPI does not publish the address of process 0. Pass it "
+            "with `mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT ...`."
         )
     rank, size = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"]
     return ProcessInfo(coordinator, int(rank), int(size), "Open MPI")
 
 
-def patience_seconds() -> float:
-    """How long a process may be silent."""
-    return float(os.environ.get(PATIENCE, DEFAULT_PATIENCE))
+def get_timeout() -> float:
+    """Return the seconds after which a process without heartbeats is considered lost."""
+    return float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
 
 
 def is_follower() -> bool:
-    """Whether this is another process than the first, which does the talking."""
+    """Whether this is not process 0, which reports errors for all processes."""
     return any(
         os.environ.get(name, "0") != "0"
         for name in (PROCESS_ID, "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
     )
 
 
-def noted_run_directory() -> Path | None:
-    """Return the directory that this run had before the launcher restarted it."""
-    if (folder := os.environ.get(LAUNCH_DIR)) is None:
-        return None
-    note = Path(folder) / "run-directory"
-    return Path(note.read_text()) if note.exists() else None
-
-
-def note_run_directory(path: Path) -> None:
-    """Tell the launcher where the run is, should it be started again."""
+def record_run_directory(path: Path) -> None:
+    """Record the run directory for the launcher, in case it restarts the run."""
     folder = os.environ.get(LAUNCH_DIR)
-    if folder is not None and noted_run_directory() is None:
+    if folder is not None and get_recorded_run_directory() is None:
         (Path(folder) / "run-directory").write_text(str(path.absolute()))
 
 
-def note_taken_port() -> None:
-    """Tell the launcher that another program listens where the coordinator should."""
+def get_recorded_run_directory() -> Path | None:
+    """Return the directory of this run before the launcher restarted it."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is None:
+        return None
+    record = Path(folder) / "run-directory"
+    return Path(record.read_text()) if record.exists() else None
+
+
+def record_port_conflict() -> None:
+    """Tell the launcher that another program uses the port of the coordinator."""
     if (folder := os.environ.get(LAUNCH_DIR)) is not None:
-        (Path(folder) / _TAKEN_PORT).touch()
+        (Path(folder) / _PORT_CONFLICT).touch()
 
 
-def noted_taken_port(folder: str) -> Path | None:
-    """Return the note of that in the launcher's folder, if there is one."""
-    note = Path(folder) / _TAKEN_PORT
-    return note if note.exists() else None
+def find_port_conflict(folder: str) -> Path | None:
+    """Return the file that records a port conflict in the launcher's folder, if any."""
+    record = Path(folder) / _PORT_CONFLICT
+    return record if record.exists() else None
 
 
-def with_replicas(config_type: Any, words: Sequence[str]) -> list[str]:
-    """Return a command's words with the number of replicas that the launcher gives it."""
+def add_launcher_replicas(config_type: Any, args: Sequence[str]) -> list[str]:
+    """Append the launcher's number of replicas to the arguments of a command."""
     number = os.environ.get(NUM_REPLICAS)
     if number is None or "num_replicas" not in flat_options(config_type):
-        return list(words)
+        return list(args)
     if getattr(config_type, "replicas_of_each_process", False):
         number = str(int(number) // int(os.environ.get(NUM_PROCESSES, "1")))
-    asked = given_replicas(words)
-    if asked not in (None, number) and not is_follower():
+    requested = find_num_replicas(args)
+    if requested not in (None, number) and not is_follower():
         print(
-            f"millrace: {asked} replicas are asked for, but millrace launch has "
-            f"{number}; that is used.",
+            f"millrace: --num-replicas is {requested}, but millrace launch sets it to "
+            f"{number}. Using {number}.",
             file=sys.stderr,
         )
-    return [*words, "--num-replicas", number]
+    return [*args, "--num-replicas", number]
 
 
-def given_replicas(words: Sequence[str]) -> str | None:
-    """Return the number of replicas that a command's words ask for, if they do."""
+def find_num_replicas(args: Sequence[str]) -> str | None:
+    """Return the number of replicas in the arguments of a command, if given."""
     found = None
-    for place, word in enumerate(words):
-        name, equals, value = word.replace("_", "-").partition("=")
+    for index, arg in enumerate(args):
+        name, equals, value = arg.replace("_", "-").partition("=")
         if name in ("--num-replicas", "--replicas"):
-            found = value if equals else "".join(words[place + 1 : place + 2])
+            found = value if equals else "".join(args[index + 1 : index + 2])
     return found

@@ -1,8 +1,8 @@
-"""Watches the other processes of a run, and ends this one when one of them is lost.
+"""Heartbeats between the processes of a run: name a lost process, and exit.
 
-A process that waits for a lost one inside a collective cannot be reached: not by an
-exception, not by a signal's handler. So a thread of its own listens for signs of life,
-says which process is lost, and leaves.
+A process that waits for a lost one in a collective cannot be interrupted: its main thread
+is in C++, where neither exceptions nor signal handlers reach it. So threads watch the
+heartbeats of the others, report a lost process and end this one.
 """
 
 import atexit
@@ -16,174 +16,236 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.distributed import coordination
-from millrace.distributed.environment import LAUNCHER_PIPE, patience_seconds
-from millrace.distributed.progress import Progress, steps_counted
+from millrace.distributed.environment import LAUNCHER_PIPE, get_timeout
 from millrace.output import error_line
 
 _log = logging.getLogger("millrace")
 
+LOST = 1
+"""Exit status of a process that stops because another one is lost."""
+
 _BEAT_SECONDS = 1.0
-_LOOK_SECONDS = 0.25
-_GOOD_BYE_SECONDS = 5.0
+_POLL_SECONDS = 0.25
+_GOODBYE_SECONDS = 5.0
+"""Shorter than the time in which the launcher kills processes that do not exit."""
+_STUCK_SECONDS = 120.0
+_STUCK_STEPS = 3
+"""A process is stuck if it is behind for both `_STUCK_SECONDS` and this many times the
+longest step of any process so far."""
 _ALIVE, _FAILED, _LEFT = "millrace/alive", "millrace/failed", "millrace/left"
 
-LOST = 1
-"""The exit status of a process that stops because another is lost."""
+_num_steps = 0
 
 
-class Peers:
-    """The other processes, as far as they give signs of life.
+def count_step() -> None:
+    """Record that this process has staged a chunk of batches for its devices."""
+    global _num_steps
+    _num_steps += 1
+
+
+class _Step(NamedTuple):
+    number: int
+    since: float
+
+
+class Progress:
+    """Finds the process that the others wait for.
+
+    A process that waits for data is alive and sends heartbeats; only its progress shows
+    that it is stuck. All processes stage the same chunks in the same order, so the one that
+    has staged fewer is behind.
 
     Args:
-        on_lost: Called with a line that names the lost process before this one leaves.
+        num_processes: The number of processes.
+        now: The current time, in seconds of any clock.
     """
 
-    def __init__(self, on_lost: Callable[[str], None] | None = None) -> None:
-        self.on_lost = on_lost
-        self.failed_with: int | None = None
-        self._patience = patience_seconds()
+    def __init__(self, num_processes: int, now: float) -> None:
+        self._steps = {rank: _Step(0, now) for rank in range(num_processes)}
+        self._longest = 0.0
+        self._reported: _Step | None = None
+
+    def update(self, rank: int, steps: int, now: float) -> None:
+        """Record the number of steps of a process."""
+        before = self._steps[rank]
+        if steps != before.number:
+            self._longest = max(self._longest, now - before.since)
+            self._steps[rank] = _Step(steps, now)
+
+    def restart_clock(self, now: float) -> None:
+        """Measure all waiting times from now, after this process was suspended itself."""
+        self._steps = {rank: _Step(steps, now) for rank, (steps, _) in self._steps.items()}
+
+    def find_stuck(self, now: float) -> tuple[int, float] | None:
+        """Return a process that is stuck, and for how many seconds.
+
+        A process is returned only once until it makes another step.
+        """
+        newest = max(step.number for step in self._steps.values())
+        limit = max(_STUCK_SECONDS, _STUCK_STEPS * self._longest)
+        for rank, step in self._steps.items():
+            is_stuck = step.number < newest and now - step.since > limit
+            if is_stuck and step != self._reported:
+                self._reported = step
+                return rank, now - step.since
+        return None
+
+
+class Heartbeat:
+    """Sends the heartbeats of this process and watches those of the others.
+
+    It has three threads, because two of them may block: ``_send`` in the store, if the
+    coordinator hangs, and ``_listen`` on the pipe of the launcher. ``_watch`` never does.
+    """
+
+    def __init__(self) -> None:
+        self.on_lost: Callable[[str], None] | None = None
+        """Called with a description of the lost process before this one exits."""
+        self.failure_status: int | None = None
+        """Exit status of this process after ``report_failure``."""
+        self._timeout = get_timeout()
         self._store = coordination.store()
         self._names: dict[int, str] = {}
         now = time.monotonic()
-        self._heard = {rank: ("", now) for rank in range(coordination.num_processes())}
+        self._beats = {rank: ("", now) for rank in range(coordination.num_processes())}
         self._progress = Progress(coordination.num_processes(), now)
-        self._failed: dict[int, str] = {}
-        self._answered = now
+        self._failures: dict[int, str] = {}
+        self._store_answered = now
         self._over = threading.Event()
-        self._leaving = threading.Lock()
+        self._exiting = threading.Lock()
         self._threads = [
             threading.Thread(
-                target=target, name=f"millrace-peers{target.__name__}", daemon=True
+                target=target, name=f"millrace-heartbeat{target.__name__}", daemon=True
             )
-            for target in (self._beat, self._look, self._listen)
+            for target in (self._send, self._watch, self._listen)
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Stop watching: from here on, processes may leave."""
+        """Stop watching: from now on, other processes may exit."""
         self._over.set()
-        # One that comes back from the store while Python ends would abort the process. The
-        # last waits for the launcher, in no such call.
+        # A thread that returns from the C++ code of the store while Python shuts down
+        # aborts the process. The last thread only reads a pipe, so it may be left behind.
         for thread in self._threads[:-1]:
-            thread.join(_GOOD_BYE_SECONDS)
+            thread.join(_GOODBYE_SECONDS)
 
-    def tell_failure(self, message: str, status: int) -> None:
-        """Let the others know that this process has failed, and why.
+    def report_failure(self, message: str, status: int) -> None:
+        """Tell the other processes that this one has failed.
 
         Args:
-            message: A line.
-            status: With which this process will exit.
+            message: The error, in one line.
+            status: The exit status of this process.
         """
-        if self.failed_with is not None:
-            return  # what came first is what matters
-        self.failed_with = status
+        if self.failure_status is not None:
+            return  # the first failure is the cause of the others
+        self.failure_status = status
         try:
             key = f"{_FAILED}/{coordination.process_id()}"
             self._store.key_value_set(key, message, allow_overwrite=True)
-        except Exception as error:  # they will notice that we are gone
-            error_line(f"cannot tell the others: {error}")
+        except Exception as error:  # they will miss our heartbeats
+            error_line(f"cannot report the failure to the other processes: {error}")
 
-    def wait_for_verdict(self) -> None:
-        """Let the threads find out who is lost; if one is, this does not return."""
-        time.sleep(self._patience + 5)
+    def wait_for_lost_process(self) -> None:
+        """Wait until a lost process has been found; returns only if there is none."""
+        time.sleep(self._timeout + 5)  # 5 s for _watch to notice and exit
 
-    def first_failure(self, seconds: float) -> str | None:
-        """Return what process 0 said before it failed, if it does so soon."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and 0 not in self._failed:
-            time.sleep(_LOOK_SECONDS)
-        return self._failed.get(0)
+    def wait_for_first_failure(self, timeout: float) -> str | None:
+        """Return the error that process 0 reports within `timeout` seconds, if any."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and 0 not in self._failures:
+            time.sleep(_POLL_SECONDS)
+        return self._failures.get(0)
 
-    def _beat(self) -> None:
-        """Say that we are alive, and ask who else is."""
+    def _send(self) -> None:
+        """Send heartbeats, and read those of the others."""
         own, count = coordination.process_id(), 0
         while not self._over.wait(_BEAT_SECONDS if count else 0):
             count += 1
-            sign = {
+            beat = {
                 "count": count,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "steps": steps_counted(),
+                "steps": _num_steps,
             }
             try:
                 self._store.key_value_set(
-                    f"{_ALIVE}/{own}", json.dumps(sign), allow_overwrite=True
+                    f"{_ALIVE}/{own}", json.dumps(beat), allow_overwrite=True
                 )
-                self._hear(self._store.key_value_dir_get(_ALIVE))
+                self._receive(self._store.key_value_dir_get(_ALIVE))
                 for key, text in self._store.key_value_dir_get(_FAILED):
-                    self._failed[int(key.rpartition("/")[2])] = text
-                self._answered = time.monotonic()
-            except Exception:  # the coordinator does not answer: _look counts the time
+                    self._failures[int(key.rpartition("/")[2])] = text
+                self._store_answered = time.monotonic()
+            except Exception:  # the coordinator does not answer: _watch measures how long
                 continue
 
-    def _hear(self, signs: list[tuple[str, str]]) -> None:
+    def _receive(self, beats: list[tuple[str, str]]) -> None:
+        # Compares texts with our own clock: clocks of other machines may be wrong.
         now = time.monotonic()
-        for key, text in signs:
-            rank, sign = int(key.rpartition("/")[2]), json.loads(text)
-            self._names[rank] = f"(pid {sign['pid']} on {sign['host']})"
-            self._progress.hear(rank, sign["steps"], now)
-            if self._heard[rank][0] != text:
-                self._heard[rank] = text, now
+        for key, text in beats:
+            rank, beat = int(key.rpartition("/")[2]), json.loads(text)
+            self._names[rank] = f"(pid {beat['pid']} on {beat['host']})"
+            self._progress.update(rank, beat["steps"], now)
+            if self._beats[rank][0] != text:
+                self._beats[rank] = text, now
 
-    def _look(self) -> None:
-        """Judge by the clock."""
+    def _watch(self) -> None:
+        """Exit when another process has failed or is lost."""
         before = time.monotonic()
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             now = time.monotonic()
-            if now - before > self._patience / 2:  # it was we who stood still
-                self._answered = now
-                self._progress.forgive(now)
-                self._heard = {rank: (text, now) for rank, (text, _) in self._heard.items()}
+            if now - before > self._timeout / 2:
+                # This process was suspended itself, so it knows nothing about the others.
+                self._store_answered = now
+                self._progress.restart_clock(now)
+                self._beats = {rank: (text, now) for rank, (text, _) in self._beats.items()}
             before = now
-            others = {
-                r: m for r, m in self._failed.items() if r != coordination.process_id()
-            }
-            if others and self.failed_with is None:
-                rank, message = min(others.items())
-                self._leave(f"{self._name(rank)} failed: {message}")
-            self._name_who_is_stuck(now)
-            silent = self._silent(now)
-            if silent is not None:
-                self._leave(
-                    f"{self._name(silent)} has given no sign of life for "
-                    f"{self._patience:g} s."
+            own = coordination.process_id()
+            failures = {r: text for r, text in self._failures.items() if r != own}
+            if failures and self.failure_status is None:
+                rank, message = min(failures.items())
+                self._exit(f"{self._name(rank)} failed: {message}")
+            self._warn_about_stuck(now)
+            if (silent := self._find_silent(now)) is not None:
+                self._exit(
+                    f"{self._name(silent)} has sent no heartbeat for {self._timeout:g} s."
                 )
 
-    def _name_who_is_stuck(self, now: float) -> None:
-        """Warn of a process that is alive but does nothing; maybe it still will."""
-        if (
-            coordination.is_first()
-            and (stuck := self._progress.newly_stuck(now)) is not None
-        ):
+    def _warn_about_stuck(self, now: float) -> None:
+        """Warn about a process that makes no progress; it may still recover."""
+        if not coordination.is_first():
+            return
+        if (stuck := self._progress.find_stuck(now)) is not None:
             rank, seconds = stuck
             _log.warning(
-                "%s has made no progress for %.0f s, and the others wait for it. It is "
-                "alive: maybe the data it reads does not come.",
+                "%s has made no progress for %.0f s, and the other processes are waiting "
+                "for it. It is alive; it may be waiting for its data.",
                 self._name(rank),
                 seconds,
             )
 
-    def _silent(self, now: float) -> int | None:
-        """Return a process that has been silent too long, if there is one."""
-        if now - self._answered > self._patience:
-            # Without the coordinator nothing is heard of anyone.
-            return 0 if coordination.process_id() else None
-        heard = list(self._heard.items())
-        late = [rank for rank, (_, when) in heard if now - when > self._patience]
-        return min(
-            (rank for rank in late if rank != coordination.process_id()), default=None
-        )
+    def _find_silent(self, now: float) -> int | None:
+        """Return a process that has sent no heartbeat for too long, if any."""
+        own = coordination.process_id()
+        if now - self._store_answered > self._timeout:
+            # Without the store, which process 0 hosts, nobody can be heard.
+            return 0 if own else None
+        silent = [
+            rank
+            for rank, (_, when) in list(self._beats.items())
+            if rank != own and now - when > self._timeout
+        ]
+        return min(silent, default=None)
 
     def _listen(self) -> None:
-        """Take the launcher's word for who is lost."""
-        _follow_launcher(functools.partial(self._leave, silently=True), self._over)
+        """Exit when the launcher says that a process is lost."""
+        _follow_launcher(functools.partial(self._exit, silently=True), self._over)
 
-    def _leave(self, line: str, *, silently: bool = False) -> None:
-        with self._leaving:  # only one thread gets past here
+    def _exit(self, line: str, *, silently: bool = False) -> None:
+        with self._exiting:  # only one thread gets past this line, and ends the process
             if self._over.is_set():
                 return
             if not silently:
@@ -193,39 +255,45 @@ class Peers:
                     self.on_lost(line)
             except Exception as error:
                 error_line(str(error))
-            self.part(num_lost=1)
+            self.say_goodbye(num_lost=1)
+            # sys.exit would end this thread only, while the main thread is in C++. It
+            # would also run the exit handler of JAX, which waits for the lost process.
             os._exit(LOST)
 
-    def part(self, num_lost: int = 0) -> None:
-        """Say good-bye; the first process goes last, as others hear through it.
+    def say_goodbye(self, num_lost: int = 0) -> None:
+        """Announce that this process exits; process 0 waits for the others to do so.
+
+        Process 0 hosts the store: if it exited first, JAX would abort the others before
+        they could report anything.
 
         Args:
-            num_lost: Processes that will not say it.
+            num_lost: Processes that will not say goodbye.
         """
-        flush()
+        _flush_output()
         self._over.set()
-        # On a thread that may be left behind: a coordinator that hangs does not answer.
-        talk = threading.Thread(target=self._say_good_bye, args=(num_lost,), daemon=True)
+        # In a thread that can be left behind, because a coordinator that hangs never
+        # answers. Process 0 waits longer than the others, who need only one call.
+        talk = threading.Thread(target=self._send_goodbye, args=(num_lost,), daemon=True)
         talk.start()
-        talk.join(_GOOD_BYE_SECONDS if coordination.is_first() else 1.0)
+        talk.join(_GOODBYE_SECONDS if coordination.is_first() else 1.0)
 
-    def _say_good_bye(self, num_lost: int) -> None:
+    def _send_goodbye(self, num_lost: int) -> None:
         others = coordination.num_processes() - 1 - num_lost
         try:
             self._store.key_value_set(f"{_LEFT}/{coordination.process_id()}", "")
             while coordination.is_first():
                 if len(self._store.key_value_dir_get(_LEFT)) > others:
                     return
-                time.sleep(_LOOK_SECONDS)
-        except Exception:  # the first process is the lost one
+                time.sleep(_POLL_SECONDS)
+        except Exception:  # process 0 is the lost one
             return
 
     def _name(self, rank: int) -> str:
-        return f"Instance {rank} {self._names.get(rank, '')}".rstrip()
+        return f"Process {rank} {self._names.get(rank, '')}".rstrip()
 
 
-def flush() -> None:
-    """Have everything printed before leaving without ceremony."""
+def _flush_output() -> None:
+    # os._exit does not flush what has been printed.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -233,11 +301,41 @@ def flush() -> None:
             continue
 
 
-_peers: Peers | None = None
+_heartbeat: Heartbeat | None = None
+
+
+def start_heartbeat() -> Heartbeat | None:
+    """Return the heartbeat of this process, started by the first call.
+
+    Returns None for a single process.
+    """
+    global _heartbeat
+    if _heartbeat is None and coordination.num_processes() > 1:
+        _heartbeat = Heartbeat()
+        # Exit handlers run in reverse order, so this one runs before that of JAX, which
+        # waits for all processes, even for those that are lost.
+        atexit.register(_shut_down, _heartbeat)
+        sys.excepthook = functools.partial(_report_uncaught, _heartbeat, sys.excepthook)
+    return _heartbeat
+
+
+def _shut_down(heartbeat: Heartbeat) -> None:
+    """End this process; after a failure, without waiting for the others."""
+    heartbeat.close()
+    if heartbeat.failure_status is not None:
+        heartbeat.say_goodbye()
+        os._exit(heartbeat.failure_status)
+
+
+def _report_uncaught(
+    heartbeat: Heartbeat, hook: Any, kind: Any, error: Any, trace: Any
+) -> None:
+    hook(kind, error, trace)
+    heartbeat.report_failure(f"{kind.__name__}: {error}", 1)
 
 
 def watch_launcher() -> None:
-    """Have a process alone stop in order when the launcher that started it is gone."""
+    """Stop a single process, with a checkpoint, when its launcher is gone."""
     threading.Thread(
         target=_follow_launcher,
         args=(lambda _: None, threading.Event()),
@@ -247,7 +345,7 @@ def watch_launcher() -> None:
 
 
 def _follow_launcher(on_line: Callable[[str], None], over: threading.Event) -> None:
-    """Hear what the launcher says; when it is gone before all is over, stop in order."""
+    """Read the pipe of the launcher; if the launcher is gone, stop this process."""
     if (descriptor := os.environ.pop(LAUNCHER_PIPE, None)) is None:
         return
     try:
@@ -257,42 +355,18 @@ def _follow_launcher(on_line: Callable[[str], None], over: threading.Event) -> N
     except OSError:
         return
     if not over.is_set():
-        # It was the launcher who read what we print: writing would fail from now on.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # The launcher read our output: from now on, writing to its pipes would fail.
+        null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             if not os.isatty(stream):
-                os.dup2(nowhere, stream)
+                os.dup2(null, stream)
+        # Handled like SIGTERM from a cluster: training saves a checkpoint and stops.
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def watch_peers() -> Peers | None:
-    """Start to watch, once; None for a process alone."""
-    global _peers
-    if _peers is None and coordination.num_processes() > 1:
-        _peers = Peers()
-        # Called before JAX's own, which waits for all, also for those that never come.
-        atexit.register(_leave, _peers)
-        sys.excepthook = functools.partial(_report_uncaught, _peers, sys.excepthook)
-    return _peers
-
-
-def _report_uncaught(peers: Peers, hook: Any, kind: Any, error: Any, trace: Any) -> None:
-    """Tell the others of an exception that ends this process."""
-    hook(kind, error, trace)
-    peers.tell_failure(f"{kind.__name__}: {error}", 1)
-
-
-def _leave(peers: Peers) -> None:
-    """End a process of several; after a failure, without waiting for the others."""
-    peers.close()
-    if peers.failed_with is not None:
-        peers.part()
-        os._exit(peers.failed_with)
-
-
-def communication_failed(error: BaseException) -> bool:
-    """Whether an error of the runtime is about another process rather than this one."""
+def is_communication_error(error: BaseException) -> bool:
+    """Whether a JAX error comes from another process rather than from this one."""
     text = str(error).lower()
-    signs = ("gloo", "nccl", "connection", "unavailable", "coordination", "socket")
+    words = ("gloo", "nccl", "connection", "unavailable", "coordination", "socket")
     is_runtime = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    return is_runtime and any(sign in text for sign in signs)
+    return is_runtime and any(word in text for word in words)

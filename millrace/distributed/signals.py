@@ -1,7 +1,13 @@
-"""Handlers of signals, for as long as they are wanted."""
+"""Ctrl-C, SIGTERM and SIGHUP: temporary handlers, and safe interrupts.
+
+The training loop handles these signals itself and saves a checkpoint. Everywhere else they
+raise ``KeyboardInterrupt`` (``interruptible``) or end the process (``exit_on_signals``).
+"""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -9,57 +15,100 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
-HANG_UP = getattr(signal, "SIGHUP", None)
-"""What a process gets when its terminal is closed; Windows does not have it."""
-ASKED_TO_STOP = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    *([] if HANG_UP is None else [HANG_UP]),
-)
-"""Ctrl-C, what a cluster sends, and a terminal that is closed."""
+INTERRUPTED = 130
+"""Exit status after a signal: 128 + SIGINT, as in shells."""
+SIGHUP = getattr(signal, "SIGHUP", None)
+"""Sent when the terminal is closed; Windows does not have it."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if SIGHUP is None else [SIGHUP]))
+"""Signals that ask a process to stop: Ctrl-C, a cluster, a closed terminal."""
+
+_RETRY_SECONDS = 0.02
+_CALLED_FROM_CPP = {"_xla_gc_callback"}
+"""Functions that C++ calls: it swallows their exceptions or aborts the process."""
 
 
-class _Heard:
-    """Whether one of these signals has come since the outermost ``handling`` began."""
+class _Received:
+    """Whether a stop signal has arrived since the outermost ``handle_signals`` began."""
 
     depth = 0
-    asked = False
+    any = False
 
 
 @contextlib.contextmanager
-def handling(handler: Handler, numbers: Sequence[int] = ASKED_TO_STOP) -> Iterator[None]:
-    """Have these signals call `handler` inside; only the main thread may, others do not."""
+def handle_signals(
+    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS
+) -> Iterator[None]:
+    """Call `handler` on these signals inside the context.
+
+    Python allows this in the main thread only; in other threads nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if not _Heard.depth:
-        _Heard.asked = False
-    _Heard.depth += 1
-    old = handle(handler, numbers)
+    if not _Received.depth:
+        _Received.any = False
+    _Received.depth += 1
+    previous = install_handler(handler, numbers)
     try:
         yield
     finally:
-        _Heard.depth -= 1
-        for number, before in old.items():
+        _Received.depth -= 1
+        for number, before in previous.items():
             signal.signal(number, before)
 
 
-def handle(handler: Handler, numbers: Sequence[int] = ASKED_TO_STOP) -> dict[int, Any]:
-    """Have these signals call `handler` from now on; return the handlers before.
+def install_handler(
+    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS
+) -> dict[int, Any]:
+    """Call `handler` on these signals from now on; return the previous handlers.
 
-    SIGHUP stays ignored where ``nohup`` has it ignored. When a terminal is closed, the
-    kernel and the shell send it several times: it counts only if nothing came before it,
-    so that it never stops a process that is saving a checkpoint.
+    SIGHUP stays ignored under ``nohup``. When a terminal is closed, the kernel and the
+    shell may both send SIGHUP: it counts only if no stop signal came before it. A second
+    stop signal means "stop now", and would abort the checkpoint that the first one saves.
     """
 
-    def first_hang_up(number: int, frame: FrameType | None) -> None:
-        if number == HANG_UP and _Heard.asked:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == SIGHUP and _Received.any:
             return
-        _Heard.asked = True
+        _Received.any = True
         handler(number, frame)
 
     return {
-        number: signal.signal(number, first_hang_up)
+        number: signal.signal(number, handle)
         for number in numbers
-        if not (number == HANG_UP and signal.getsignal(number) == signal.SIG_IGN)
+        if not (number == SIGHUP and signal.getsignal(number) == signal.SIG_IGN)
     }
+
+
+def exit_on_signals() -> None:
+    """Exit at once on a signal, for processes that have not started any work."""
+    install_handler(lambda *_: os._exit(INTERRUPTED))
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Raise KeyboardInterrupt on a signal, as soon as that is safe.
+
+    Raised during the import of an extension module or in a callback from C++, the
+    exception would be swallowed or crash the process.
+    """
+    return handle_signals(_interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_safe(frame):
+        raise KeyboardInterrupt
+    # Try again soon. A second SIGHUP would be ignored, so send SIGTERM instead.
+    resent = signal.SIGTERM if number == SIGHUP else number
+    retry = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), resent))
+    retry.daemon = True
+    retry.start()
+
+
+def _is_safe(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        is_import = code.co_filename.startswith("<frozen importlib")
+        if is_import or code.co_name in _CALLED_FROM_CPP:
+            return False
+        frame = frame.f_back
+    return not sys.is_finalizing()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from millrace.checkpoint.store import Checkpoints
-from millrace.distributed.coordination import StopPoint
-from millrace.distributed.signals import handling
+from millrace.distributed.coordination import CoordinatedStop
+from millrace.distributed.signals import handle_signals
 from millrace.feeds.infeed import Infeed
 from millrace.loop.async_validation import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
@@ -227,7 +227,7 @@ class Runner:
         self._validated_at = -1
         self._stop_requested = False
         self._signaled = False
-        self._stop_point = StopPoint(schedule.updates_per_execution)
+        self._coordinated_stop = CoordinatedStop(schedule.updates_per_execution)
 
     def run(self, state: TrainState, *, resume: bool = False) -> TrainingResult:
         """Train from `state`, or from the newest checkpoint, to the schedule's end."""
@@ -274,7 +274,7 @@ class Runner:
 
     def _stops(self, done: int) -> bool:
         """Whether to end after `done` updates, as this program or the user asks."""
-        signaled = self._stop_point.reached(done, asked=self._signaled)
+        signaled = self._coordinated_stop.should_stop(done, requested=self._signaled)
         return self._stop_requested or signaled
 
     def progress(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Runner:
         # The end of a shorter run may lie within an execution of this one.
         each = math.gcd(self._schedule.updates_per_execution, saved.update)
         self._schedule = self._schedule._replace(updates_per_execution=each)
-        self._stop_point = StopPoint(each)
+        self._coordinated_stop = CoordinatedStop(each)
         self._infeed.seek(self._position(saved))
         self._forget_metrics_after(saved)
         self._earlier_seconds = saved.time
@@ -524,7 +524,7 @@ class Runner:
                 signal.Signals(number).name,
             )
 
-        return handling(request)
+        return handle_signals(request)
 
 
 _VALIDATION = "validation_"

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from millrace.distributed.progress import count_step
+from millrace.distributed.heartbeat import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram, element_bytes

@@ -72,8 +72,8 @@ def join_processes() -> bool:
     """
     from millrace.distributed import coordination
     from millrace.distributed.environment import find_process_info
-    from millrace.distributed.heartbeat import watch_peers
+    from millrace.distributed.heartbeat import start_heartbeat
 
     several = coordination.join(find_process_info())
-    watch_peers()
+    start_heartbeat()
     return several

@@ -16,11 +16,15 @@ from millrace.distributed import coordination
 from millrace.distributed.agreement import check_same_data, check_same_start
 from millrace.distributed.environment import (
     find_process_info,
-    note_run_directory,
-    noted_run_directory,
+    get_recorded_run_directory,
+    record_run_directory,
 )
-from millrace.distributed.heartbeat import communication_failed, watch_launcher, watch_peers
-from millrace.distributed.interrupts import INTERRUPTED, interruptible
+from millrace.distributed.heartbeat import (
+    is_communication_error,
+    start_heartbeat,
+    watch_launcher,
+)
+from millrace.distributed.signals import INTERRUPTED, interruptible
 from millrace.drawing.numbers import byte_size, duration
 from millrace.feeds.infeed import Infeed
 from millrace.loop.async_validation import AsyncValidation
@@ -230,13 +234,13 @@ def run_command(
     started = time.time()
     writers: list[Writer] = []
     run = Run(options, directory, console, writers, command_line)
-    if (peers := watch_peers()) is not None:
-        peers.on_lost = run.account_for_loss
+    if (heartbeat := start_heartbeat()) is not None:
+        heartbeat.on_lost = run.account_for_loss
     status = 1
     programs: list[jax.stages.Compiled] = []
     try:
         if coordination.is_first():
-            note_run_directory(directory.path)
+            record_run_directory(directory.path)
             writers += open_writers(options, directory, as_plain(config), command)
         with (
             interruptible(),
@@ -249,11 +253,11 @@ def run_command(
     except KeyboardInterrupt:
         run.summary |= {"status": "interrupted", "error": "stopped at once"}
         status = INTERRUPTED
-        if peers is not None:
-            peers.tell_failure("It was stopped at once.", status)
+        if heartbeat is not None:
+            heartbeat.report_failure("It was stopped at once.", status)
     except Exception as error:
-        if peers is not None and communication_failed(error):
-            peers.wait_for_verdict()
+        if heartbeat is not None and is_communication_error(error):
+            heartbeat.wait_for_lost_process()
         status = _WRONG_COMMAND if isinstance(error, ConfigurationError) else 1
         message = " ".join(str(error).split()) or type(error).__name__
         run.summary |= {
@@ -288,7 +292,7 @@ def run_command(
             status = status or 1
             _report_failure(_plain(error, " ".join(str(error).split())), status)
     directory.close()
-    if status in (0, INTERRUPTED) and not (peers and peers.failed_with):
+    if status in (0, INTERRUPTED) and not (heartbeat and heartbeat.failure_status):
         coordination.barrier("end")  # what the first process writes is there for all
     if status == _WRONG_COMMAND:
         return status
@@ -310,10 +314,12 @@ class _Unheard(Console):
 
 def _report_failure(line: str, status: int, *, silently: bool = False) -> None:
     """Say what went wrong, once, however many processes it happened to."""
-    peers = watch_peers()
-    if peers is not None:
-        peers.tell_failure(line, status)
-        silently |= not coordination.is_first() and peers.first_failure(3.0) == line
+    heartbeat = start_heartbeat()
+    if heartbeat is not None:
+        heartbeat.report_failure(line, status)
+        silently |= (
+            not coordination.is_first() and heartbeat.wait_for_first_failure(3.0) == line
+        )
     if not silently:
         error_line(line)
 
@@ -414,10 +420,10 @@ def _prepare_process(config: Any) -> Any:
     if coordination.join(
         find_process_info(options.coordinator, options.process_id, options.num_processes)
     ):
-        watch_peers()
+        start_heartbeat()
     else:
         watch_launcher()
-    noted = None if _begun else noted_run_directory()
+    noted = None if _begun else get_recorded_run_directory()
     _begun.append(True)
     return config if noted is None else _continued(config, noted)
 

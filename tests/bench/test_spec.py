@@ -89,7 +89,7 @@ def test_an_unknown_benchmark_is_told_the_known_ones(spec, capsys):
         ({"comand": "vcd train"}, "unknown option comand. Did you mean command?"),
         ({"comand": "vcd train"}, "There is: command, about, groups, batch_sizes"),
         ({"command": "vcd sample"}, "'vcd sample' cannot be measured. What can: cnn train"),
-        ({"command": "cnn train --modle x"}, "There is no option --modle. Did you mean"),
+        ({"command": "cnn train --modle x"}, "Unknown option --modle. Did you mean"),
         ({"command": "cnn train --qqq"}, "--qqq. See millrace cnn train --help."),
         ({"command": "cnn train --model 'x"}, "cannot be read, no closing quotation"),
         ({"command": "cnn validate --batch-size 1 2"}, "give one batch size"),

@@ -1,4 +1,4 @@
-"""An application of one's own as a command."""
+"""A user-defined application as a command."""
 
 import json
 import runpy
@@ -10,8 +10,8 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_application.py"
 
 
-def run(monkeypatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *words])
+def run(monkeypatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *args])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     code = ended.value.code
@@ -22,10 +22,10 @@ def run(monkeypatch, *words: str) -> int:
 def test_a_wrong_option_is_one_line_and_status_2(monkeypatch, capsys):
     assert run(monkeypatch, "--num-epoks", "3") == 2
     errors = capsys.readouterr().err
-    assert errors == "curve: There is no option --num-epoks. Did you mean --num-epochs?\n"
+    assert errors == "curve: Unknown option --num-epoks. Did you mean --num-epochs?\n"
 
 
-def test_help_has_the_docstrings_of_the_fields(monkeypatch, capsys):
+def test_help_shows_the_docstrings_of_the_fields(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -34,18 +34,18 @@ def test_help_has_the_docstrings_of_the_fields(monkeypatch, capsys):
     assert "Passes over the samples." in shown and "--virtual-devices" in shown
 
 
-def test_it_has_a_run_directory_and_can_be_resumed(monkeypatch, tmp_path, capsys):
-    words = ("--num-epochs", "5", "--run-dir", str(tmp_path / "run"), "--quiet")
-    assert run(monkeypatch, *words) == 0
+def test_an_application_has_a_run_directory_and_resumes(monkeypatch, tmp_path, capsys):
+    args = ("--num-epochs", "5", "--run-dir", str(tmp_path / "run"), "--quiet")
+    assert run(monkeypatch, *args) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["updates"] == 320
     assert summary["changed_options"]["num_epochs"] == 5
     assert "curve" in (tmp_path / "run" / "report.html").read_text()
-    assert run(monkeypatch, *words, "--resume") == 0
+    assert run(monkeypatch, *args, "--resume") == 0
 
 
 @pytest.mark.parametrize(
-    ("present", "words", "said"),
+    ("existing", "args", "message"),
     [
         ("run/metrics.jsonl", (), "exists and is not empty"),
         (None, ("--resume",), "There is no run to resume"),
@@ -53,23 +53,23 @@ def test_it_has_a_run_directory_and_can_be_resumed(monkeypatch, tmp_path, capsys
     ],
 )
 def test_a_wrong_run_directory_is_one_line_and_status_2(
-    monkeypatch, tmp_path, capsys, present, words, said
+    monkeypatch, tmp_path, capsys, existing, args, message
 ):
-    if present is not None:
-        (tmp_path / present).parent.mkdir(exist_ok=True)
-        (tmp_path / present).write_text("command: curve\n")
-    assert run(monkeypatch, "--run-dir", str(tmp_path / "run"), *words) == 2
+    if existing is not None:
+        (tmp_path / existing).parent.mkdir(exist_ok=True)
+        (tmp_path / existing).write_text("command: curve\n")
+    assert run(monkeypatch, "--run-dir", str(tmp_path / "run"), *args) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("curve: ") and errors.count("\n") == 1 and said in errors
+    assert errors.startswith("curve: ") and errors.count("\n") == 1 and message in errors
 
 
-def test_a_resume_with_other_options_is_one_line_and_status_2(
+def test_resuming_with_other_options_is_one_line_and_status_2(
     monkeypatch, tmp_path, capsys
 ):
-    words = ("--run-dir", str(tmp_path / "run"), "--quiet", "--num-epochs", "5")
-    assert run(monkeypatch, *words) == 0
+    args = ("--run-dir", str(tmp_path / "run"), "--quiet", "--num-epochs", "5")
+    assert run(monkeypatch, *args) == 0
     capsys.readouterr()
-    assert run(monkeypatch, *words, "--resume", "--learning-rate", "0.1") == 2
+    assert run(monkeypatch, *args, "--resume", "--learning-rate", "0.1") == 2
     errors = capsys.readouterr().err
     assert errors.startswith("curve: ") and errors.count("\n") == 1
     assert "learning_rate was 0.01" in errors

@@ -1,4 +1,4 @@
-"""The applications as Python calls: the same options, a summary and a model."""
+"""Applications called from Python: the same options, a summary and a model."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from browser import PHONE, look_at
 from sklearn.datasets import load_digits
 
 import millrace as mr
-from millrace.commands.calling import command_line
+from millrace.commands.calling import format_command_line
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError
 
@@ -63,7 +63,7 @@ def vcd(folder):
     )
 
 
-def test_a_call_leaves_what_the_command_leaves(cnn, folder):
+def test_a_call_writes_the_files_of_the_command(cnn, folder):
     assert cnn.path == folder / "cnn"
     names = {path.name for path in cnn.path.iterdir()}
     assert {"config.yml", "metrics.jsonl", "summary.json", "report.html"} <= names
@@ -74,18 +74,18 @@ def test_a_call_leaves_what_the_command_leaves(cnn, folder):
     assert kept["command"].startswith("millrace cnn train --config digits_demo --epochs 3")
 
 
-def test_the_trained_network_knows_digits_it_has_not_seen(cnn):
+def test_the_trained_network_classifies_new_digits(cnn):
     digits = load_digits()
     images = digits.images[-300:].astype(np.uint8)[..., None]
-    names, shares = cnn.model.predict(images)
+    names, probabilities = cnn.model.predict(images)
     truth = [str(label) for label in digits.target[-300:]]
     assert np.mean([a == b for a, b in zip(names, truth, strict=True)]) > 0.85
-    assert ((shares > 0.1) & (shares <= 1)).all()
+    assert ((probabilities > 0.1) & (probabilities <= 1)).all()
     with pytest.raises(ValueError, match=r"shape \(number, 8, 8, 1\), got"):
         cnn.model.predict(images[..., 0])
 
 
-def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
+def test_the_accuracy_of_the_model_is_the_reported_one(cnn):
     from millrace.data.mnist import load_digits as splits
 
     _, validation = splits()
@@ -95,7 +95,7 @@ def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
     assert accuracy == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
 
 
-def test_pictures_that_are_scaled_already_are_warned_of(cnn):
+def test_images_that_look_already_scaled_cause_a_warning(cnn):
     shape = (2, *cnn.model.image_shape)
     with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
         cnn.model.predict(np.full(shape, 0.5, np.float32))
@@ -106,11 +106,11 @@ def test_pictures_that_are_scaled_already_are_warned_of(cnn):
 def test_the_confusion_matrix_counts_every_validation_sample_once(cnn):
     part = json.loads((cnn.path / "report" / "1-confusion.json").read_text())
     total = sum(number for _, _, number in part["counts"])
-    right = sum(number for true, taken, number in part["counts"] if true == taken)
+    correct = sum(n for true, predicted, n in part["counts"] if true == predicted)
     assert total == 360
-    assert right / total == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
+    assert correct / total == pytest.approx(cnn.metrics["validation_accuracy"], abs=1e-6)
     mistakes = json.loads((cnn.path / "report" / "2-mistakes.json").read_text())
-    assert len(mistakes["pictures"]) == min(24, total - right)
+    assert len(mistakes["pictures"]) == min(24, total - correct)
 
 
 def test_a_recommender_predicts_and_recommends(autoencoder):
@@ -126,7 +126,7 @@ def test_a_recommender_predicts_and_recommends(autoencoder):
         model.predict({12345: 3.0})
 
 
-def test_items_rated_by_the_text_of_their_names_are_not_recommended(autoencoder):
+def test_rated_items_given_as_text_are_not_recommended(autoencoder):
     model = autoencoder.model
     rated = {str(item): 5.0 for item in model.item_ids[:2].tolist()}
     best = model.recommend(rated, top=len(model.item_ids))
@@ -135,21 +135,21 @@ def test_items_rated_by_the_text_of_their_names_are_not_recommended(autoencoder)
 
 
 @pytest.mark.parametrize("rating", [float("nan"), float("inf"), None])
-def test_a_rating_that_is_no_number_is_refused(autoencoder, rating):
+def test_a_rating_that_is_not_a_number_is_refused(autoencoder, rating):
     model = autoencoder.model
     first = model.item_ids[0].item()
     with pytest.raises(ValueError, match=f"rating of the item {first} is .*, not a number"):
         model.recommend({first: rating})
 
 
-def test_the_residuals_have_the_rmse_that_was_reported(autoencoder):
+def test_the_residuals_have_the_reported_rmse(autoencoder):
     part = json.loads((autoencoder.path / "report" / "residuals.json").read_text())
     assert f"RMSE {autoencoder.metrics['test_rmse']:.4f}" in part["note"]
     assert len(part["counts"]) + 1 == len(part["edges"])
     assert {place for place, _ in part["quantiles"]} <= {1, 2, 3, 4, 5}
 
 
-def test_a_generator_draws_and_reconstructs(vcd):
+def test_a_generator_samples_and_reconstructs(vcd):
     drawn = vcd.model.sample(5, seed=1)
     assert drawn.shape == (5, 8, 8)
     assert ((drawn >= 0) & (drawn <= 1)).all()
@@ -158,7 +158,7 @@ def test_a_generator_draws_and_reconstructs(vcd):
     assert vcd.model.reconstruct(drawn > 0.5).shape == (5, 8, 8)
 
 
-def test_every_picture_of_a_report_can_be_had_by_itself(cnn, autoencoder, vcd, tmp_path):
+def test_every_plot_of_a_report_is_available_on_its_own(cnn, autoencoder, vcd, tmp_path):
     plots = [
         mr.plots.curve(cnn),
         mr.plots.curve(cnn.path, "accuracy"),
@@ -189,7 +189,7 @@ def test_the_reports_of_real_runs_open_on_a_phone(cnn, autoencoder, vcd, folder,
     assert "Samples from the prior" in looked.pages[2].text
 
 
-def test_a_picture_that_is_not_there_is_an_error_that_says_what_is(cnn, vcd, tmp_path):
+def test_a_missing_plot_is_an_error_that_lists_what_exists(cnn, vcd, tmp_path):
     with pytest.raises(ConfigurationError, match=r"not logged los.*Did you mean loss"):
         mr.plots.curve(cnn, "los")
     with pytest.raises(ConfigurationError, match="has not kept a sweep"):
@@ -202,16 +202,16 @@ def test_a_picture_that_is_not_there_is_an_error_that_says_what_is(cnn, vcd, tmp
         mr.plots.mistakes(cnn).save(tmp_path / "x.svg")
 
 
-def test_a_mistake_in_the_options_is_raised_before_anything_is_made(folder):
+def test_a_mistake_in_the_options_is_raised_before_anything_is_created(folder):
     before = set(folder.iterdir())
     with pytest.raises(ConfigurationError, match="Did you mean micro_batch_size"):
         mr.cnn.train(micro_batch=3, run_dir=folder / "x")
-    with pytest.raises(ConfigurationError, match="takes a whole number"):
+    with pytest.raises(ConfigurationError, match="must be an integer"):
         mr.cnn.train(num_epochs="many", run_dir=folder / "x")
     assert set(folder.iterdir()) == before
 
 
-def test_a_failure_in_a_run_is_raised_and_still_reported(folder, monkeypatch):
+def test_a_failure_in_a_run_is_raised_and_reported(folder, monkeypatch):
     def gone(config):
         raise OSError("the disk is gone")
 
@@ -222,23 +222,23 @@ def test_a_failure_in_a_run_is_raised_and_still_reported(folder, monkeypatch):
     assert "ended with an error" in page and "the disk is gone" in page
 
 
-def test_a_failure_before_the_run_begins_is_raised_too(folder, monkeypatch):
+def test_a_failure_before_the_run_begins_is_raised(folder, monkeypatch):
     def refuse(*_):
-        raise ConfigurationError("nobody listens")
+        raise ConfigurationError("no such writer")
 
     monkeypatch.setattr("millrace.run.run.open_writers", refuse)
-    with pytest.raises(ConfigurationError, match="nobody listens"):
-        mr.cnn.train(config="digits_demo", run_dir=folder / "unheard", quiet=True)
-    assert not (folder / "unheard").exists()
+    with pytest.raises(ConfigurationError, match="no such writer"):
+        mr.cnn.train(config="digits_demo", run_dir=folder / "refused", quiet=True)
+    assert not (folder / "refused").exists()
 
 
-def test_a_notebook_shows_the_figures(cnn):
+def test_a_notebook_shows_the_metrics(cnn):
     shown = cnn._repr_html_()
     assert "validation accuracy" in shown and "completed" in shown
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_names_modules_that_are_there(name):
+def test_every_command_names_existing_modules(name):
     command = COMMANDS[name]
     assert dataclasses.is_dataclass(command.load_config_type())
     assert callable(command.load_function())
@@ -247,17 +247,17 @@ def test_every_command_names_modules_that_are_there(name):
 
 
 @pytest.mark.parametrize("application", ["cnn", "autoencoder", "vcd"])
-def test_what_an_application_offers_from_python_are_commands_of_its_own(application):
+def test_the_python_functions_of_an_application_are_its_commands(application):
     module = getattr(mr, application)
     verbs = set(module.__all__) - {"load"}
     assert verbs and {f"{application} {verb}" for verb in verbs} <= set(COMMANDS)
 
 
-def test_a_call_is_written_as_the_command_that_does_the_same():
-    words = command_line(
+def test_a_call_is_recorded_as_the_equivalent_command_line():
+    line = format_command_line(
         "cnn train", {"num_epochs": 2, "wandb_tags": ["a b"], "norm_layer": {"name": "x"}}
     )
-    assert words == (
+    assert line == (
         "millrace cnn train --num-epochs 2 --wandb-tags 'a b' "
         """--norm-layer '{"name": "x"}'"""
     )

@@ -1,4 +1,4 @@
-"""``millrace devices``: what is here, measured, and what that suggests."""
+"""``millrace devices``: devices, measurements and suggested options."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.cli import main
-from millrace.commands.devices import Found, suggest
+from millrace.commands.devices import DeviceReport, suggest_options
 from millrace.program.roofline import CopyRates, MatmulRate, measure_copy, measure_matmul
 
 
@@ -18,17 +18,19 @@ def rates(**flops: float) -> dict[str, MatmulRate]:
     }
 
 
-def found(platform: str, count: int, gain: float, to_device: float | None = None) -> Found:
+def report(
+    platform: str, count: int, gain: float, to_device: float | None = None
+) -> DeviceReport:
     devices = [
         {"number": n, "platform": platform, "kind": "x", "memory_bytes": 2**30}
         for n in range(count)
     ]
     copy = CopyRates(num_bytes=8, on_device=1.0, to_device=to_device, from_device=1.0)
-    return Found(devices, {}, rates(float32=1e12, bfloat16=gain * 1e12), copy)
+    return DeviceReport(devices, {}, rates(float32=1e12, bfloat16=gain * 1e12), copy)
 
 
-@pytest.mark.cpu("NumPy computes there")
-def test_what_is_measured_is_about_what_numpy_does_on_the_same_cores():
+@pytest.mark.cpu("compares with NumPy")
+def test_the_measured_rate_is_similar_to_that_of_numpy():
     rate = measure_matmul(size=512)
     matrix = np.ones((512, 512), np.float32)
     import time
@@ -38,12 +40,12 @@ def test_what_is_measured_is_about_what_numpy_does_on_the_same_cores():
         started = time.perf_counter()
         _ = matrix @ matrix
         best = min(best, time.perf_counter() - started)
-    numpys = 2 * 512**3 / best
+    expected = 2 * 512**3 / best
     # Threads, libraries and other users of the machine differ, but not by this much.
-    assert numpys / 30 < rate.flops_per_second < numpys * 30
+    assert expected / 30 < rate.flops_per_second < expected * 30
 
 
-def test_rates_can_be_measured_where_silent_copies_are_forbidden():
+def test_rates_can_be_measured_under_a_transfer_guard():
     with jax.transfer_guard("disallow"):
         copies = measure_copy(num_bytes=2**20)
         measure_matmul(size=64, dtype="bfloat16")
@@ -54,30 +56,30 @@ def test_rates_can_be_measured_where_silent_copies_are_forbidden():
 
 
 def test_sixteen_bits_are_suggested_where_they_are_faster():
-    assert "--precision 16.32" in suggest(found("gpu", 1, gain=8))["precision"]
-    assert suggest(found("gpu", 1, gain=1.1))["precision"].startswith("32.32")
-    assert suggest(found("cpu", 1, gain=2))["precision"].startswith("32.32")
+    assert "--precision 16.32" in suggest_options(report("gpu", 1, gain=8))["precision"]
+    assert suggest_options(report("gpu", 1, gain=1.1))["precision"].startswith("32.32")
+    assert suggest_options(report("cpu", 1, gain=2))["precision"].startswith("32.32")
 
 
-def test_replicas_are_suggested_for_several_devices_but_not_for_a_divided_cpu():
-    assert "--num-replicas 4" in suggest(found("gpu", 4, gain=8))["plan"]
-    assert "--num-replicas" not in suggest(found("cpu", 4, gain=1))["plan"]
+def test_replicas_are_suggested_for_several_devices_but_not_for_virtual_ones():
+    assert "--num-replicas 4" in suggest_options(report("gpu", 4, gain=8))["plan"]
+    assert "--num-replicas" not in suggest_options(report("cpu", 4, gain=1))["plan"]
 
 
-def test_how_many_pictures_can_be_copied_is_worked_out():
-    advice = suggest(found("gpu", 1, gain=8, to_device=6_021_120_000))
+def test_the_number_of_images_that_can_be_copied_is_estimated():
+    advice = suggest_options(report("gpu", 1, gain=8, to_device=6_021_120_000))
     assert "10,000 images" in advice["transfer"]
 
 
-def devices(*words: str) -> int:
+def devices(*args: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["devices", *words])
+        main(["devices", *args])
     code = ended.value.code
     assert isinstance(code, int)
     return code
 
 
-def test_the_command_says_what_is_here(capsys):
+def test_the_command_shows_the_devices(capsys):
     assert devices("--measure", "False") == 0
     shown = capsys.readouterr().out
     assert "device 0" in shown and f"({jax.default_backend()})" in shown
@@ -85,15 +87,15 @@ def test_the_command_says_what_is_here(capsys):
     assert "FLOP" not in shown
 
 
-def test_the_command_speaks_json(capsys, monkeypatch):
+def test_the_command_prints_json(capsys, monkeypatch):
     def rate(device, dtype):
         del device
         return MatmulRate(dtype=dtype, size=8, flops_per_second=1e9)
 
-    monkeypatch.setattr("millrace.commands.devices.measure_matmul", rate)
+    monkeypatch.setattr("millrace.program.roofline.measure_matmul", rate)
     assert devices("--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["devices"]) == jax.device_count()
-    assert told["matmul"]["bfloat16"]["flops_per_second"] == 1e9
-    assert told["copy"]["on_device"] > 0
-    assert {"precision", "plan"} <= set(told["suggested"])
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["devices"]) == jax.device_count()
+    assert printed["matmul"]["bfloat16"]["flops_per_second"] == 1e9
+    assert printed["copy"]["on_device"] > 0
+    assert {"precision", "plan"} <= set(printed["suggested"])

@@ -120,7 +120,7 @@ def test_one_value_stands_for_all_stages():
         ("--schedule groupd", "Did you mean grouped?"),
         ("--stages 0", "at least one stage, and at least one at each position; got 0."),
         ("--stages 1 0", "got 1 0."),
-        (f"--stages {'9' * 400}", "in the range of 64 bits"),
+        (f"--stages {'9' * 400}", "fits in 64 bits"),
         ("--stages 99999999999999", "stages may be up to 512, got 99,999,999,999,999"),
         ("--stages 2 --device-mapping 0 99999999999", "leaves out device 1 of 0 to"),
         ("--gradient-accumulation-count 999999999999", "up to 131,072 with 4 stages"),

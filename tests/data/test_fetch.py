@@ -458,7 +458,7 @@ def test_mnist_is_downloaded_and_then_found_without_a_path(command, server, tmp_
     assert verify(sources, catalog.CATALOG["mnist"]) == []
     status, out, _ = command("mnist", "--url", f"{server.url}mirror")
     assert (status, len(server.requested)) == (0, 4)
-    assert "was there already" in out
+    assert "mnist is already complete." in out
 
 
 @pytest.fixture
@@ -466,7 +466,6 @@ def pebbles(server, monkeypatch):
     """Put a small dataset into the catalog and return it."""
     known = dataset(server, one=CONTENT)
     # Patch the users first: patching imports them, which needs the real catalog.
-    monkeypatch.setattr("millrace.commands.fetch_options.CATALOG", {"pebbles": known})
     monkeypatch.setattr("millrace.commands.fetch.CATALOG", {"pebbles": known})
     monkeypatch.setattr(catalog, "CATALOG", {"pebbles": known})
     return known
@@ -492,8 +491,7 @@ def test_a_failed_download_is_one_line_and_status_1(command, pebbles, server):
 
 
 def test_a_terminal_shows_a_progress_bar(pebbles, server, tmp_path, monkeypatch, capsys):
-    from millrace.commands.fetch import fetch_dataset
-    from millrace.commands.fetch_options import FetchConfig
+    from millrace.commands.fetch import FetchConfig, fetch_dataset
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     fetch_dataset(FetchConfig(name="pebbles", data_dir=tmp_path))
@@ -504,7 +502,7 @@ def test_a_terminal_shows_a_progress_bar(pebbles, server, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "arguments are required: NAME"),
+        ([], "NAME is required"),
         (["cifr10"], "Did you mean cifar10?"),
         (["digits"], "nothing to fetch"),
         (["imagenet"], "Download ILSVRC2012_img_train.tar"),

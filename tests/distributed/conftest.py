@@ -1,4 +1,4 @@
-"""The run that all others are compared with."""
+"""The reference run that the others are compared with."""
 
 import pytest
 from launched import alone, end_all, run
@@ -12,7 +12,7 @@ def nothing_left_behind():
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """One process with four devices, from beginning to end."""
+    """One process with four devices that is never interrupted."""
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
     run(alone(directory, "--virtual-devices", "4", "--num-replicas", "4"))
     return directory

@@ -1,4 +1,4 @@
-"""Every application gives the same weights however its replicas lie in processes."""
+"""Applications give the same weights in one process and in several."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class Weights(NamedTuple):
 
 
 def weights(directory: Path) -> list[np.ndarray]:
-    """The last checkpoint's, whoever wrote it."""
+    """The weights of the last checkpoint, whichever processes wrote it."""
     path = checkpoints_in(directory / "checkpoints")[-1]
     tree: dict[str, Any] = {}
     for name, about in read_manifest(path)["arrays"].items():
@@ -62,9 +62,9 @@ def weights(directory: Path) -> list[np.ndarray]:
     return jax.tree.leaves(restore_part(path, Weights(tree)).state)
 
 
-def run(*words: str) -> str:
+def run(*args: str) -> str:
     done = subprocess.run(
-        words,
+        args,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -108,7 +108,7 @@ def assert_same(directory: Path, expected: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("instances", [2, 4])
 @pytest.mark.parametrize("name", ["cnn", "autoencoder", "vcd"])
-def test_an_application_in_processes_gives_the_weights_of_one(
+def test_an_application_in_several_processes_gives_the_weights_of_one(
     name, instances, tmp_path, in_one_process
 ):
     directory = tmp_path / "run"
@@ -118,31 +118,30 @@ def test_an_application_in_processes_gives_the_weights_of_one(
 
 
 @pytest.mark.slow
-def test_pipelines_lie_within_processes_and_are_replicated_across(tmp_path, in_one_process):
+def test_pipelines_within_processes_are_replicated_across_them(tmp_path, in_one_process):
     directory = tmp_path / "run"
     own = ("--num-instances", "2", "--num-replicas", "2", "--ipus-per-replica", "2")
-    words = ("launch", *own, "millrace", *PIPELINE, "--run-dir", str(directory))
-    run(*MILLRACE, *words)
+    run(*MILLRACE, "launch", *own, "millrace", *PIPELINE, "--run-dir", str(directory))
     assert_same(directory, in_one_process("pipeline"))
 
 
 @pytest.mark.slow
-def test_the_models_of_a_sweep_are_shared_out_over_processes(tmp_path):
-    words = ("autoencoder", "sweep", *AUTOENCODER[2:], "--base-learning-rates", "14,16")
+def test_the_models_of_a_sweep_are_divided_among_processes(tmp_path):
+    args = ("autoencoder", "sweep", *AUTOENCODER[2:], "--base-learning-rates", "14,16")
     alone, both = tmp_path / "alone", tmp_path / "both"
-    run(*MILLRACE, *words, "--run-dir", str(alone))
+    run(*MILLRACE, *args, "--run-dir", str(alone))
     launch = ("launch", "--num-instances", "2", "--", "millrace")
-    run(*MILLRACE, *launch, *words, "--run-dir", str(both))
+    run(*MILLRACE, *launch, *args, "--run-dir", str(both))
     trials = [summary(directory)["trials"] for directory in (alone, both)]
     for ours, theirs in zip(*trials, strict=True):
         for name in ("base_learning_rate", "rmse", "validation_rmse"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
-    run(*MILLRACE, *launch, *words, "--run-dir", str(both), "--resume")
+    run(*MILLRACE, *launch, *args, "--run-dir", str(both), "--resume")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_under_open_mpi_no_option_is_needed(tmp_path, in_one_process):
+def test_open_mpi_needs_no_options(tmp_path, in_one_process):
     directory = tmp_path / "run"
     as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     mpirun = ("mpirun", *as_root, "--oversubscribe", "-n", "2")

@@ -1,4 +1,4 @@
-"""How processes agree, through a store that all of them see."""
+"""How processes agree through a key-value store that they share."""
 
 import collections
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
-from millrace.distributed.coordination import StopPoint
+from millrace.distributed.coordination import CoordinatedStop
 from millrace.distributed.environment import ProcessInfo
 
 
@@ -36,14 +36,14 @@ class Store:
 
 
 class Processes:
-    """Lets a test be one process after the other."""
+    """Lets a test act as one process after the other."""
 
     def __init__(self, monkeypatch, count):
         self.store = Store()
         self.counts = [collections.Counter() for _ in range(count)]
         self._monkeypatch = monkeypatch
 
-    def be(self, number):
+    def act_as(self, number):
         state = types.SimpleNamespace(
             process_id=number, num_processes=len(self.counts), client=self.store
         )
@@ -59,70 +59,70 @@ def processes(monkeypatch):
 EXECUTION, AHEAD = 5, 2
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("stopping", [0, 1])
 @pytest.mark.parametrize("ahead", range(AHEAD + 1))
-def test_all_processes_stop_after_the_same_update(processes, asked, ahead):
-    """Also where the one that is not asked has run as far ahead as it can."""
-    points = {}
+def test_all_processes_stop_after_the_same_update(processes, stopping, ahead):
+    """Even if the other process has run as far ahead as it can."""
+    stops = {}
     for number in (0, 1):
-        processes.be(number)
-        points[number] = StopPoint(EXECUTION)
+        processes.act_as(number)
+        stops[number] = CoordinatedStop(EXECUTION)
 
-    def run(number, done, *, until=10**6, told=False):
-        processes.be(number)
-        while done < until and not points[number].reached(done, asked=told):
+    def run(number, done, *, until=10**6, requested=False):
+        processes.act_as(number)
+        while done < until and not stops[number].should_stop(done, requested=requested):
             done += EXECUTION
         return done
 
-    other = run(1 - asked, 0, until=10 + ahead * EXECUTION)
-    stops_at = run(asked, 10, told=True)
-    assert run(1 - asked, other) == stops_at == 10 + AHEAD * EXECUTION
+    other = run(1 - stopping, 0, until=10 + ahead * EXECUTION)
+    stops_at = run(stopping, 10, requested=True)
+    assert run(1 - stopping, other) == stops_at == 10 + AHEAD * EXECUTION
 
 
-def test_if_both_are_asked_the_first_word_counts(processes):
-    points = {}
+def test_if_both_processes_should_stop_the_first_request_counts(processes):
+    stops = {}
     for number, done in ((0, 10), (1, 15)):
-        processes.be(number)
-        points[number] = StopPoint(EXECUTION)
-        assert not points[number].reached(done, asked=True)
+        processes.act_as(number)
+        stops[number] = CoordinatedStop(EXECUTION)
+        assert not stops[number].should_stop(done, requested=True)
     for number in (0, 1):
-        processes.be(number)
-        assert not points[number].reached(15, asked=True)
-        assert points[number].reached(20, asked=True)
+        processes.act_as(number)
+        assert not stops[number].should_stop(15, requested=True)
+        assert stops[number].should_stop(20, requested=True)
 
 
-def test_a_process_alone_stops_at_once():
-    point = StopPoint(EXECUTION)
-    assert not point.reached(10, asked=False)
-    assert point.reached(10, asked=True)
+def test_a_single_process_stops_at_once():
+    stop = CoordinatedStop(EXECUTION)
+    assert not stop.should_stop(10, requested=False)
+    assert stop.should_stop(10, requested=True)
 
 
-def test_what_everyone_says_comes_in_their_order_and_calls_do_not_mix(processes):
+def test_gathered_values_are_in_order_and_calls_do_not_mix(processes):
     processes.store.values |= {
         "millrace/gather/x/1/1": '"b"',
         "millrace/gather/x/2/1": '{"n": 1}',
     }
-    processes.be(0)
+    processes.act_as(0)
     assert coordination.gather("x", "a") == ["a", "b"]
     assert coordination.gather("x", 7) == [7, {"n": 1}]
 
 
-def test_what_the_first_process_says_is_heard_by_the_others(processes):
-    for number, said in ((0, "first"), (1, "other")):
-        processes.be(number)
-        assert coordination.broadcast("x", said) == "first"
-    processes.be(0)
+def test_the_value_of_process_0_is_broadcast(processes):
+    for number, value in ((0, "first"), (1, "other")):
+        processes.act_as(number)
+        assert coordination.broadcast("x", value) == "first"
+    processes.act_as(0)
     assert coordination.broadcast("x", "second") == "second"
-    processes.be(1)
+    processes.act_as(1)
     assert coordination.broadcast("x", None) == "second"
 
 
-def test_while_others_are_waited_for_signals_are_heard(monkeypatch):
-    """JAX waits in C++, where no handler is called; so it must not be our main thread."""
+def test_signals_are_handled_while_waiting_for_other_processes(monkeypatch):
+    """JAX waits in C++, where no handler runs; that must not be the main thread."""
     threads = []
     monkeypatch.setattr(coordination, "_state", lambda: types.SimpleNamespace(client=None))
     monkeypatch.setattr(coordination, "num_processes", lambda: 2)
-    monkeypatch.setattr(coordination, "_keep_on_loopback", lambda: None)
+    monkeypatch.setattr(coordination, "_bind_gloo_to_loopback", lambda: None)
     monkeypatch.setattr(
         jax.distributed,
         "initialize",
@@ -132,11 +132,11 @@ def test_while_others_are_waited_for_signals_are_heard(monkeypatch):
     assert threads != [threading.main_thread()] and len(threads) == 1
 
 
-def test_what_is_wrong_with_a_cluster_is_said(monkeypatch):
+def test_an_error_of_a_cluster_is_reported(monkeypatch):
     def fail(*_, **__):
         time.sleep(0.01)
         raise ValueError("no such job")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
-    with pytest.raises(ConfigurationError, match=r"that Slurm started: no such job"):
+    with pytest.raises(ConfigurationError, match=r"started by Slurm: no such job"):
         coordination.join(ProcessInfo(None, None, None, "Slurm"))

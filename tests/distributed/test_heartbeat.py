@@ -1,4 +1,4 @@
-"""Processes that watch each other: how one of them stops watching."""
+"""Heartbeats: a stuck process is named, and a process exits in order."""
 
 import io
 import json
@@ -7,13 +7,14 @@ import threading
 import time
 
 import pytest
+from small_runner import batches, make_runner
 
 from millrace.distributed import heartbeat
-from millrace.distributed.heartbeat import Peers
+from millrace.distributed.heartbeat import Heartbeat, Progress
 
 
 class SlowStore:
-    """What processes share, far away."""
+    """A key-value store that is slow to answer."""
 
     def __init__(self):
         self.asked = threading.Event()
@@ -28,20 +29,20 @@ class SlowStore:
         return []
 
 
-def test_who_stops_watching_waits_for_what_was_asked(monkeypatch):
-    """A thread in the store's call when Python ends would abort the process."""
+def test_closing_waits_for_calls_of_the_store(monkeypatch):
+    """A thread in a call of the store when Python shuts down would abort the process."""
     store = SlowStore()
     monkeypatch.setattr(heartbeat.coordination, "store", lambda: store)
-    watching = Peers()
+    watching = Heartbeat()
     assert store.asked.wait(10)
     watching.close()
     assert store.num_answers == 1
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"millrace-peers_beat", "millrace-peers_look"}
+    assert not names & {"millrace-heartbeat_send", "millrace-heartbeat_watch"}
 
 
-class Signs:
-    """A store in which another process, which is not here, gives signs of life."""
+class TwoProcesses:
+    """A store in which process 1, which does not exist, sends heartbeats."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -58,52 +59,52 @@ class Signs:
         return [("millrace/alive/0", self.own), ("millrace/alive/1", json.dumps(other))]
 
 
-@pytest.mark.parametrize(("theirs", "stuck"), [(3, True), (9, False)])
-def test_a_process_that_lives_but_is_stuck_is_named_once(theirs, stuck, monkeypatch):
-    said = []
+@pytest.mark.parametrize(("steps", "is_stuck"), [(3, True), (9, False)])
+def test_a_process_that_is_alive_but_stuck_is_named_once(steps, is_stuck, monkeypatch):
+    warnings = []
     for name, value in {
-        "heartbeat.coordination.store": lambda: Signs(theirs),
-        "heartbeat.coordination.num_processes": lambda: 2,
-        "heartbeat._log.warning": lambda text, *words: said.append(text % words),
-        "heartbeat._BEAT_SECONDS": 0.02,
-        "heartbeat._LOOK_SECONDS": 0.02,
-        "progress.STUCK_SECONDS": 0.1,
-        "progress._Counted.steps": 9,
+        "coordination.store": lambda: TwoProcesses(steps),
+        "coordination.num_processes": lambda: 2,
+        "_log.warning": lambda text, *args: warnings.append(text % args),
+        "_BEAT_SECONDS": 0.02,
+        "_POLL_SECONDS": 0.02,
+        "_STUCK_SECONDS": 0.1,
+        "_num_steps": 9,
     }.items():
-        monkeypatch.setattr(f"millrace.distributed.{name}", value)
-    watching = Peers()
+        monkeypatch.setattr(f"millrace.distributed.heartbeat.{name}", value)
+    watching = Heartbeat()
     time.sleep(0.5)
     watching.close()
-    expected = "Instance 1 (pid 42 on far) has made no progress for 0 s, and the others"
-    assert [line[: len(expected)] for line in said] == [expected] * stuck
+    expected = "Process 1 (pid 42 on far) has made no progress for 0 s, and the other"
+    assert [line[: len(expected)] for line in warnings] == [expected] * is_stuck
 
 
-class Gone(Exception):
-    """In place of the end of this process."""
+class Exited(Exception):
+    """Raised instead of ending this process."""
 
 
-def test_a_process_leaves_also_if_it_cannot_say_why(monkeypatch):
+def test_a_process_exits_even_if_it_cannot_print_why(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
     def leave(status):
-        raise Gone(status)
+        raise Exited(status)
 
-    monkeypatch.setattr(heartbeat.coordination, "store", lambda: Signs(0))
+    monkeypatch.setattr(heartbeat.coordination, "store", lambda: TwoProcesses(0))
     monkeypatch.setattr(heartbeat.os, "_exit", leave)
-    watching = Peers()
-    told = []
-    watching.on_lost = told.append
+    watching = Heartbeat()
+    lost = []
+    watching.on_lost = lost.append
     monkeypatch.setattr(sys, "stderr", Broken())
-    with pytest.raises(Gone, match="1"):
-        watching._leave("Instance 1 is lost.")
+    with pytest.raises(Exited, match="1"):
+        watching._exit("Process 1 is lost.")
     watching.close()
-    assert told == ["Instance 1 is lost."]
+    assert lost == ["Process 1 is lost."]
 
 
-class Leaving(Signs):
-    """A store that knows who has left; the other process already has."""
+class Leaving(TwoProcesses):
+    """A store that records who has left; process 1 already has."""
 
     left = ("millrace/left/1",)
 
@@ -116,13 +117,66 @@ class Leaving(Signs):
         return list(self.left) if key == "millrace/left" else super().key_value_dir_get(key)
 
 
-def test_the_first_process_leaves_as_soon_as_all_have_said_good_bye(monkeypatch):
+def test_process_0_leaves_as_soon_as_all_others_have_said_goodbye(monkeypatch):
     store = Leaving(0)
     monkeypatch.setattr(heartbeat.coordination, "store", lambda: store)
     monkeypatch.setattr(heartbeat.coordination, "num_processes", lambda: 2)
-    watching = Peers()
+    watching = Heartbeat()
     began = time.monotonic()
-    watching.part()
-    assert time.monotonic() - began < heartbeat._GOOD_BYE_SECONDS - 1
+    watching.say_goodbye()
+    assert time.monotonic() - began < heartbeat._GOODBYE_SECONDS - 1
     assert store.left == ("millrace/left/1", "millrace/left/0")
     watching.close()
+
+
+# Progress
+
+
+def progress_after(*steps: int, at: float = 0.0) -> Progress:
+    progress = Progress(len(steps), at)
+    for rank, count in enumerate(steps):
+        progress.update(rank, count, at)
+    return progress
+
+
+def test_a_process_that_has_staged_fewer_chunks_for_too_long_is_stuck():
+    progress = progress_after(5, 4, 5)
+    assert progress.find_stuck(119.0) is None
+    assert progress.find_stuck(121.0) == (1, 121.0)
+
+
+def test_processes_that_all_wait_for_their_devices_are_not_stuck():
+    assert progress_after(5, 5, 5).find_stuck(1e6) is None
+
+
+def test_a_stuck_process_is_named_again_only_after_a_step():
+    progress = progress_after(5, 4)
+    assert progress.find_stuck(200.0) is not None
+    assert progress.find_stuck(300.0) is None
+    progress.update(1, 5, 301.0)
+    progress.update(0, 7, 301.0)
+    assert progress.find_stuck(302.0) is None
+    assert progress.find_stuck(301.0 + 3 * 301 + 1) is not None
+
+
+def test_with_long_steps_it_takes_longer_to_count_as_stuck():
+    progress = progress_after(0, 0)
+    for rank in range(2):
+        progress.update(rank, 1, 100.0)
+    progress.update(0, 2, 101.0)
+    assert progress.find_stuck(100.0 + 299) is None
+    assert progress.find_stuck(100.0 + 301) == (1, 301.0)
+
+
+def test_nobody_is_stuck_because_this_process_was_suspended():
+    progress = progress_after(5, 4)
+    progress.restart_clock(500.0)
+    assert progress.find_stuck(510.0) is None
+
+
+@pytest.mark.parametrize("updates", [12])
+def test_training_counts_its_calls(tmp_path, updates):
+    before = heartbeat._num_steps
+    runner, state, _, _ = make_runner(tmp_path, batches([1.0] * updates), updates=updates)
+    runner.run(state)
+    assert heartbeat._num_steps - before == 4  # logs=4: one execution before each

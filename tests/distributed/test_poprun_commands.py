@@ -1,4 +1,4 @@
-"""The poprun commands of Graphcore's benchmarks, with ``millrace launch`` for poprun."""
+"""The poprun commands of Graphcore's benchmarks, run with ``millrace launch``."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from launched import environment, summary
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.inference import ValidateConfig
 from millrace.config import parse
-from millrace.distributed.environment import with_replicas
+from millrace.distributed.environment import add_launcher_replicas
 from millrace.distributed.launcher import Launcher
 from millrace.distributed.options import LaunchConfig, split_command
 
@@ -59,36 +59,35 @@ INFERENCE = (
 
 
 def replaced(command: str) -> list[str]:
-    """poprun and the script give way to ours; nothing else changes."""
-    words = shlex.split(command)
-    place = next(n for n, word in enumerate(words) if word.endswith(".py"))
-    verb = "train" if words[place] == "train.py" else "validate"
-    own = words[1 : place - 1]
-    return [*own, "millrace", "cnn", verb, *words[place + 1 :]]
+    """Replace poprun and the script by ours, and nothing else."""
+    args = shlex.split(command)
+    script = next(n for n, arg in enumerate(args) if arg.endswith(".py"))
+    verb = "train" if args[script] == "train.py" else "validate"
+    return [*args[1 : script - 1], "millrace", "cnn", verb, *args[script + 1 :]]
 
 
-def given_to_instance(command: str, monkeypatch) -> tuple[dict[str, str], list[str]]:
-    """The variables of an instance, and the words that its command is read from."""
+def given_to_process(command: str, monkeypatch) -> tuple[dict[str, str], list[str]]:
+    """Return the environment variables of a process and the arguments of its command."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    own, words = split_command(replaced(command))
+    own, args = split_command(replaced(command))
     config, _ = parse(LaunchConfig, own, program="launch")
-    variables = Launcher(config, words)._variables(1, "127.0.0.1:5", "/folder")
+    variables = Launcher(config, args)._get_variables(1, "127.0.0.1:5", "/folder")
     for name, value in variables.items():
         if name.startswith("MILLRACE_"):
             monkeypatch.setenv(name, value)
-    return variables, words[3:]
+    return variables, args[3:]
 
 
 @pytest.mark.parametrize(
     ("command", "devices", "batch"),
     [(RESNET, 4, 16_384), (RESNEXT, 2, 768), (EFFICIENTNET, 4, 800)],
 )
-def test_instances_have_the_replicas_and_batches_of_the_reference(
+def test_processes_have_the_replicas_and_batches_of_the_reference(
     command, devices, batch, monkeypatch
 ):
-    variables, words = given_to_instance(command, monkeypatch)
+    variables, args = given_to_process(command, monkeypatch)
     assert variables["JAX_NUM_CPU_DEVICES"] == str(devices)
-    config, _ = parse(CnnConfig, with_replicas(CnnConfig, words), program="x")
+    config, _ = parse(CnnConfig, add_launcher_replicas(CnnConfig, args), program="x")
     assert config.batching.global_batch_size == batch
     assert config.num_replicas == int(variables["MILLRACE_NUM_PROCESSES"])
 
@@ -101,16 +100,16 @@ def test_instances_have_the_replicas_and_batches_of_the_reference(
         ("efficientnet --model-size 0", "--precision 16.16 --batch-size 8"),
     ],
 )
-def test_each_instance_measures_inference_on_a_replica_of_its_own(model, size, monkeypatch):
-    variables, words = given_to_instance(INFERENCE.format(model, size), monkeypatch)
+def test_each_process_measures_inference_on_its_own_replica(model, size, monkeypatch):
+    variables, args = given_to_process(INFERENCE.format(model, size), monkeypatch)
     assert variables["JAX_NUM_CPU_DEVICES"] == "1"
-    told = with_replicas(ValidateConfig, words)
-    assert parse(ValidateConfig, told, program="x")[0].num_replicas == 1
+    args = add_launcher_replicas(ValidateConfig, args)
+    assert parse(ValidateConfig, args, program="x")[0].num_replicas == 1
 
 
-def run(words: list[str]) -> str:
+def run(args: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "millrace", "launch", *words],
+        [sys.executable, "-m", "millrace", "launch", *args],
         env=environment() | {"DATASETS_DIR": os.devnull},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -123,21 +122,21 @@ def run(words: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_training_command_runs_when_it_is_made_small(tmp_path):
+def test_a_smaller_version_of_the_training_command_runs(tmp_path):
     smaller = (
         "--model-size 34 --gradient-accumulation-count 8 --generated-data --image-size 32 "
         f"--batch-size 2 --weight-updates-per-epoch 2 --run-dir {tmp_path}/r"
     )
     fewer = RESNET.replace("=4 --num-instances=4", "=2 --num-instances=2")
-    said = run([*replaced(fewer), *smaller.split()])
-    assert "one NUMA node" in said or os.path.exists("/sys/devices/system/node/node1")
+    output = run([*replaced(fewer), *smaller.split()])
+    assert "one NUMA node" in output or os.path.exists("/sys/devices/system/node/node1")
     found = summary(tmp_path / "r")
     assert (found["status"], found["updates"]) == ("completed", 2)
     assert found["device"]["count"] == 8
 
 
 @pytest.mark.slow
-def test_the_speeds_of_all_instances_are_added_up(tmp_path):
+def test_the_throughputs_of_all_processes_are_added(tmp_path):
     command = INFERENCE.format("resnet --model-size 18", "--batch-size 2")
     command = command.replace("--num-replicas 4", "--num-replicas 2")
     command = command.replace("--num-instances 4", "--num-instances 2")
@@ -145,7 +144,7 @@ def test_the_speeds_of_all_instances_are_added_up(tmp_path):
         "--repeat 2 --image-size 32 --num-batches 4 --latency-calls 2 "
         f"--run-dir {tmp_path}/r"
     )
-    said = run([*replaced(command), *smaller.split()])
+    output = run([*replaced(command), *smaller.split()])
     events = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     speeds = [json.loads(event)["samples_per_second"] for event in events]
     assert len(speeds) == 2 and min(speeds) > 0
@@ -155,4 +154,4 @@ def test_the_speeds_of_all_instances_are_added_up(tmp_path):
     assert speeds == pytest.approx([sum(rates) for rates in zip(*of_each, strict=True)])
     assert result["samples_per_second"] == pytest.approx(speeds)
     assert summary(tmp_path / "r")["device"]["count"] == 2
-    assert "in 2 processes" in said and "of the slowest process" in said
+    assert "in 2 processes" in output and "of the slowest process" in output

@@ -1,4 +1,4 @@
-"""Several processes do what one does, and leave what one leaves."""
+"""Several processes train like one, and leave the same files."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from launched import (
     wait_for,
 )
 
-LOOPBACK = "0100007F"  # 127.0.0.1, as /proc has it
+LOOPBACK = "0100007F"  # 127.0.0.1 in the format of /proc
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,10 @@ def test_two_processes_of_two_devices_give_the_weights_of_one_of_four(
 
 
 def test_every_sample_is_read_and_validated_exactly_once(two_by_two):
-    """By sums over the ids: 64 of the 70 in an epoch, and all 13 in a validation."""
+    """Checks sums over the ids: 64 of 70 in an epoch, and all 13 in a validation."""
     logged = [event for event in events(two_by_two[0]) if "train_ids" in event]
     for first in range(0, len(logged), 8):
-        # A micro-batch of 2 reports its sum; of the 4 in an update, the mean is kept.
+        # A micro-batch of 2 reports its sum, and an update the mean of its 4 sums.
         total = sum(4 * event["train_ids"] for event in logged[first : first + 8])
         left_out = sum(range(70)) - total
         assert 15 <= left_out <= sum(range(64, 70))
@@ -47,7 +47,7 @@ def test_every_sample_is_read_and_validated_exactly_once(two_by_two):
     assert validated == [6.0] * 5
 
 
-def test_the_output_says_whose_it_is_and_only_the_first_shows_progress(two_by_two):
+def test_output_lines_have_a_process_number_and_only_process_0_shows_progress(two_by_two):
     lines = two_by_two[1].splitlines()
     assert all(re.match(r"\[[01]\] ", line) for line in lines), lines
     others = [line for line in lines if line.startswith("[1]")]
@@ -55,7 +55,9 @@ def test_the_output_says_whose_it_is_and_only_the_first_shows_progress(two_by_tw
     assert any(line.startswith("[0] epoch 5 ") for line in lines)
 
 
-def test_each_process_writes_its_part_of_a_checkpoint_and_one_the_manifest(two_by_two):
+def test_each_process_writes_its_part_of_a_checkpoint_and_one_the_manifest(
+    two_by_two,
+):
     folder = sorted((two_by_two[0] / "checkpoints").iterdir())[-1]
     parts = sorted(path.name for path in (folder / "state").iterdir())
     assert parts == ["00000.npz", "00001.npz"]
@@ -65,8 +67,8 @@ def test_each_process_writes_its_part_of_a_checkpoint_and_one_the_manifest(two_b
 
 
 @pytest.mark.slow
-def test_a_run_of_four_replicas_goes_on_with_two_and_less_processes(tmp_path, undisturbed):
-    """Interrupted in two processes; the global batch stays, everything else changes."""
+def test_a_run_of_four_replicas_continues_with_two_in_one_process(tmp_path, undisturbed):
+    """Interrupted in two processes; only the global batch stays the same."""
     directory = tmp_path / "run"
     process = start(launched(directory, 2, "--delay", "0.05"))
     wait_for(directory, 9, process)
@@ -74,14 +76,14 @@ def test_a_run_of_four_replicas_goes_on_with_two_and_less_processes(tmp_path, un
     assert all(addresses)
     assert all(address.endswith(LOOPBACK) for some in addresses for address in some)
     process.terminate()
-    said = finish(process, 130)
-    assert said.count("SIGTERM") == 1, said  # the first process speaks for all
+    output = finish(process, 130)
+    assert output.count("SIGTERM") == 1, output  # process 0 reports for all
     assert summary(directory)["status"] == "interrupted"
     stopped = summary(directory)["updates"]
     assert 9 <= stopped < 40
-    words = ("--virtual-devices", "2", "--num-replicas", "2", "--global-batch-size", "8")
-    said = run(alone(directory, *words, "--resume"))
-    assert f"Resuming after update {stopped}." in said
+    args = ("--virtual-devices", "2", "--num-replicas", "2", "--global-batch-size", "8")
+    output = run(alone(directory, *args, "--resume"))
+    assert f"Resuming after update {stopped}." in output
     assert_same_weights(directory, undisturbed)
     assert_same_history(directory, undisturbed)
     assert summary(directory)["status"] == "completed"
@@ -89,7 +91,7 @@ def test_a_run_of_four_replicas_goes_on_with_two_and_less_processes(tmp_path, un
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed_on", [1, 2, 4])
-def test_stopped_in_four_processes_and_resumed_in_another_number_it_is_the_same_run(
+def test_a_run_stopped_in_four_processes_continues_in_another_number(
     tmp_path, undisturbed, resumed_on
 ):
     directory = tmp_path / "run"
@@ -106,7 +108,7 @@ def test_stopped_in_four_processes_and_resumed_in_another_number_it_is_the_same_
 
 
 @pytest.mark.slow
-def test_two_launches_at_once_do_not_meet(tmp_path, undisturbed):
+def test_two_launches_at_once_do_not_interfere(tmp_path, undisturbed):
     both = [start(launched(tmp_path / name, 2)) for name in ("one", "other")]
     for process in both:
         finish(process)
@@ -115,14 +117,14 @@ def test_two_launches_at_once_do_not_meet(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_processes_find_one_another_by_options_alone(tmp_path, undisturbed):
-    from millrace.distributed.ports import free_port
+def test_processes_find_one_another_from_options_alone(tmp_path, undisturbed):
+    from millrace.distributed.hardware import find_free_port
 
     directory = tmp_path / "run"
-    words = ("--virtual-devices", "2", "--num-replicas", "4", "--num-processes", "2")
-    where = ("--coordinator", f"127.0.0.1:{free_port()}")
+    args = ("--virtual-devices", "2", "--num-replicas", "4", "--num-processes", "2")
+    where = ("--coordinator", f"127.0.0.1:{find_free_port()}")
     both = [
-        start(alone(directory, *words, *where, "--process-id", str(number)))
+        start(alone(directory, *args, *where, "--process-id", str(number)))
         for number in range(2)
     ]
     for process in both:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.commands.registry import COMMANDS
-from millrace.config.command_line import _hyphenate, _parser
+from millrace.config.command_line import _hyphenate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 
@@ -69,7 +69,7 @@ def test_every_option_in_a_table_exists_in_the_command(command):
     entry = COMMANDS[command]
     config_type = entry.load_config_type()
     named = Path("runs.yml") if entry.named_configs else None
-    parser = _parser(config_type, command, named)
+    parser = _build_parser(config_type, command, named)
     known = {flag for action in parser._actions for flag in action.option_strings}
 
     def is_known(option: str) -> bool:  # possibly abbreviated

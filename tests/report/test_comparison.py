@@ -96,7 +96,7 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path, runs, monkeypatch):
 
 def test_a_wrong_command_says_what_is_missing(tmp_path, capsys):
     assert millrace() == 2
-    assert "RUN must be given" in capsys.readouterr().err
+    assert "RUN is required" in capsys.readouterr().err
     assert millrace(str(tmp_path / "nowhere")) == 2
     assert "not the directory of a run" in capsys.readouterr().err
     assert millrace(str(make_run(tmp_path / "run")), "--out", "nowhere/x.html") == 2

@@ -17,7 +17,7 @@ from millrace.apps.vcd.monitoring import ELBO, Watch
 from millrace.apps.vcd.program import init, program_of
 from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.distributed import coordination
-from millrace.distributed.interrupts import INTERRUPTED
+from millrace.distributed.signals import INTERRUPTED
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState

@@ -142,7 +142,7 @@ def test_every_named_configuration_is_complete(name):
         ("--multiprocessing --num-replicas 2", "multiprocessing is for one replica"),
         ("--early-stopping 0", "early_stopping must be at least 1"),
         ("--logdir a --run-dir b", "not both"),
-        ("--base-learning-rates 16", "There is no option"),
+        ("--base-learning-rates 16", "Unknown option"),
     ],
 )
 def test_a_mistake_is_explained(args, message, tmp_path, monkeypatch):

@@ -319,7 +319,7 @@ def test_speeds_of_processes_are_added_up_and_the_longest_latency_is_told(
         ("--latency-calls -1", "latency_calls must be 0 or more"),
         ("--num-batches 3", "num_batches is for synthetic data"),
         ("--checkpoint-dir nowhere", "there is no nowhere"),
-        ("--momentum 0.9", "There is no option --momentum"),
+        ("--momentum 0.9", "Unknown option --momentum"),
         ("--model resnet --batch-norm --groups 4", "groups is about group norm"),
         ("--resume --run-dir x", "resume is for training"),
     ],

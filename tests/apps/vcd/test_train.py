@@ -360,7 +360,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
     [
         ("train -c nope", "default, digits_demo"),
         ("train -c bs_experiment -b 64", "16, 100, 128, 512, 1024"),
-        ("train --leapfrog 3", "There is no option --leapfrog"),
+        ("train --leapfrog 3", "Unknown option --leapfrog"),
         ("train --num-leapfrog-steps 0", "num_leapfrog_steps must be at least 1"),
         ("train --acceptance-target 1.5", "acceptance_target must be between 0 and 1"),
         ("train --num-importance-samples 70", "a multiple of importance_group_size (50)"),
@@ -374,7 +374,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
         ),
         ("train --dataset digits -v", "1437 training pictures"),
         ("train", "millrace data fetch binarized-mnist"),
-        ("evaluate", "--checkpoint-dir must be given"),
+        ("evaluate", "--checkpoint-dir is required"),
         ("evaluate -r .", "There are no checkpoints in ."),
         ("sample -r . --num-rows 0", "num_rows must be at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP at any moment: never lost, no crash, no traceback."""
+"""Ctrl-C, SIGTERM and SIGHUP at any time: never lost, no crash, no traceback."""
 
 import importlib
 import itertools
@@ -13,26 +13,25 @@ from pathlib import Path
 import pytest
 from launched import environment
 
-from millrace.distributed.interrupts import interruptible
-from millrace.distributed.signals import handling
+from millrace.distributed.signals import handle_signals, interruptible
 
 EACH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 
 
 def wait_for_interrupt() -> None:
     time.sleep(5)
-    raise AssertionError("the signal is lost")
+    raise AssertionError("the signal was lost")
 
 
 @EACH
-def test_a_signal_is_an_interrupt(number):
+def test_a_signal_raises_keyboard_interrupt(number):
     with pytest.raises(KeyboardInterrupt), interruptible():
         os.kill(os.getpid(), number)
         wait_for_interrupt()
 
 
 @EACH
-def test_where_it_would_be_swallowed_it_comes_later(number):
+def test_an_interrupt_that_would_be_swallowed_is_raised_later(number):
     reached = []
 
     def _xla_gc_callback():
@@ -46,28 +45,28 @@ def test_where_it_would_be_swallowed_it_comes_later(number):
     assert reached == ["the end"]
 
 
-def test_what_is_being_imported_is_imported_whole(tmp_path, monkeypatch):
+def test_an_import_is_completed_before_the_interrupt(tmp_path, monkeypatch):
     name = "millrace_test_interrupted_import"
     (tmp_path / f"{name}.py").write_text(
         "import os, signal, time\n"
-        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\nwhole = True\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\ncomplete = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyboardInterrupt), interruptible():
         importlib.import_module(name)
         wait_for_interrupt()
-    assert sys.modules.pop(name).whole
+    assert sys.modules.pop(name).complete
 
 
 @EACH
-def test_handlers_are_given_back(number):
+def test_previous_handlers_are_restored(number):
     before = signal.getsignal(number)
     with interruptible():
         assert signal.getsignal(number) is not before
     assert signal.getsignal(number) is before
 
 
-def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
+def test_under_nohup_a_closed_terminal_does_not_stop_a_run():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible():
@@ -79,21 +78,21 @@ def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
 
 
 @EACH
-def test_a_closed_terminal_adds_nothing_to_what_was_asked_before(number):
-    """It is told several times, and maybe while a checkpoint is saved after Ctrl-C."""
-    heard = []
-    for _ in range(2):  # a later run of the same process listens again
-        with handling(lambda number, _: heard.append(number)):
+def test_sighup_after_another_signal_is_ignored(number):
+    """It comes several times, maybe while a checkpoint is being saved after Ctrl-C."""
+    received = []
+    for _ in range(2):  # a later run of the same process starts afresh
+        with handle_signals(lambda number, _: received.append(number)):
             os.kill(os.getpid(), number)
-            with handling(lambda number, _: heard.append(number)):
+            with handle_signals(lambda number, _: received.append(number)):
                 os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
-    assert heard == [number, signal.SIGTERM] * 2
+    assert received == [number, signal.SIGTERM] * 2
 
 
-def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
-    """Before that, it is Python that starts: on a busy machine, for who knows how long."""
+def wait_until_signals_are_handled(process: subprocess.Popen) -> None:
+    """Python itself needs unknown time to start on a busy machine."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -101,7 +100,7 @@ def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
         if caught >> (signal.SIGTERM - 1) & 1:
             return
         time.sleep(0.005)
-    raise AssertionError("signals are not heard")
+    raise AssertionError("signals are not handled")
 
 
 @pytest.mark.parametrize(
@@ -112,17 +111,17 @@ def wait_until_signals_are_heard(process: subprocess.Popen) -> None:
         (signal.SIGHUP, 1.5),
     ],
 )
-def test_a_command_that_has_hardly_begun_leaves_without_a_word(tmp_path, number, seconds):
-    words = ["cnn", "train", "--config", "digits_demo", "--num-epochs", "400", "--quiet"]
+def test_a_command_that_has_just_started_exits_silently(tmp_path, number, seconds):
+    args = ["cnn", "train", "--config", "digits_demo", "--num-epochs", "400", "--quiet"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "millrace", *words, "--run-dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "millrace", *args, "--run-dir", str(tmp_path / "run")],
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until_signals_are_heard(process)
+    wait_until_signals_are_handled(process)
     time.sleep(seconds)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in said and "Exception" not in said
+    assert "Traceback" not in errors and "Exception" not in errors

@@ -1,0 +1,73 @@
+"""What a process learns from its options and environment variables."""
+
+import pytest
+
+from millrace.config import ConfigurationError, parse
+from millrace.distributed.environment import (
+    ProcessInfo,
+    add_launcher_replicas,
+    find_num_replicas,
+    find_process_info,
+)
+from millrace.distributed.options import LaunchConfig
+from millrace.plan import Plan
+
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": "x"}, ProcessInfo(None, None, None, "Open MPI")),
+        (
+            MPI | {"JAX_COORDINATOR_ADDRESS": "h:1"},
+            ProcessInfo("h:1", 1, 2, "Open MPI"),
+        ),
+        (SLURM, ProcessInfo(None, None, None, "Slurm")),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        (
+            {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "0"},
+            ProcessInfo(None, None, None, "Kubernetes"),
+        ),
+        ({"KUBERNETES_SERVICE_HOST": "k"}, None),
+    ],
+)
+def test_clusters_are_recognized_by_their_variables(variables, expected):
+    assert find_process_info(environment=variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("h:1", None, 2), "must be given together"),
+        (("h", 0, 2), "HOST:PORT"),
+        (("h:x", 0, 2), "HOST:PORT"),
+        (("h:1", 2, 2), "from 0 to 1"),
+    ],
+)
+def test_invalid_process_options_are_refused(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        find_process_info(*given, environment={})
+
+
+def test_only_a_coordinator_on_the_loopback_is_local():
+    assert ProcessInfo("127.0.0.1:5", 0, 2).is_local
+    assert not ProcessInfo("10.0.0.1:5", 0, 2).is_local
+    assert not ProcessInfo(None, None, None, "Slurm").is_local
+
+
+def test_a_command_takes_the_replicas_of_the_launcher_and_reports_it(monkeypatch, capsys):
+    monkeypatch.setenv("MILLRACE_NUM_REPLICAS", "4")
+    args = add_launcher_replicas(Plan, ["--num-replicas=2"])
+    assert parse(Plan, args, program="x")[0].num_replicas == 4
+    expected = "--num-replicas is 2, but millrace launch sets it to 4. Using 4."
+    assert expected in capsys.readouterr().err
+    assert add_launcher_replicas(LaunchConfig, ["x"]) == ["x", "--num-replicas", "4"]
+
+
+def test_the_last_number_of_replicas_on_a_command_line_counts():
+    assert find_num_replicas(["--num-replicas", "2", "--replicas=3"]) == "3"
+    assert find_num_replicas(["--num_replicas", "2"]) == "2"
+    assert find_num_replicas(["train"]) is None
