@@ -130,16 +130,16 @@ def work(config, run):
 
 def fill_disk(update):
     """Let the first process write no array after so many updates."""
-    from millrace.checkpoint import folder
+    from millrace.checkpoint import files
 
-    real = folder.write_arrays
+    real = files.write_arrays
 
     def full(partial: Path, state):
         if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
             raise OSError(28, "No space left on device")
         return real(partial, state)
 
-    folder.write_arrays = full
+    files.write_arrays = full
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from millrace.commands.devices_options import DevicesConfig
 from millrace.drawing.numbers import byte_size
 from millrace.program.roofline import CopyRates, MatmulRate, measure_copy, measure_matmul
 from millrace.run.process import use_virtual_devices
-from millrace.run.provenance import machine
+from millrace.run.provenance import describe_machine
 
 _TYPES = ("float32", "bfloat16", "float16")
 _WORTH_NARROWING = 1.3
@@ -59,7 +59,9 @@ def look(*, measure: bool = True) -> Found:
     ]
     first = jax.local_devices()[0]
     matmul = {d: measure_matmul(first, dtype=d) for d in _TYPES} if measure else {}
-    return Found(devices, machine(), matmul, measure_copy(first) if measure else None)
+    return Found(
+        devices, describe_machine(), matmul, measure_copy(first) if measure else None
+    )
 
 
 def suggest(found: Found) -> dict[str, str]:

@@ -8,9 +8,9 @@ import pytest
 
 from millrace.checkpoint.averaging import (
     exponential_average,
-    mean_of,
-    of_last_epochs,
     save_average,
+    select_last_epochs,
+    uniform_average,
 )
 from millrace.checkpoint.store import (
     CheckpointError,
@@ -82,17 +82,17 @@ def test_an_exponential_average_starts_from_the_first_and_forgets_it(saved):
 
 def test_a_mean_is_over_the_checkpoints_of_the_last_epochs(saved):
     # Every half epoch: 2.5, 2.0 and 1.5 are within 1.5 epochs of the end, 1.0 is not.
-    last = of_last_epochs(saved, 1.5)
+    last = select_last_epochs(saved, 1.5)
     assert last == saved[-3:]
     wanted = [sum(each) / 3 for each in zip(*map(wide, (3, 4, 5)), strict=True)]
-    assert_equal(mean_of(last, weights(1)), wanted)
-    assert of_last_epochs(saved, 0.1) == saved[-1:]
-    assert of_last_epochs(saved, 100) == saved
+    assert_equal(uniform_average(last, weights(1)), wanted)
+    assert select_last_epochs(saved, 0.1) == saved[-1:]
+    assert select_last_epochs(saved, 100) == saved
 
 
 def test_an_average_is_a_checkpoint_beside_the_others(saved):
     folder = saved[0].parent
-    average = mean_of(saved, weights(1))
+    average = uniform_average(saved, weights(1))
     for _ in range(2):  # again, as a resumed run would
         facts = save_average(folder / "weight_avg_N_9", average, saved)
     assert facts == {
@@ -108,6 +108,6 @@ def test_a_checkpoint_without_an_epoch_is_named(tmp_path):
     path = tmp_path / "update-000000001"
     write_checkpoint(path, weights(1), 1, {})
     with pytest.raises(CheckpointError, match="update-000000001 does not say its epoch"):
-        of_last_epochs([path], 1)
+        select_last_epochs([path], 1)
     with pytest.raises(CheckpointError, match="not saved by a training run"):
         save_average(tmp_path / "average", weights(1), [path])

@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from several_processes import as_processes
 
 from millrace.checkpoint import arrays
-from millrace.checkpoint import folder as checkpoint_folder
+from millrace.checkpoint import files as checkpoint_files
 from millrace.checkpoint import manifest as checkpoint_manifest
-from millrace.checkpoint.arrays import own_leaves
+from millrace.checkpoint.arrays import assigned_leaves
 from millrace.checkpoint.store import (
     CheckpointError,
     Checkpoints,
@@ -476,7 +476,7 @@ def test_only_what_a_failed_write_leaves_behind_is_not_printed():
     printed = []
     for text in ("Event loop is closed", "of a library's own"):
         error = SimpleNamespace(exc_value=RuntimeError(text))
-        arrays._unless_late(printed.append, error)
+        arrays._skip_closed_loop(printed.append, error)
     assert [str(error.exc_value) for error in printed] == ["of a library's own"]
 
 
@@ -503,8 +503,8 @@ def every_kind() -> dict:
 
 
 def exactly(leaf) -> tuple:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    raw = jax.random.key_data(leaf) if is_key else leaf
+    is_prng_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    raw = jax.random.key_data(leaf) if is_prng_key else leaf
     return str(leaf.dtype), leaf.shape, np.asarray(raw).tobytes()
 
 
@@ -557,7 +557,7 @@ def test_a_random_key_may_be_donated_as_soon_as_save_returns(checkpoints):
 def test_processes_share_the_arrays_evenly_and_write_each_once():
     sizes = [6, 5, 4, 3, 2, 0]
     state = {str(n): np.zeros(size, np.float32) for n, size in enumerate(sizes)}
-    shares = as_processes(3, lambda _: own_leaves(state))
+    shares = as_processes(3, lambda _: assigned_leaves(state))
     assert sorted(place for share in shares for place in share) == [0, 1, 2, 3, 4, 5]
     assert sorted(sum(sizes[place] for place in share) for share in shares) == [6, 7, 7]
 
@@ -571,7 +571,7 @@ def sign(folder: Path, change) -> None:
     manifest.pop("checksum")
     changed = change(manifest)
     if isinstance(changed, dict):
-        changed["checksum"] = checkpoint_manifest._checksum_of(changed)
+        changed["checksum"] = checkpoint_manifest.manifest_checksum(changed)
     (folder / "manifest.json").write_text(json.dumps(changed))
 
 
@@ -746,7 +746,7 @@ def test_what_cannot_be_read_at_the_moment_is_not_called_damaged(three, monkeypa
     def denied(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(checkpoint_manifest, "checksum", denied)
+    monkeypatch.setattr(checkpoint_manifest, "file_checksum", denied)
     with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied"):
         three.restore_newest(small_state())
     monkeypatch.undo()
@@ -757,7 +757,7 @@ def test_a_checkpoint_is_not_called_damaged_for_want_of_memory(three, monkeypatc
     def too_much(*_):
         raise MemoryError
 
-    monkeypatch.setattr(checkpoint_folder, "read_arrays", too_much)
+    monkeypatch.setattr(checkpoint_files, "read_arrays", too_much)
     with pytest.raises(MemoryError):
         three.restore_newest(small_state())
     assert updates(three) == [1, 2, 3]

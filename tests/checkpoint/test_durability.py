@@ -13,7 +13,7 @@ from power_cut import Disk
 from several_processes import as_processes
 from small_runner import batches, make_runner
 
-from millrace.checkpoint.manifest import check_inventory
+from millrace.checkpoint.manifest import verify_files
 from millrace.checkpoint.store import (
     CheckpointError,
     Checkpoints,
@@ -40,7 +40,7 @@ def newest_whole(folder: Path) -> int:
     """The newest checkpoint in a folder of which none may be damaged."""
     found = checkpoints_in(folder)
     for path in found:
-        check_inventory(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
     return int(found[-1].name.removeprefix("update-")) if found else 0
 
 
@@ -127,12 +127,12 @@ def metrics_with_a_checkpoint(directory: RunDirectory) -> None:
 
 def metrics_of_a_resumed_run(directory: RunDirectory) -> None:
     directory.append_metrics({"update": 1})
-    directory.forget_metrics_after(1)
+    directory.truncate_metrics(1)
 
 
 def summary_taken_by_a_resumed_run(directory: RunDirectory) -> None:
     directory.write_summary({"status": "completed"})
-    directory.take_summary()
+    directory.pop_summary()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from killable import assert_same_run, finish, start
 
-from millrace.checkpoint.manifest import check_inventory
+from millrace.checkpoint.manifest import verify_files
 from millrace.checkpoint.store import checkpoints_in, read_manifest
 
 MOMENTS = 20
@@ -99,7 +99,7 @@ def test_after_a_power_cut_a_run_resumes_from_what_it_had_finished(cuts, tmp_pat
             run = disk / "run"
             found = checkpoints_in(run / "checkpoints")
             for path in found:
-                check_inventory(path, read_manifest(path))
+                verify_files(path, read_manifest(path))
             newest = int(found[-1].name.removeprefix("update-")) if found else 0
             assert newest >= finished
             resumed = start(run, "--resume")

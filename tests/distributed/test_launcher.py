@@ -267,12 +267,12 @@ def test_a_restart_that_cannot_go_on_says_why(tmp_path, monkeypatch, capsys):
     (run / "config.yml").write_text("command: cnn-train\n")
     (tmp_path / "run-directory").write_text(str(run))
     monkeypatch.setenv("MILLRACE_LAUNCH_DIR", str(tmp_path))
-    monkeypatch.setattr("millrace.run.run._begun", [])  # as in a process of its own
+    monkeypatch.setattr("millrace.run.process._begun", [])  # as in a process of its own
     words = ["cnn", "train", "--config", "digits_demo", "--checkpoints", "False"]
     with pytest.raises(SystemExit, match="2"):
         main(words)
     said = capsys.readouterr().err
-    assert said.startswith(f"millrace: The run cannot go on in {run}: resume needs")
+    assert said.startswith(f"millrace: Cannot continue the run in {run}: resume needs")
 
 
 def test_help_is_the_launcher_s_own():

@@ -17,10 +17,10 @@ from small_runner import batches, loss_fn, make_runner
 
 import millrace as mr
 from millrace.checkpoint import arrays
-from millrace.checkpoint.manifest import _checksum_of
-from millrace.checkpoint.store import NOT_OF_A_RUN, CheckpointError, read_manifest
+from millrace.checkpoint.manifest import manifest_checksum
+from millrace.checkpoint.store import MANIFEST_ERRORS, CheckpointError, read_manifest
 from millrace.loop.nan_guard import NonFiniteCheck, NonFiniteError
-from millrace.loop.runner import _SavedProgress
+from millrace.loop.progress import SavedProgress
 
 
 def test_events_hold_means_since_the_last_and_the_newest_of_what_is_watched(tmp_path):
@@ -85,7 +85,7 @@ def test_fp_exceptions_stop_at_the_first_and_save_nothing_after_it(tmp_path):
 
 def test_a_loss_that_stays_lost_stops_a_run_that_is_told_to():
     plan = mr.Plan(micro_batch_size=2)
-    watch = NonFiniteCheck(plan, 10, 100, stops_diverged=True)
+    watch = NonFiniteCheck(plan, 10, 100, stop_on_divergence=True)
     watch.check({"loss": np.array([1.0, np.nan, 1.0])})  # it was one bad batch
     with pytest.raises(
         NonFiniteError, match=r"inf at update 15 \(epoch 0.15\): .* diverged"
@@ -95,14 +95,14 @@ def test_a_loss_that_stays_lost_stops_a_run_that_is_told_to():
 
 def test_in_float16_a_lost_run_is_told_of_dynamic_loss_scaling():
     plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling=1000.0)
-    watch = NonFiniteCheck(plan, 0, stops_diverged=True)
+    watch = NonFiniteCheck(plan, 0, stop_on_divergence=True)
     with pytest.raises(NonFiniteError, match="or with loss_scaling dynamic"):
         watch.check({"loss": np.array([np.nan])})
 
 
 def test_dynamic_loss_scaling_may_skip_some_updates_before_a_run_is_lost():
     plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling="dynamic")
-    watch = NonFiniteCheck(plan, 0, stops_diverged=True)
+    watch = NonFiniteCheck(plan, 0, stop_on_divergence=True)
     bad = np.full(12, np.nan)
     watch.check({"loss": bad})
     watch.check({"loss": bad})
@@ -436,7 +436,7 @@ def test_a_manifest_that_does_not_say_how_far_a_run_had_come_is_set_aside(stoppe
     path = stopped / "checkpoints" / "update-000000009" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"metrics": None}
     manifest.pop("checksum")
-    manifest["checksum"] = _checksum_of(manifest)
+    manifest["checksum"] = manifest_checksum(manifest)
     path.write_text(json.dumps(manifest))
     events = resume(stopped)
     assert [event["update"] for event in events] == [3, 6, 9, 12]
@@ -460,10 +460,10 @@ def test_a_manifest_that_does_not_say_how_far_a_run_had_come_is_set_aside(stoppe
 )
 def test_odd_progress_in_a_manifest_is_an_error_that_counts_as_damage(ended, change):
     manifest = read_manifest(ended / "checkpoints" / "update-000000009")
-    assert _SavedProgress.read(manifest).data_position == 9
+    assert SavedProgress.read(manifest).data_position == 9
     changed = {n: v for n, v in (manifest | change).items() if v is not ...}
-    with pytest.raises(NOT_OF_A_RUN):
-        _SavedProgress.read(changed)
+    with pytest.raises(MANIFEST_ERRORS):
+        SavedProgress.read(changed)
 
 
 def test_a_run_with_random_keys_and_empty_arrays_in_its_state_resumes_exactly(tmp_path):

@@ -14,7 +14,7 @@ from millrace.run.console import Console
 STORY = """
 from millrace.run.console import Console
 console = Console(quiet={quiet}, verbose={verbose})
-console.facts({{"model": "small", "global batch": 32}})
+console.table({{"model": "small", "global batch": 32}})
 console.start(100, 0)
 console.status("compiling")
 console.status("training")

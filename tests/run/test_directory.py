@@ -18,7 +18,7 @@ import millrace
 from millrace.config import ConfigurationError
 from millrace.durable import finite_json, write_atomically
 from millrace.run.directory import (
-    FollowedDirectory,
+    FollowerRunDirectory,
     RunDirectory,
     open_run_directory,
 )
@@ -192,9 +192,9 @@ def test_more_epochs_are_recorded_when_the_run_goes_on_and_fewer_are_refused(tmp
     start(tmp_path).close()
     before = (tmp_path / "config.yml").read_text()
     longer = start(tmp_path, Options(epochs=5), resume=True)
-    assert longer.grown == {"epochs": 5}
+    assert longer.extended_options == {"epochs": 5}
     assert (tmp_path / "config.yml").read_text() == before
-    longer.keep_grown()
+    longer.record_extended_options()
     assert (tmp_path / "config.yml").read_text() == before.replace("epochs: 3", "epochs: 5")
     longer.close()
     for fewer in (3, None):
@@ -302,7 +302,7 @@ def test_what_is_logged_after_a_torn_line_is_not_lost_with_it(tmp_path):
     directory.append_metrics({"update": 1})
     with directory.metrics_path.open("a") as file:
         file.write('{"update": 2, "lo')
-    directory.forget_metrics_after(1)  # as resuming does
+    directory.truncate_metrics(1)  # as resuming does
     directory.append_metrics({"update": 2})
     assert directory.read_metrics() == [{"update": 1}, {"update": 2}]
 
@@ -311,10 +311,10 @@ def test_events_after_the_checkpoint_are_forgotten_when_a_run_resumes(tmp_path):
     directory = RunDirectory(tmp_path)
     for update in (10, 20, 20, 30):
         directory.append_metrics({"update": update, "loss": math.nan})
-    directory.forget_metrics_after(20)
+    directory.truncate_metrics(20)
     assert [event["update"] for event in directory.read_metrics()] == [10, 20, 20]
     assert all(strictly(line) for line in directory.metrics_path.read_text().splitlines())
-    directory.forget_metrics_after(0)
+    directory.truncate_metrics(0)
     assert directory.metrics_path.read_text() == ""
 
 
@@ -350,9 +350,9 @@ def test_the_versions_behind_the_results_are_known():
 def test_who_resumes_takes_the_account_of_the_part_before(tmp_path):
     directory = start(tmp_path)
     directory.write_summary({"status": "interrupted", "updates": 198})
-    assert directory.take_summary() == {"status": "interrupted", "updates": 198}
+    assert directory.pop_summary() == {"status": "interrupted", "updates": 198}
     assert not (tmp_path / "summary.json").exists()
-    assert directory.take_summary() == {}
+    assert directory.pop_summary() == {}
 
 
 # The other processes of a run
@@ -368,7 +368,7 @@ def temporary(tmp_path, monkeypatch):
 
 def test_a_process_that_writes_nothing_for_itself_makes_no_folder(tmp_path, temporary):
     home = start(tmp_path / "run").path
-    followed = FollowedDirectory(home)
+    followed = FollowerRunDirectory(home)
     assert followed.read_metrics() == []
     followed.append_metrics({"update": 1})
     followed.write_summary({})
@@ -379,7 +379,7 @@ def test_a_process_that_writes_nothing_for_itself_makes_no_folder(tmp_path, temp
 
 
 def test_what_a_process_writes_for_itself_is_deleted_in_the_end(tmp_path, temporary):
-    followed = FollowedDirectory(start(tmp_path / "run").path)
+    followed = FollowerRunDirectory(start(tmp_path / "run").path)
     (followed.path / "items.npy").write_text("")
     assert followed.path == followed.path
     assert followed.path.parent == temporary
@@ -393,14 +393,14 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(
     home = start(tmp_path / "run").path
     code = (
         "import os, pathlib, sys\n"
-        "from millrace.run.directory import FollowedDirectory\n"
-        "(FollowedDirectory(pathlib.Path(sys.argv[1])).path / 'file').write_text('')\n"
+        "from millrace.run.directory import FollowerRunDirectory\n"
+        "(FollowerRunDirectory(pathlib.Path(sys.argv[1])).path / 'file').write_text('')\n"
         "os._exit(9)"
     )
     environment = os.environ | {"TMPDIR": str(temporary)}
     subprocess.run([sys.executable, "-c", code, str(home)], env=environment)
     (left,) = temporary.glob("millrace-*")
-    working, other = FollowedDirectory(home), FollowedDirectory(home)
+    working, other = FollowerRunDirectory(home), FollowerRunDirectory(home)
     (temporary / "millrace-mine").mkdir()
     names = {path.name for path in (working.path, other.path)}
     assert len(names) == 2

@@ -57,7 +57,7 @@ def test_a_run_is_trained_on(train, option, tmp_path, capsys):
     assert_same(history(parts), history(whole))
     assert yaml.safe_load((parts / "config.yml").read_text())[option] == 3
     summary = json.loads((parts / "summary.json").read_text())
-    assert f"{option} 3; " in summary["facts"]["goes on"]
+    assert f"{option} 3; " in summary["facts"]["extended"]
     capsys.readouterr()
     assert status(f"{train} {more} 2 --run-dir {parts} --resume") == 2
     assert f"{option} was 3" in capsys.readouterr().err

@@ -11,11 +11,11 @@ import pytest
 from millrace.run.console import Phase
 from millrace.run.options import RunOptions
 from millrace.run.provenance import (
-    add_earlier,
-    changed_options,
-    commit,
-    machine,
-    memory_used,
+    add_previous_times,
+    describe_machine,
+    find_commit,
+    get_changed_options,
+    measure_memory,
     run_metadata,
     write_phases,
 )
@@ -34,18 +34,18 @@ class Demanding(RunOptions):
 
 
 def test_only_options_that_are_not_as_by_default_are_told():
-    assert changed_options(Config()) == {}
-    assert changed_options(Config(size=4, seed=0)) == {"size": 4}
-    assert changed_options(Config(names=["a"])) == {"names": ["a"]}
+    assert get_changed_options(Config()) == {}
+    assert get_changed_options(Config(size=4, seed=0)) == {"size": 4}
+    assert get_changed_options(Config(names=["a"])) == {"names": ["a"]}
 
 
 def test_an_option_that_has_to_be_given_is_told():
-    assert changed_options(Demanding(path="x")) == {"path": "x"}
-    assert changed_options(Demanding(path="x", size=5)) == {"path": "x", "size": 5}
+    assert get_changed_options(Demanding(path="x")) == {"path": "x"}
+    assert get_changed_options(Demanding(path="x", size=5)) == {"path": "x", "size": 5}
 
 
 def test_where_a_run_is_kept_is_not_among_them(tmp_path):
-    assert changed_options(Config(run_dir=tmp_path, resume=True)) == {}
+    assert get_changed_options(Config(run_dir=tmp_path, resume=True)) == {}
 
 
 def test_an_account_adds_up_what_was_done():
@@ -73,13 +73,13 @@ def test_the_times_of_a_resumed_run_are_those_of_all_its_parts():
     before["compile_seconds"] = 1.5
     summary = {"wall_seconds": 4.0, "seconds": {"training": 3.0, "validating": 0.5}}
     summary["compile_seconds"] = 1.0
-    add_earlier(summary, before)
+    add_previous_times(summary, before)
     assert summary == {
         "wall_seconds": 14.0,
         "compile_seconds": 2.5,
         "seconds": {"compiling": 2.0, "training": 10.0, "validating": 0.5},
     }
-    add_earlier(summary, {})  # killed before it could write one
+    add_previous_times(summary, {})  # killed before it could write one
     assert summary["wall_seconds"] == 14.0
 
 
@@ -88,7 +88,7 @@ def test_the_memory_of_the_largest_program_is_told():
         jax.jit(lambda x: x + 1).lower(jnp.zeros(n, jnp.float32)).compile()
         for n in (100, 10_000)
     )
-    used = memory_used([small, large])
+    used = measure_memory([small, large])
     assert used["program_bytes"] >= 80_000  # 40,000 in, 40,000 out
     assert used["host_peak_bytes"] > 50 << 20
 
@@ -96,7 +96,7 @@ def test_the_memory_of_the_largest_program_is_told():
 def test_variables_that_change_what_is_computed_are_told(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--odd")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    facts = machine()
+    facts = describe_machine()
     assert facts["XLA_FLAGS"] == "--odd"
     assert "CUDA_VISIBLE_DEVICES" not in facts
     assert "cores of" in facts["processor"]
@@ -107,7 +107,7 @@ def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monke
     file.parent.mkdir(parents=True)
     file.write_text("first")
     monkeypatch.setattr("millrace.run.provenance.__file__", str(file))
-    assert commit() is None
+    assert find_commit() is None
 
     def git(*words):
         names = ("-c", "user.name=x", "-c", "user.email=x@example.org")
@@ -117,9 +117,9 @@ def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monke
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "One")
-    assert commit() == git("rev-parse", "HEAD").strip()
+    assert find_commit() == git("rev-parse", "HEAD").strip()
     file.write_text("second")
-    assert commit() == git("rev-parse", "HEAD").strip() + ", with changes"
+    assert find_commit() == git("rev-parse", "HEAD").strip() + ", with changes"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1, [2]]", '[["a", "b", 1]]', "[" * 10**5])
@@ -134,6 +134,6 @@ def test_odd_phases_of_an_earlier_part_do_not_end_a_resumed_run(tmp_path, text):
 @pytest.mark.parametrize("seconds", [None, [], {"training": "long"}, {"training": None}])
 def test_an_odd_account_of_an_earlier_part_does_not_end_a_resumed_run(seconds):
     summary = {"wall_seconds": 1.0, "compile_seconds": 2.0, "seconds": {"training": 3.0}}
-    add_earlier(summary, {"wall_seconds": "text", "seconds": seconds})
+    add_previous_times(summary, {"wall_seconds": "text", "seconds": seconds})
     assert summary["wall_seconds"] == 1.0
     assert summary["seconds"] == {"training": 3.0}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from millrace.apps.autoencoder.config import TrainingOptions
 from millrace.config import ConfigurationError
-from millrace.loop.event_schedule import EventSchedule, countable
+from millrace.loop.event_schedule import EventSchedule, check_update_count
 
 
 class Steps(NamedTuple):
@@ -51,7 +51,7 @@ def steps_of(config: TrainingOptions, num_rows: int) -> Steps:
         batches_per_epoch=num_rows // batch,
         updates_per_batch=2 if config.refeeding == "detached" else 1,
     )
-    countable(steps.total * steps.updates_per_step)
+    check_update_count(steps.total * steps.updates_per_step)
     return steps
 
 

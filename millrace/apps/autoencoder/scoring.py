@@ -69,7 +69,7 @@ class Validator:
             placed,
             self._source,
             self._batch_size,
-            by_itself=self._by_itself,
+            single_process=self._by_itself,
         )
 
     def __call__(self, state: Any) -> dict[str, float]:

@@ -202,7 +202,7 @@ def _means_of_all(state: Any) -> list[Means]:
 
 def _is_over(run: Run) -> bool:
     """Tell whether the sweep to resume is complete."""
-    before = run.summary_before() if run.options.resume else {}
+    before = run.previous_summary() if run.options.resume else {}
     if before.get("status") != "completed":
         return False
     run.console.line("The sweep is complete.")

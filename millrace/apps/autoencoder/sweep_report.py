@@ -76,7 +76,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     for line in table(trials, config.rows):
         run.console.line(line)
     total = sum(trial.rows_per_second for trial in trials)
-    run.closing_facts["throughput"] = (
+    run.closing_notes["throughput"] = (
         f"{total:,.0f} {config.rows}/s over {len(trials)} models, "
         f"{total / len(trials):,.0f} {config.rows}/s each"
     )
@@ -84,7 +84,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     folder = run.directory.path
     save_part(folder, "sweep", drawn := sweep_part(trials))
     path = Picture(drawn.title, drawn.drawing()).save(folder / "sweep.svg")
-    run.closing_facts["plot"] = str(path)
+    run.closing_notes["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
         raise NonFiniteError(
@@ -95,7 +95,7 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     run.summary["metrics"]["best_rmse"] = best.error
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": best_config(config, best)}))
-    run.closing_facts["best"] = (
+    run.closing_notes["best"] = (
         f"2^-{label(best.base_learning_rate)}: millrace autoencoder train --config best "
         f"--config-path {path}"
     )

@@ -76,7 +76,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             schedule_of(steps, config.steps_per_log),
             validate=stopping or _beside_training(config, validator, run),
             checkpoints=checkpoints,
-            stops_diverged=True,
+            stop_on_divergence=True,
         )
     if stopping is not None and stopping.stopped:
         _say_stopped(config, run)
@@ -178,7 +178,7 @@ def _write_first(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
         since_log=nothing,
     )
     run.summary["status"] = "completed"
-    run.closing_facts["first weights"] = str(run.directory.checkpoints)
+    run.closing_notes["first weights"] = str(run.directory.checkpoints)
 
 
 def _beside_training(
@@ -205,14 +205,14 @@ def _stopping_early(
 
 def _say_stopped(config: AutoencoderConfig, run: Run) -> None:
     run.summary |= {"status": "completed", "stopped_early": True}
-    run.closing_facts["stopped early"] = (
+    run.closing_notes["stopped early"] = (
         f"no better for {config.early_stopping} validations"
     )
 
 
 def _already_stopped(run: Run) -> bool:
     """Tell whether the run to resume has stopped early: then it is over."""
-    before = run.summary_before() if run.options.resume else {}
+    before = run.previous_summary() if run.options.resume else {}
     if before.get("stopped_early"):
         run.console.line("The run is complete: it has stopped early.")
         run.summary |= before
@@ -231,7 +231,7 @@ def _report_best(
     params, manifest = weights_in(best or checkpoints_in(folder)[-1], model, config)
     if best is not None:
         run.summary["best"] = facts = {"epoch": manifest["epoch"], **manifest["scores"]}
-        run.closing_facts["best"] = (
+        run.closing_notes["best"] = (
             f"validation RMSE {facts['validation_rmse']:.4f} after epoch "
             f"{facts['epoch']:g}: {best}"
         )
@@ -244,4 +244,4 @@ def _report_best(
     tester = validator_of(config, model, ratings.training, ratings.test, device)
     if tester is not None:
         run.summary["metrics"]["test_rmse"] = tester.of_weights(params)["rmse"]
-        run.closing_facts["noise"] = f"{ratings.noise:g}: no model foretells better"
+        run.closing_notes["noise"] = f"{ratings.noise:g}: no model foretells better"

@@ -98,7 +98,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tmp_path, 
     said = " ".join(ended.err.split())
     assert re.search(r"The loss is (nan|inf) at update 1[3-8] \(epoch 2\.\d+\):", said)
     assert "has diverged. Start again with a smaller learning rate." in said
-    assert "Traceback" not in said and "Training goes on" not in said
+    assert "Traceback" not in said and "Training continues" not in said
     summary = summary_of(tmp_path / "run")
     assert summary["status"] == "failed" and "diverged" in summary["error"]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
