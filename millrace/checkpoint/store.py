@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written in the background, newest and best kept.
+"""The checkpoints of a run, written in the background; the newest and the best stay.
 
 A checkpoint is a folder ``update-<n>`` with the arrays of the state and a manifest that
 lists every file with its size and checksum, so that later changes are noticed. A power cut
@@ -122,7 +122,7 @@ class Checkpoints:
             leaves,
             jax.tree.structure(state),
             update,
-            finite_json(metadata),  # a copy, because the caller goes on changing it
+            finite_json(metadata),  # a copy: the caller keeps changing it
             late_metadata,
             before_rename,
         )

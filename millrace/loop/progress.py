@@ -12,11 +12,9 @@ class Writer(Protocol):
 
     def write(self, event: dict[str, Any]) -> None:
         """Write one event: update, epoch, time and the metrics."""
-        ...
 
     def close(self) -> None:
         """Flush, and release what was opened."""
-        ...
 
 
 class EventLog(Protocol):
@@ -36,11 +34,9 @@ class EventLog(Protocol):
 
     def sync_metrics(self) -> None:
         """Return once all events are on disk."""
-        ...
 
     def record_extended_options(self) -> None:
         """Record options that a resumed run was given larger values for."""
-        ...
 
 
 class Display(Protocol):
@@ -48,31 +44,24 @@ class Display(Protocol):
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Start at `done` of `total` updates, with `elapsed` seconds on the clock."""
-        ...
 
     def stop(self) -> None:
         """Stop, however the run ended."""
-        ...
 
     def status(self, what: str) -> None:
         """Show what the run is doing now."""
-        ...
 
     def advance(self, done: int, metrics: dict[str, float], speed: float) -> None:
         """Show the newest metrics after `done` updates."""
-        ...
 
     def event(self, event: dict[str, Any]) -> None:
         """Show a log event."""
-        ...
 
     def line(self, text: str) -> None:
         """Show a line of text."""
-        ...
 
     def warning(self, text: str) -> None:
         """Show a warning."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

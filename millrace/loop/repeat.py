@@ -151,10 +151,10 @@ class _Loop:
                     self._check_end(done, limit)
                     break
             self._limit_outputs(carry, chunk)
-            asked = self._steps(chunk, None if limit is None else limit - done)
-            result = self._execute(carry, chunk, asked)
+            steps = self._choose_steps(chunk, None if limit is None else limit - done)
+            result = self._execute(carry, chunk, steps)
             carry = result.carry
-            done += self._settle(asked, result)
+            done += self._settle(steps, result)
             if self._body.condition is not None:
                 more = bool(jax.device_get(result.more))
         return carry
@@ -166,7 +166,7 @@ class _Loop:
             size = self._program.output_bytes(carry, data)
             self._capacity = max(1, min(_MAX_STEPS, _MAX_OUTPUT_BYTES // max(1, size)))
 
-    def _steps(self, chunk: Chunk | None, left: int | None) -> int:
+    def _choose_steps(self, chunk: Chunk | None, left: int | None) -> int:
         steps = self._length or min(self._pace.count, self._capacity)
         if chunk is not None:
             steps = min(steps, chunk.stop - chunk.start)
@@ -198,10 +198,9 @@ class _Loop:
     def _number(self, value: int) -> jax.Array:
         return jax.device_put(np.int32(value), self._sharding)
 
-    def _settle(self, asked: int, result: LoopResult) -> int:
+    def _settle(self, steps: int, result: LoopResult) -> int:
         """Pass on the outputs of an execution; wait if enough of them are in flight."""
-        steps = asked
-        if self._body.condition is not None:
+        if self._body.condition is not None:  # it may have ended the loop early
             steps = int(jax.device_get(result.steps))
         if self._infeed is not None:
             self._infeed.took(steps)
@@ -218,11 +217,11 @@ class _Loop:
         assert self._infeed is not None
         if self._infeed.on_end == "stop":
             return
-        wanted = f"asked for {limit}" if limit is not None else "was not done"
+        steps = f"{done} steps" if limit is None else f"{done} of {limit} steps"
         raise DatasetEnded(
-            f"The dataset ended after {self._infeed.position} elements; the loop made "
-            f"{done} steps and {wanted}. Repeat the dataset, ask for fewer steps, or "
-            "use Infeed(..., on_end='stop')."
+            f"The dataset ended after {self._infeed.position} elements; the loop has made "
+            f"{steps}. Repeat the dataset, ask for fewer steps, or use "
+            "Infeed(..., on_end='stop')."
         )
 
 

@@ -13,9 +13,9 @@ from millrace.program.training import TrainingProgram, element_bytes
 MAX_IN_FLIGHT = 2
 """Calls in flight at once: one runs while the next is queued, so the device never waits.
 
-More would hold more staged data and delay reports for no gain. ``StopPoint`` relies on
-processes being at most two calls apart, and more than 32 calls with collectives deadlock
-on CPU devices.
+More would hold more staged data and delay reports for no gain. Stopping all processes at
+the same update relies on them being at most two calls apart, and more than 32 calls with
+collectives deadlock on CPU devices.
 """
 
 
