@@ -263,7 +263,7 @@ def extension_rows(extended_options: Mapping[str, Any]) -> dict[str, str]:
     if not extended_options:
         return {}
     values = ", ".join(f"{name} {value:g}" for name, value in extended_options.items())
-    return {"extended": f"{values}; learning rate schedules over the run follow"}
+    return {"extended": f"{values}; learning rate schedules adapt to the new length"}
 
 
 def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
