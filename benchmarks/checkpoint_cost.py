@@ -47,10 +47,10 @@ class TimedCheckpoints(Checkpoints):
         super().save(*arguments, **facts)
         self.copying += time.perf_counter() - started - (self.waiting - waited)
 
-    def wait(self) -> None:
+    def wait(self, *, raise_error: bool = True) -> None:
         """Wait for the write under way."""
         started = time.perf_counter()
-        super().wait()
+        super().wait(raise_error=raise_error)
         self.last_wait = time.perf_counter() - started
         self.waiting += self.last_wait
 

@@ -1,7 +1,7 @@
-"""Files that outlive a power cut: the only place that knows what it takes.
+"""Files that survive a power cut.
 
-Data is on the disk once its file has been synced, and a name once its folder has been. A
-file that is renamed without either may be empty, or gone, when the power comes back.
+Data is on disk once its file has been synced, and a name once its folder has been synced.
+A file that is renamed without either may be empty or missing after a power cut.
 """
 
 import contextlib
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"
-"""The ending of what is being written, or being deleted."""
+"""Suffix of files and folders that are being written or deleted."""
 
 
 @contextlib.contextmanager
 def replacing(
     path: Path, *, binary: bool = False, newline: str | None = None
 ) -> Iterator[IO[Any]]:
-    """Open a file that takes the place of `path`, in one step, when it is complete.
+    """Open a file that replaces `path` atomically when the block ends.
 
-    A reader sees the old file or the new one, never a part of it, and so does whoever looks
-    after a power cut. Where writing fails, the old file stays.
+    Readers see the old file or the new one, never a part, even after a power cut. If the
+    block raises an error, the old file stays.
 
     Args:
-        path: What to replace; its folder must exist.
-        binary: Whether bytes are written, not text.
-        newline: As ``open`` takes it.
+        path: The file to replace; its folder must exist.
+        binary: Whether to write bytes instead of text.
+        newline: As in ``open``.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -38,6 +38,7 @@ def replacing(
         with open(partial, mode, **options, opener=_create) as file:
             yield file
             file.flush()
+            # Before the rename: a new name must not point to data that is not on disk.
             _sync(file.fileno())
         os.replace(partial, path)
     except BaseException:
@@ -47,34 +48,34 @@ def replacing(
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by this text, in one step."""
+    """Replace the contents of a file atomically."""
     with replacing(path) as file:
         file.write(text)
 
 
 def _create(name: str, flags: int) -> int:
-    """Make a new file; never follow a link that somebody else has put there."""
+    """Create a new file; never follow a link that somebody else has put there."""
     flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     return os.open(name, flags, 0o666)
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the contents of a file are on the disk."""
+    """Wait until the contents of a file are on disk."""
     _open_and_sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    if os.name != "nt":  # Windows does not let a program open a folder
+    """Wait until the names in a folder are on disk."""
+    if os.name != "nt":  # folders cannot be opened on Windows
         _open_and_sync(path, os.O_RDONLY)
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder is on the disk with all that is in it."""
-    for place, _, names in os.walk(folder, topdown=False):
+    """Wait until a folder and everything in it is on disk."""
+    for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            sync_file(Path(place, name))
-        sync_folder(Path(place))
+            sync_file(Path(root, name))
+        sync_folder(Path(root))
 
 
 def _open_and_sync(path: Path, flags: int) -> None:
@@ -90,35 +91,37 @@ def _sync(descriptor: int) -> None:
         import fcntl
     except ImportError:  # Windows
         return os.fsync(descriptor)
-    if full := getattr(fcntl, "F_FULLFSYNC", None):  # macOS: fsync stops at the drive
-        with contextlib.suppress(OSError):  # some file systems do not have it
+    # On macOS, fsync does not reach beyond the cache of the drive.
+    if full := getattr(fcntl, "F_FULLFSYNC", None):
+        with contextlib.suppress(OSError):  # some file systems do not support it
             fcntl.fcntl(descriptor, full)
             return None
     return os.fsync(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; their names are on the disk when this returns."""
-    missing = [place for place in (path, *path.parents) if not place.exists()]
+    """Create a folder and its parents; their names are on disk when this returns."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for place in reversed(missing):
-        sync_folder(place.parent)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give something another name; it has it on the disk when this returns."""
+    """Rename a file or folder; the new name is on disk when this returns."""
     old.rename(new)
     sync_folder(new.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a folder; a folder that is half deleted never has its own name."""
+    """Delete a file or folder; a half-deleted folder never has its original name."""
     if path.is_symlink() or not path.is_dir():
         return path.unlink(missing_ok=True)
     trash = path
     if not path.name.endswith(PARTIAL):
         trash = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        # On the disk first: it could be half deleted under its old name otherwise.
+        # Synced before anything is deleted; otherwise, after a power cut, the folder could
+        # be half deleted under its old name.
         rename(path, trash)
     return shutil.rmtree(trash)
 
@@ -127,10 +130,10 @@ def lock_folder(path: Path) -> int | None:
     """Lock a folder for as long as the returned descriptor is open.
 
     Returns:
-        A descriptor; None where the system or the file system has no locks.
+        A descriptor; None if the system or the file system has no locks.
 
     Raises:
-        BlockingIOError: Another descriptor, of any process, holds the lock.
+        BlockingIOError: Another descriptor, in any process, holds the lock.
     """
     try:
         import fcntl
@@ -150,7 +153,7 @@ def lock_folder(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which says that somebody is at work in it."""
+    """Lock a folder while it is being written."""
     descriptor = lock_folder(path)
     try:
         yield
@@ -160,21 +163,21 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path, pattern: str = f"*{PARTIAL}") -> None:
-    """Delete what was being written, or deleted, when a process was killed.
+    """Delete files and folders that a killed process was writing or deleting.
 
-    What somebody holds the lock of stays, and so does what cannot be deleted.
+    Locked ones stay, and so do those that cannot be deleted.
     """
     for leftover in folder.glob(pattern):
         is_folder = leftover.is_dir() and not leftover.is_symlink()
         with (
-            contextlib.suppress(OSError),  # somebody is at work in it, or it is not ours
+            contextlib.suppress(OSError),  # locked, or not permitted
             locked(leftover) if is_folder else contextlib.nullcontext(),
         ):
             discard(leftover)
 
 
 def finite_json(value: Any) -> Any:
-    """Write NaN and infinities as text: JSON has no numbers for them."""
+    """Return a copy with NaN and infinities as text, because JSON does not have them."""
     if isinstance(value, dict):
         return {key: finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

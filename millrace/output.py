@@ -1,7 +1,7 @@
-"""Output that cannot be written is dropped: losing a terminal or a log ends no run.
+"""Drop output that cannot be written, so that a lost terminal or log does not end a run.
 
-A disk that is full, a pipe whose reader is gone, a terminal that is closed: to Python,
-each of them is an error of whatever happens to print next.
+A full disk, a pipe without a reader, or a closed terminal would otherwise raise an error
+in whatever happens to print next.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ class _DroppingFile(io.FileIO):
 
 
 class DroppingStream:
-    """Any text stream, such as a notebook's, without the errors of writing to it."""
+    """Wraps any text stream, such as that of a notebook, and ignores write errors."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Write `text` if possible; return its length either way."""
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed
             self._stream.write(text)
         return len(text)
 
@@ -45,11 +45,11 @@ class DroppingStream:
 
 
 def drop_lost_output() -> None:
-    """Make standard output and standard error of this process drop what they cannot write.
+    """Make standard output and standard error drop what they cannot write.
 
-    Streams that someone has put in their place are left alone. Descriptors that are closed
-    are opened on the null device: the next file opened would get their number, and with it
-    everything that libraries print.
+    Streams that were replaced, such as by a test runner, are left alone. Closed descriptors
+    are opened on the null device: otherwise the next file to be opened would get their
+    number, and with it everything that libraries print.
     """
     _open_missing_descriptors()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -60,7 +60,7 @@ def drop_lost_output() -> None:
 
 @contextlib.contextmanager
 def dropping_lost_output() -> Iterator[None]:
-    """Do the same inside only, for programs that have other uses for their streams."""
+    """Apply ``drop_lost_output`` only inside the block."""
     before = sys.stdout, sys.stderr
     drop_lost_output()
     try:
@@ -82,7 +82,7 @@ def _dropping(stream: Any, descriptor: int) -> io.TextIOWrapper:
         buffer,
         encoding=stream.encoding,
         errors=stream.errors,
-        # PYTHONUNBUFFERED asks for write_through, which stops at the buffer.
+        # PYTHONUNBUFFERED sets write_through, which only writes as far as our buffer.
         line_buffering=stream.line_buffering or stream.write_through,
     )
 
@@ -92,11 +92,11 @@ def _open_missing_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(opened, True)
 
 
 def error_line(message: str) -> None:
-    """Print a failure as plain text on standard error, if there is one."""
+    """Print an error message as plain text on standard error, if there is one."""
     if sys.stderr is not None:
         print(f"millrace: {message}", file=DroppingStream(sys.stderr), flush=True)

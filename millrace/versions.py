@@ -7,14 +7,11 @@ from importlib import metadata
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 
-def _own_version() -> str:
-    """Return the version of this package, which need not be installed."""
-    return sys.modules["millrace"].__version__
-
-
 def versions() -> dict[str, str]:
-    """Return the versions of what the results depend on."""
-    found = {"python": platform.python_version(), "millrace": _own_version()}
+    """Return the versions of Python, this package and its main dependencies."""
+    # Not from the metadata: the package need not be installed.
+    own_version = sys.modules["millrace"].__version__
+    found = {"python": platform.python_version(), "millrace": own_version}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

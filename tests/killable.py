@@ -1,4 +1,4 @@
-"""Starts ``killable_run.py`` and compares what it leaves."""
+"""Start ``killable_run.py`` and compare its results."""
 
 import json
 import os
@@ -11,10 +11,10 @@ import numpy as np
 SCRIPT = Path(__file__).with_name("killable_run.py")
 
 
-def start(directory: Path, *words: str) -> subprocess.Popen:
+def start(directory: Path, *arguments: str) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(directory), *words],
+        [sys.executable, str(SCRIPT), str(directory), *arguments],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -32,18 +32,18 @@ def final_weights(directory: Path) -> list[np.ndarray]:
 
 
 def history(directory: Path) -> list[dict]:
-    """The log events without what depends on the clock."""
+    """Return the log events without the values that depend on the clock."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     clock = ("time", "samples_per_second")
     return [{k: v for k, v in event.items() if k not in clock} for event in events]
 
 
-def assert_same_run(directory: Path, undisturbed: Path) -> None:
+def assert_same_run(directory: Path, uninterrupted: Path) -> None:
     for ours, expected in zip(
-        final_weights(directory), final_weights(undisturbed), strict=True
+        final_weights(directory), final_weights(uninterrupted), strict=True
     ):
         np.testing.assert_array_equal(ours, expected)
-    assert history(directory) == history(undisturbed)
+    assert history(directory) == history(uninterrupted)
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], summary["updates"]) == ("completed", 112)

@@ -1,11 +1,10 @@
-"""A small training run in a process of its own, for tests that kill it.
+"""A small training run in its own process, for tests that kill it.
 
 usage: killable_run.py RUN_DIR [--resume] [--delay=SECONDS] [--note-finished=FILE]
 
-A batch takes the delay to read. To the file goes the update of each finished checkpoint.
-
-Every update reports sums over the ids of its samples, so that a skipped or repeated
-sample shows in the metrics.
+Reading a batch takes SECONDS. FILE gets the update of each finished checkpoint. Every
+update logs sums over the ids of its samples, so that a skipped or repeated sample shows
+in the metrics.
 """
 
 import sys
@@ -33,7 +32,7 @@ SAMPLES, EPOCHS = 230, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions, Plan):
-    """What the run is made of."""
+    """Options of the run."""
 
     micro_batch_size: int = 4
     gradient_accumulation_count: int | None = 2
@@ -45,7 +44,7 @@ def option(name: str, default: str) -> str:
 
 
 class SlowStream(Stream):
-    """Takes long enough for a run to be killed in the middle."""
+    """Takes long enough for the run to be killed in the middle."""
 
     def batch(self, position):
         time.sleep(float(option("delay", "0.004")))

@@ -1,7 +1,7 @@
-"""A disk that keeps only what it was told to: what is left after a power cut.
+"""A simulated disk that keeps only what was synced, as after a power cut.
 
-Contents of a file count as written when the file was synced, names in a folder when the
-folder was. Deleting counts at once, or as late, since a disk may be early with anything.
+The contents of a file are kept once the file is synced, names once their folder is synced.
+Deletions take effect at once or when the folder is synced: a real disk may do either.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ class _Moment(NamedTuple):
 
 
 class Disk:
-    """Follows what is synced and deleted below a folder, of whatever this process does.
+    """Records what this process syncs and deletes in a folder.
 
     Args:
-        root: The folder; it is taken to be on the disk already.
-        note: Returns what a test wants to know of each moment.
-        deletes_late: Whether what is deleted comes back unless its folder is synced.
+        root: The folder, which counts as synced.
+        note: Returns what a test wants to remember about each moment.
+        deletes_late: Whether deleted files come back unless their folder is synced.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Disk:
         self._files: dict[int, bytes] = {}
         self._folders: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
         self.moments: list[_Moment] = []
-        """What would be left at any moment, and the note of that moment."""
+        """What would be left at each moment, and its note."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow what happens inside."""
+        """Record what happens inside the block."""
         with pytest.MonkeyPatch.context() as patch:
             for name, watch in (
                 ("fsync", self._synced),
@@ -91,7 +91,7 @@ class Disk:
             self.moments.append(now)
 
     def restore(self, moment: _Moment, folder: Path) -> Path:
-        """Make a folder as it would be found after a power cut at a moment."""
+        """Create the folder as it would be after a power cut at that moment."""
         folder.mkdir()
         self._restore(moment, self._root.stat().st_ino, folder)
         return folder
@@ -101,5 +101,5 @@ class Disk:
             if inside in moment.folders:
                 (folder / name).mkdir()
                 self._restore(moment, inside, folder / name)
-            else:  # or a folder that was not synced, which shows as damage as well
+            else:  # or a folder that was not synced, which counts as damage too
                 (folder / name).write_bytes(moment.files.get(inside, b""))

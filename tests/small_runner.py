@@ -1,4 +1,4 @@
-"""A runner over a few updates of one weight, and the batches that it takes."""
+"""A runner over a few updates of one weight, and its batches."""
 
 import jax.numpy as jnp
 import numpy as np

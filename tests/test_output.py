@@ -1,4 +1,4 @@
-"""A terminal, a pipe or a log that is lost ends no run and changes no exit status."""
+"""A lost terminal, pipe or log does not end a run or change its exit status."""
 
 import io
 import os
@@ -15,7 +15,7 @@ import millrace
 from millrace.output import dropping_lost_output, error_line
 from millrace.run.console import Console
 
-TALKATIVE = """
+PRINTING_SCRIPT = """
 import sys
 from millrace.run.console import Console
 from millrace.output import drop_lost_output
@@ -40,9 +40,9 @@ def broken_pipe() -> int:
 
 
 def closed_terminal() -> int:
-    ours, theirs = os.openpty()
-    os.close(ours)
-    return theirs
+    own_end, other_end = os.openpty()
+    os.close(own_end)
+    return other_end
 
 
 def full_disk() -> int:
@@ -54,37 +54,37 @@ LOST = pytest.mark.parametrize("lost", [broken_pipe, closed_terminal, full_disk]
 
 @LOST
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_what_cannot_be_printed_is_dropped_and_the_status_stays(lost, name):
+def test_output_that_cannot_be_written_is_dropped_and_the_status_stays(lost, name):
     other = {"stdout": "stderr", "stderr": "stdout"}[name]
     target = lost()
     done = subprocess.run(
-        [sys.executable, "-c", TALKATIVE],
+        [sys.executable, "-c", PRINTING_SCRIPT],
         check=False,
         text=True,
         **{name: target, other: subprocess.PIPE},
     )
     os.close(target)
     assert done.returncode == 7
-    said = getattr(done, other)
-    assert "99" in said and "Exception" not in said and "Error" not in said
+    printed = getattr(done, other)
+    assert "99" in printed and "Exception" not in printed and "Error" not in printed
 
 
-def test_output_comes_back_when_there_is_room_again(monkeypatch, capfd):
+def test_output_continues_once_there_is_space_again(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-    kept, full = os.dup(2), full_disk()
+    saved_stderr, full = os.dup(2), full_disk()
     with dropping_lost_output():
         os.dup2(full, 2)
         print("lost", file=sys.stderr)
-        os.dup2(kept, 2)
+        os.dup2(saved_stderr, 2)
         print("back", file=sys.stderr)
-    os.close(kept)
+    os.close(saved_stderr)
     os.close(full)
     assert sys.stderr is sys.__stderr__
     assert capfd.readouterr().err == "back\n"
 
 
-def test_streams_that_others_have_put_there_are_kept_and_may_fail(monkeypatch):
-    """As in a notebook: the console alone keeps from failing."""
+def test_replaced_streams_are_left_alone_and_may_fail(monkeypatch):
+    """As in a notebook; only the console ignores errors."""
 
     class Broken(io.StringIO):
         def write(self, text):
@@ -100,7 +100,7 @@ def test_streams_that_others_have_put_there_are_kept_and_may_fail(monkeypatch):
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
-def test_a_closed_descriptor_is_not_taken_by_the_next_file(closed, tmp_path):
+def test_a_closed_descriptor_is_not_reused_by_the_next_file(closed, tmp_path):
     code = (
         "import os, sys; from millrace.output import drop_lost_output\n"
         "drop_lost_output()\n"
@@ -115,24 +115,24 @@ def test_a_closed_descriptor_is_not_taken_by_the_next_file(closed, tmp_path):
 
 @pytest.mark.parametrize(("flag", "seen"), [("-u", b"now\n"), ("-I", b"")])
 def test_unbuffered_output_stays_unbuffered(flag, seen):
-    """As PYTHONUNBUFFERED asks for; what is buffered is lost where nothing flushes it."""
+    """As PYTHONUNBUFFERED requires; buffered output is lost if nothing flushes it."""
     code = (
         f"import os, sys; sys.path.insert(0, {str(Path(millrace.__file__).parents[1])!r})\n"
         "from millrace.output import drop_lost_output\n"
         "drop_lost_output(); print('now'); os._exit(0)"
     )
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    words = [sys.executable, flag, "-c", code]
-    assert subprocess.check_output(words, env=variables) == seen
+    command = [sys.executable, flag, "-c", code]
+    assert subprocess.check_output(command, env=variables) == seen
 
 
-def test_without_standard_error_a_failure_is_said_to_nobody(monkeypatch, capsys):
+def test_without_standard_error_a_failure_is_not_printed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)
     error_line("lost")
     assert capsys.readouterr().out == ""
 
 
-def test_help_into_a_pipe_that_nobody_reads_is_status_0():
+def test_help_into_a_broken_pipe_exits_with_0():
     target = broken_pipe()
     done = subprocess.run(
         [sys.executable, "-m", "millrace", "--help"],
@@ -144,8 +144,8 @@ def test_help_into_a_pipe_that_nobody_reads_is_status_0():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_run_whose_log_is_full_ends_as_it_would_have(tmp_path):
-    """With its summary, its report and its checkpoints."""
+def test_a_run_with_a_full_log_disk_completes(tmp_path):
+    """Summary, report and checkpoints are written."""
     target = full_disk()
     process = subprocess.Popen(
         alone(tmp_path / "run", "--num-epochs", "1"), env=environment(), stderr=target
@@ -157,19 +157,19 @@ def test_a_run_whose_log_is_full_ends_as_it_would_have(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_when_its_terminal_is_closed_a_run_saves_a_checkpoint(tmp_path):
-    """The kernel and the shell send SIGHUP, which must not cut the saving short."""
-    ours, theirs = os.openpty()
+def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path):
+    """The kernel and the shell both send SIGHUP, which must not interrupt the saving."""
+    own_end, other_end = os.openpty()
     process = subprocess.Popen(
         alone(tmp_path / "run", "--delay", "0.05", "--num-epochs", "50"),
         env=environment() | {"TERM": "xterm"},
         stdout=subprocess.DEVNULL,
-        stderr=theirs,
+        stderr=other_end,
     )
-    os.close(theirs)
+    os.close(other_end)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
-        os.read(ours, 4096)  # as a terminal does: nobody can print to one that is full
-    os.close(ours)
+        os.read(own_end, 4096)  # as a terminal does, so that it never fills up
+    os.close(own_end)
     for _ in range(3):
         process.send_signal(signal.SIGHUP)
         time.sleep(0.05)

@@ -1,1 +1,1 @@
-"""Checkpoints: written atomically, verified when read."""
+"""Checkpoints, written atomically and verified when they are read."""

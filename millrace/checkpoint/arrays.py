@@ -1,6 +1,7 @@
-"""The arrays of a checkpoint on the disk, each written by one process.
+"""The arrays of a checkpoint on disk.
 
-A process alone leaves them to orbax. Of several, each writes a file of its own.
+A single process writes them with orbax. With several, each array is written by one of
+them, and each process writes one file.
 """
 
 import contextlib
@@ -17,31 +18,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.checkpoint.manifest import FORMAT_1_FIELDS, checksum
+from millrace.checkpoint.manifest import FORMAT_1_FIELDS, file_checksum
 from millrace.distributed import coordination
 from millrace.durable import sync_file, sync_folder, sync_tree
 
 _import_lock = threading.Lock()
 
-_PART = re.compile(r"state/\d+\.npz")
-"""The name of what one of several processes has written."""
+_PROCESS_FILE = re.compile(r"state/\d+\.npz")
+"""Name of the file that one of several processes writes."""
 
 
 def write_arrays(partial: Path, state: Any) -> dict[str, list[Any]]:
-    """Write this process's arrays; return the files with their sizes and checksums.
+    """Write the arrays of this process; return its files with sizes and checksums.
 
-    All of them are on the disk when this returns.
+    The files are on disk when this returns.
     """
     folder = partial / "state"
     if coordination.num_processes() == 1:
-        orbax_save(folder, jax.tree.map(as_stored, state))
-        sync_tree(folder)  # orbax leaves some of its files, and all names, to the system
+        orbax_save(folder, jax.tree.map(to_stored, state))
+        sync_tree(folder)  # orbax does not sync all of its files, nor their names
         return _inventory(partial, sorted(folder.rglob("*")))
     folder.mkdir(exist_ok=True)
     path = folder / f"{coordination.process_id():05d}.npz"
     leaves = jax.tree.leaves(state)
-    # As bytes: NumPy's files know no bfloat16. What they are, the manifest says.
-    own = {str(place): _as_bytes(leaves[place]) for place in own_leaves(state)}
+    # As bytes, because npz files have no bfloat16; the manifest has the types.
+    own = {str(index): _as_bytes(leaves[index]) for index in assigned_leaves(state)}
     with path.open("xb") as file:
         np.savez(file, allow_pickle=False, **own)  # pyright: ignore[reportArgumentType]
     sync_file(path)
@@ -49,12 +50,12 @@ def write_arrays(partial: Path, state: Any) -> dict[str, list[Any]]:
     return _inventory(partial, [path])
 
 
-def own_leaves(state: Any) -> list[int]:
-    """Return the places of the arrays that are this process's to write.
+def assigned_leaves(state: Any) -> list[int]:
+    """Return the indices of the leaves that this process has to write.
 
-    Where some are known by their shapes only, those that are here. Otherwise all processes
-    have all: they are shared out by size, the largest first, each to the process with the
-    least so far.
+    If some leaves are only shapes, those are written elsewhere, and this process writes the
+    rest. Otherwise all processes have all leaves, and each gets about the same number of
+    bytes: the largest first, each to the process with the least so far.
     """
     leaves = jax.tree.leaves(state)
     here = [n for n, x in enumerate(leaves) if not isinstance(x, jax.ShapeDtypeStruct)]
@@ -63,57 +64,58 @@ def own_leaves(state: Any) -> list[int]:
     sizes = [math.prod(np.shape(x)) * x.dtype.itemsize for x in leaves]
     loads = [0] * coordination.num_processes()
     own = []
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
-        rank = loads.index(min(loads))
-        loads[rank] += max(1, sizes[place])
-        if rank == coordination.process_id():
-            own.append(place)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        process = loads.index(min(loads))
+        loads[process] += max(1, sizes[index])
+        if process == coordination.process_id():
+            own.append(index)
     return sorted(own)
 
 
-def is_key(leaf: Any) -> bool:
-    """Tell whether an array, or its shape and type, is of typed random keys."""
+def is_prng_key(leaf: Any) -> bool:
+    """Whether an array, or its shape and type, holds typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def as_stored(leaf: Any) -> np.ndarray:
-    """Return an array as one that orbax can write; see ``from_stored``."""
-    raw = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+def to_stored(leaf: Any) -> np.ndarray:
+    """Convert an array to one that orbax can write; see ``from_stored``."""
+    raw = np.asarray(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     if raw.size == 0:
-        return np.zeros(1, np.uint8)  # it writes no empty ones
+        return np.zeros(1, np.uint8)  # orbax cannot write empty arrays
     return raw.view(_stored_type(raw.dtype))
 
 
 def from_stored(stored: Any, like: Any) -> Any:
-    """Return an array as it was before ``as_stored``, of the shape and type of `like`.
+    """Undo ``to_stored``: return an array of the shape and type of `like`.
 
-    A NumPy array, or a JAX array where it is of typed random keys: NumPy has none.
+    It is a NumPy array, or a JAX array for typed random keys, which NumPy does not have.
     """
-    raw = _raw(like)
+    raw = _raw_spec(like)
     if math.prod(raw.shape) == 0:
         stored = np.empty(raw.shape, raw.dtype)
     stored = np.asarray(stored).view(raw.dtype).reshape(raw.shape)
-    if not is_key(like):
+    if not is_prng_key(like):
         return stored
     return jax.random.wrap_key_data(stored, impl=_key_impl(like))
 
 
-def _raw(like: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and type of an array, or of what random keys are made of."""
+def _raw_spec(like: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and type of an array, or of the data of random keys."""
     shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    return jax.eval_shape(jax.random.key_data, shape) if is_key(like) else shape
+    return jax.eval_shape(jax.random.key_data, shape) if is_prng_key(like) else shape
 
 
 def _key_impl(like: Any) -> Any:
-    found = []
+    # jax.random.key_impl takes arrays only, so it is called while tracing one.
+    impls = []
     shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape)
-    return found[0]
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
+    return impls[0]
 
 
 def _stored_like(like: Any) -> np.ndarray:
-    """Return an array of the shape and type that ``as_stored`` gives one like this."""
-    raw = _raw(like)
+    """Return an array of the shape and type that ``to_stored`` would return."""
+    raw = _raw_spec(like)
     if math.prod(raw.shape) == 0:
         return np.zeros(1, np.uint8)
     return np.empty(raw.shape, _stored_type(np.dtype(raw.dtype)))
@@ -121,7 +123,7 @@ def _stored_like(like: Any) -> np.ndarray:
 
 @functools.cache
 def _stored_type(dtype: np.dtype) -> np.dtype:
-    """Return a type of the same size that tensorstore knows; it lacks some small ones."""
+    """Return `dtype`, or an unsigned type of its size if tensorstore does not know it."""
     import_orbax()
     import tensorstore
 
@@ -133,24 +135,24 @@ def _stored_type(dtype: np.dtype) -> np.dtype:
 
 
 def _as_bytes(leaf: Any) -> np.ndarray:
-    raw = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    raw = np.asarray(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     return np.frombuffer(np.ascontiguousarray(raw).tobytes(), np.uint8)
 
 
 def read_arrays(path: Path, manifest: dict[str, Any], like: Any) -> Any:
-    """Read all arrays of a checkpoint, from the files that its manifest lists.
+    """Read all arrays of a checkpoint.
 
     Args:
-        path: Its folder.
-        manifest: Whose arrays are in the order in which they were written.
+        path: The folder of the checkpoint.
+        manifest: Its manifest, with the arrays in the order in which they were written.
         like: A state of the same structure, shapes and types.
     """
-    if parts := _parts(path, manifest):
-        return _read_parts(parts, manifest["arrays"], like)
+    if files := _process_files(path, manifest):
+        return _read_process_files(files, manifest["arrays"], like)
     wanted = jax.tree.map(_stored_like, like)
     if manifest["format"] == 1:
-        found = _orbax_restore(path / "state", _as_format_1(wanted))
-        stored = _from_format_1(found, like)
+        stored = _orbax_restore(path / "state", _to_format_1(wanted))
+        stored = _from_format_1(stored, like)
     else:
         stored = _orbax_restore(path / "state", wanted)
     return jax.tree.map(from_stored, stored, like)
@@ -158,63 +160,66 @@ def read_arrays(path: Path, manifest: dict[str, Any], like: Any) -> Any:
 
 def read_some_arrays(path: Path, manifest: dict[str, Any], like: Any) -> Any:
     """Read some fields of a state; `like` is a named tuple of them."""
-    if parts := _parts(path, manifest):
-        return _read_parts(parts, manifest["arrays"], like)
+    if files := _process_files(path, manifest):
+        return _read_process_files(files, manifest["arrays"], like)
     fields = {name: tree for name, tree in like._asdict().items() if jax.tree.leaves(tree)}
-    former = FORMAT_1_FIELDS if manifest["format"] == 1 else {}
-    wanted = {former.get(n, n): jax.tree.map(_stored_like, t) for n, t in fields.items()}
+    old_names = FORMAT_1_FIELDS if manifest["format"] == 1 else {}
+    wanted = {
+        old_names.get(name, name): jax.tree.map(_stored_like, tree)
+        for name, tree in fields.items()
+    }
     found = _orbax_restore(path / "state", wanted, partially=True)
-    stored = {name: found[former.get(name, name)] for name in fields}
+    stored = {name: found[old_names.get(name, name)] for name in fields}
     return like._replace(**jax.tree.map(from_stored, stored, fields))
 
 
-def _has_former_names(node: Any) -> bool:
+def _is_renamed(node: Any) -> bool:
     return bool(FORMAT_1_FIELDS.keys() & set(getattr(node, "_fields", ())))
 
 
-def _as_format_1(tree: Any) -> Any:
-    """Return a tree whose training states have the field names of format 1."""
+def _to_format_1(tree: Any) -> Any:
+    """Return a tree with the field names of format 1 in training states."""
 
     def rename(node: Any) -> Any:
-        if not _has_former_names(node):
+        if not _is_renamed(node):
             return node
         return {FORMAT_1_FIELDS.get(n, n): value for n, value in node._asdict().items()}
 
-    return jax.tree.map(rename, tree, is_leaf=_has_former_names)
+    return jax.tree.map(rename, tree, is_leaf=_is_renamed)
 
 
 def _from_format_1(stored: Any, like: Any) -> Any:
-    """Undo ``_as_format_1``; `like` has the current structure."""
+    """Undo ``_to_format_1``; `like` has the current structure."""
 
     def rename(node: Any, found: Any) -> Any:
-        if not _has_former_names(node):
+        if not _is_renamed(node):
             return found
         fields = {name: found[FORMAT_1_FIELDS.get(name, name)] for name in node._fields}
         return type(node)(**fields)
 
-    return jax.tree.map(rename, like, stored, is_leaf=_has_former_names)
+    return jax.tree.map(rename, like, stored, is_leaf=_is_renamed)
 
 
-def _parts(path: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Return the files of several processes, if they wrote the checkpoint."""
+def _process_files(path: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Return the files of a checkpoint that several processes wrote, otherwise none."""
     files = manifest["files"]
     if not any(name.startswith("state/") for name in files):
         raise ValueError("its manifest lists no file of arrays")
-    return [path / name for name in files if _PART.fullmatch(name)]
+    return [path / name for name in files if _PROCESS_FILE.fullmatch(name)]
 
 
-def _read_parts(parts: list[Path], arrays: dict[str, str], like: Any) -> Any:
-    """Read the arrays of `like` from what several processes have written."""
-    places = {name: str(place) for place, name in enumerate(arrays)}
+def _read_process_files(paths: list[Path], arrays: dict[str, str], like: Any) -> Any:
+    """Read the arrays of `like` from the files that several processes wrote."""
+    keys = {name: str(index) for index, name in enumerate(arrays)}
     with contextlib.ExitStack() as stack:
-        # Opened here: of a file that is none of its own, NumPy would leave that to chance.
-        opened = [stack.enter_context(path.open("rb")) for path in parts]
+        # Opened here: np.load does not close a file that turns out not to be an npz.
+        opened = [stack.enter_context(path.open("rb")) for path in paths]
         files = [stack.enter_context(np.load(x, allow_pickle=False)) for x in opened]
-        holding = {place: file for file in files for place in file.files}
+        file_with = {key: file for file in files for key in file.files}
 
         def read(path: Any, leaf: Any) -> Any:
-            place = places[jax.tree_util.keystr(path)]
-            raw = np.frombuffer(holding[place][place].tobytes(), _raw(leaf).dtype)
+            key = keys[jax.tree_util.keystr(path)]
+            raw = np.frombuffer(file_with[key][key].tobytes(), _raw_spec(leaf).dtype)
             return from_stored(raw.copy(), leaf)
 
         return jax.tree_util.tree_map_with_path(read, like)
@@ -222,63 +227,71 @@ def _read_parts(parts: list[Path], arrays: dict[str, str], like: Any) -> Any:
 
 def _inventory(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
     return {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, checksum(path)]
+        path.relative_to(folder).as_posix(): [path.stat().st_size, file_checksum(path)]
         for path in files
         if path.is_file()
     }
 
 
 def import_orbax() -> Any:
+    """Import orbax; it takes a second, and may be called from several threads."""
     with _import_lock:
         import orbax.checkpoint
 
-        _hush_orbax()
+        _silence_orbax()
         return orbax.checkpoint
 
 
 @functools.cache
-def _hush_orbax() -> None:
-    """Have what goes wrong raised, which it is, and not printed as well."""
+def _silence_orbax() -> None:
+    """Keep orbax from printing errors that it raises as well."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
+    sys.unraisablehook = functools.partial(_skip_closed_loop, sys.unraisablehook)
 
 
-def _unless_late(hook: Any, said: Any) -> None:
-    """Leave out what a failed write's companions say when they find its loop closed."""
-    if str(said.exc_value) != "Event loop is closed":
-        hook(said)
+def _skip_closed_loop(hook: Any, unraisable: Any) -> None:
+    """Skip the errors of tasks that outlive a failed write, whose loop is closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
 
 
 def orbax_save(path: Path, state: Any) -> None:
+    """Write arrays to a new folder."""
     orbax = import_orbax()
     with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(path.absolute(), args=orbax.args.StandardSave(state))
 
 
 def _orbax_restore(path: Path, target: Any, *, partially: bool = False) -> Any:
-    """Read arrays of the shapes and types of `target`; there may be others, partially."""
+    """Read arrays of the shapes and types of `target`.
+
+    Args:
+        path: The folder that orbax wrote.
+        target: The arrays to read.
+        partially: Whether the folder may contain others, which are skipped.
+    """
     orbax = import_orbax()
-    as_they_are = orbax.RestoreArgs(restore_type=np.ndarray)
+    as_numpy = orbax.RestoreArgs(restore_type=np.ndarray)
     with _orbax_reader(orbax.PyTreeCheckpointHandler) as checkpointer:
         found = checkpointer.restore(
             path.absolute(),
             args=orbax.args.PyTreeRestore(
                 item=target,
-                restore_args=jax.tree.map(lambda _: as_they_are, target),
+                restore_args=jax.tree.map(lambda _: as_numpy, target),
                 partial_restore=partially,
             ),
         )
     for read, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         if (read.shape, read.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"an array is {read.dtype}{list(read.shape)} where the manifest says "
-                f"{wanted.dtype}{list(wanted.shape)}"
+                f"an array is {read.dtype}{list(read.shape)}, but "
+                f"{wanted.dtype}{list(wanted.shape)} in the manifest"
             )
     return found
 
 
 def _orbax_reader(handler: Any) -> Any:
-    """Return a checkpointer with which this process reads by itself."""
+    """Return a checkpointer that reads without waiting for other processes."""
     own = import_orbax().options.MultiprocessingOptions(
         primary_host=coordination.process_id(), active_processes={coordination.process_id()}
     )

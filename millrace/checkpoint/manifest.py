@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in it, with sizes and checksums of all files.
+"""The manifest of a checkpoint: its metadata, and size and checksum of every file.
 
-A manifest is believed only if it is as it was written and has everything that a reader
-looks up in it. All else is damage, which a run gets around with an older checkpoint.
+A manifest must be unchanged since it was written and contain everything that readers rely
+on. Otherwise the checkpoint is damaged, and a run falls back to an older one.
 """
 
 import contextlib
@@ -21,20 +21,24 @@ from millrace.versions import versions
 _FORMAT = 2
 _NAME = "manifest.json"
 
-_NOT_AS_WRITTEN = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-"""Reasons for which a file cannot be read that lie in the checkpoint itself."""
+_DAMAGE_ERRNOS = {errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+"""Read errors caused by the checkpoint itself. Others, such as EACCES, may go away."""
+
+FORMAT_1_FIELDS = {"model_state": "carried", "optimizer_state": "optimiser_state"}
+"""Fields of a training state with another name in checkpoint format 1."""
+_FORMAT_1_FIELD = re.compile(r"(?<!['\w])\.(carried|optimiser_state)\b")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
-class Damaged(CheckpointError):
-    """A checkpoint is not as it was written."""
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint has changed since it was written, or is incomplete."""
 
 
 def has_manifest(path: Path) -> bool:
-    """Tell whether a checkpoint is complete, as far as its files' names go."""
+    """Whether a checkpoint has a manifest, which is written last."""
     return (path / _NAME).is_file()
 
 
@@ -42,33 +46,33 @@ def write_manifest(
     folder: Path,
     state: Any,
     update: int,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
     files: dict[str, list[Any]],
 ) -> None:
-    """Write the manifest of a checkpoint whose other files are on the disk.
+    """Write the manifest of a checkpoint whose other files are on disk.
 
     Args:
         folder: Where the checkpoint is being written.
-        state: What was saved, or its shapes and types.
-        update: The number of updates made.
-        facts: What else to say, as JSON has it.
+        state: The saved state, or its shapes and types.
+        update: Number of updates made.
+        metadata: More entries, as JSON values.
         files: Size and checksum of every file, by its path in the folder.
     """
     manifest = {
         "format": _FORMAT,
         "update": update,
-        **facts,
+        **metadata,
         "arrays": describe_arrays(state),
         "versions": versions(),
         "files": files,
     }
     manifest = finite_json(manifest)
-    manifest["checksum"] = _checksum_of(manifest)
+    manifest["checksum"] = manifest_checksum(manifest)
     write_atomically(folder / _NAME, json.dumps(manifest, indent=1))
 
 
 def describe_arrays(state: Any) -> dict[str, str]:
-    """Describe every array of a state, by its path, in the order of the leaves."""
+    """Return type and shape of every array of a state by its path, in leaf order."""
     return {
         jax.tree_util.keystr(path): f"{x.dtype.name}{list(x.shape)}"
         for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -76,52 +80,52 @@ def describe_arrays(state: Any) -> dict[str, str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
+    """Return the manifest of a checkpoint, with the field names of the current format."""
     try:
-        with reading(path):
+        with classify_read_errors(path):
             manifest = json.loads((path / _NAME).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged, without a manifest: {error}.") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(found) is int and found > _FORMAT:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its manifest cannot be parsed ({error})."
+        ) from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is int and version > _FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {found}; this version reads {_FORMAT}."
+            f"{path} has checkpoint format {version}; this version of millrace reads up to "
+            f"{_FORMAT}."
         )
-    is_known = type(found) is int and 1 <= found <= _FORMAT
-    is_whole = is_known and manifest.pop("checksum", None) == _checksum_of(manifest)
-    if not is_whole or not _has_its_entries(manifest):
-        raise Damaged(f"{path} is damaged: {_NAME} is not as it was written.")
-    if found == 1:
+    is_known = type(version) is int and 1 <= version <= _FORMAT
+    is_intact = is_known and manifest.pop("checksum", None) == manifest_checksum(manifest)
+    if not is_intact or not _has_required_entries(manifest):
+        raise DamagedCheckpointError(
+            f"{path} is damaged: {_NAME} has changed since it was written."
+        )
+    if version == 1:
         manifest["arrays"] = {
-            _FORMER_FIELD.sub(_current_name, name): array
+            _FORMAT_1_FIELD.sub(_current_name, name): array
             for name, array in manifest["arrays"].items()
         }
     return manifest
 
 
-FORMAT_1_FIELDS = {"model_state": "carried", "optimizer_state": "optimiser_state"}
-"""Fields of a training state that had another name in checkpoint format 1."""
-_FORMER_FIELD = re.compile(r"(?<!['\w])\.(carried|optimiser_state)\b")
-
-
-def _current_name(former: re.Match[str]) -> str:
+def _current_name(old_field: re.Match[str]) -> str:
     current = {old: new for new, old in FORMAT_1_FIELDS.items()}
-    return f".{current[former[1]]}"
+    return f".{current[old_field[1]]}"
 
 
-def _checksum_of(manifest: dict[str, Any]) -> str:
+def manifest_checksum(manifest: dict[str, Any]) -> str:
     text = json.dumps(manifest, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _has_its_entries(manifest: dict[str, Any]) -> bool:
-    """Tell whether a manifest has what every reader relies on, each of its own type."""
+def _has_required_entries(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest has the entries that readers rely on, with the right types."""
     update, arrays, files = (manifest.get(n) for n in ("update", "arrays", "files"))
     return (
         type(update) is int
         and update >= 0
         and isinstance(arrays, dict)
-        and all(isinstance(said, str) for said in arrays.values())
+        and all(isinstance(array, str) for array in arrays.values())
         and isinstance(files, dict)
         and all(_is_file_entry(name, entry) for name, entry in files.items())
         and isinstance(manifest.get("scores", {}), dict)
@@ -129,6 +133,7 @@ def _has_its_entries(manifest: dict[str, Any]) -> bool:
 
 
 def _is_file_entry(name: str, entry: Any) -> bool:
+    # Names are joined to the folder, and must not lead out of it.
     path = PurePosixPath(name)
     return (
         not path.is_absolute()
@@ -138,27 +143,29 @@ def _is_file_entry(name: str, entry: Any) -> bool:
     )
 
 
-def check_inventory(folder: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a checkpoint of which a file is gone, or is not as it was written."""
-    for name, (size, written) in manifest["files"].items():
+def verify_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise an error if a file of a checkpoint is missing or has changed."""
+    for name, (size, digest) in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise Damaged(f"The checkpoint {folder} is damaged: {name} is gone.")
-        with reading(folder):
-            found = path.stat().st_size
-            is_same = found == size and checksum(path) == written
+            raise DamagedCheckpointError(
+                f"The checkpoint {folder} is damaged: {name} is missing."
+            )
+        with classify_read_errors(folder):
+            actual_size = path.stat().st_size
+            is_same = actual_size == size and file_checksum(path) == digest
         if not is_same:
-            raise Damaged(
-                f"The checkpoint {folder} is damaged: {name} is not as it was written "
-                f"({found} bytes, {size} were written)."
+            raise DamagedCheckpointError(
+                f"The checkpoint {folder} is damaged: {name} has changed since it was "
+                f"written ({actual_size} bytes now, {size} then)."
             )
 
 
-def check_fits(path: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
-    """Refuse a checkpoint of other arrays than those that are wanted."""
-    # Orbax would quietly convert types, and says little about structures.
+def check_compatible(path: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
+    """Raise an error if the arrays of a checkpoint are not those of this model."""
+    # Orbax would convert types silently, and its errors about structures say little.
     differing = [
-        f"{name} is {found.get(name, 'not in it')}, this model has "
+        f"{name} is {found.get(name, 'missing')}, this model has "
         f"{wanted.get(name, 'no such array')}"
         for name in sorted(found.keys() | wanted.keys())
         if found.get(name) != wanted.get(name)
@@ -172,18 +179,18 @@ def check_fits(path: Path, found: dict[str, str], wanted: dict[str, str]) -> Non
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Tell a damaged checkpoint from one that cannot be read at the moment."""
+def classify_read_errors(path: Path) -> Iterator[None]:
+    """Turn OSError into an error that tells damage from a temporary failure."""
     try:
         yield
     except OSError as error:
-        if error.errno in _NOT_AS_WRITTEN:
-            raise Damaged(f"{path} is damaged: {error}.") from error
+        if error.errno in _DAMAGE_ERRNOS:
+            raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def checksum(path: Path) -> str:
-    """Return a checksum of a file's contents."""
+def file_checksum(path: Path) -> str:
+    """Return a checksum of the contents of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(
             file, lambda: hashlib.blake2b(digest_size=16)

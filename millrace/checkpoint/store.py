@@ -1,37 +1,39 @@
-"""Checkpoints: written beside the training, complete or not there at all.
+"""The checkpoints of a run, written in the background; the newest and the best stay.
 
-A checkpoint is a folder ``update-<n>`` with the state, saved by orbax, and a manifest
-that lists every file with its size and checksum. The folder gets its name only when all
-of it is on the disk; a file that changed afterwards is noticed when it is read. Older
-checkpoints are deleted only when the new name is on the disk too, so that a power cut at
-any moment leaves a whole one.
+A checkpoint is a folder ``update-<n>`` with the arrays of the state and a manifest that
+lists every file with its size and checksum, so that later changes are noticed. A power cut
+at any moment leaves a complete checkpoint, because of the order of the steps:
 
-Of several processes, each writes a part of the arrays, and the first one the manifest when
-all parts are there. Any number of processes can read what any other has written.
+1. All arrays, then the manifest, are written to a folder with another name and synced.
+2. The folder is renamed, and its new name is synced.
+3. Only then are older checkpoints deleted.
+
+With several processes, each writes a part of the arrays, and the first process writes the
+manifest once all parts are on disk. Any number of processes can read a checkpoint.
 """
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.checkpoint.arrays import import_orbax, is_key, own_leaves
-from millrace.checkpoint.find import checkpoint_name, checkpoints_in
-from millrace.checkpoint.folder import (
+from millrace.checkpoint.arrays import assigned_leaves, import_orbax, is_prng_key
+from millrace.checkpoint.files import (
     Restored,
-    reason,
     restore,
     restore_part,
+    short_reason,
     write_checkpoint,
 )
+from millrace.checkpoint.find import checkpoint_name, checkpoints_in
 from millrace.checkpoint.manifest import (
     CheckpointError,
-    Damaged,
+    DamagedCheckpointError,
     has_manifest,
     read_manifest,
 )
@@ -40,7 +42,7 @@ from millrace.durable import clear_leftovers, discard, finite_json, rename
 from millrace.program.replicas import fetch
 
 __all__ = [
-    "NOT_OF_A_RUN",
+    "MANIFEST_ERRORS",
     "CheckpointError",
     "Checkpoints",
     "Restored",
@@ -53,27 +55,18 @@ __all__ = [
 
 _log = logging.getLogger("millrace")
 
-
-NOT_OF_A_RUN = (KeyError, TypeError, ValueError, AttributeError)
-"""What reading a manifest raises that lacks something, or has something else there."""
-
-
-class _More(NamedTuple):
-    """What a checkpoint is saved with, besides the state."""
-
-    facts: dict[str, Any]
-    later: Callable[[], dict[str, Any]] | None
-    first: Callable[[], None] | None
+MANIFEST_ERRORS = (KeyError, TypeError, ValueError, AttributeError)
+"""Errors of code that reads a manifest with missing or malformed entries."""
 
 
 class Checkpoints:
-    """Writes checkpoints on a thread of its own and keeps the newest and the best.
+    """Writes checkpoints on a background thread and keeps the newest and the best.
 
     Args:
-        path: The folder of checkpoints.
-        keep: How many of the newest to keep.
-        better: ``better(scores, other)`` tells whether a checkpoint's scores beat
-            another's; the best one is then never deleted.
+        path: The folder of the checkpoints.
+        keep: Number of newest checkpoints to keep.
+        better: ``better(scores, other)`` returns whether the scores of a checkpoint beat
+            those of another. The best checkpoint is never deleted.
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class Checkpoints:
         self._better = better
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="millrace-checkpoint")
         self._writing: Future[None] | None = None
-        # Orbax takes a second to import; have that happen while the program compiles.
+        # Importing orbax takes a second; do it while the program compiles.
         self._writer.submit(import_orbax)
 
     def save(
@@ -96,51 +89,61 @@ class Checkpoints:
         state: Any,
         update: int,
         *,
-        later: Callable[[], dict[str, Any]] | None = None,
-        first: Callable[[], None] | None = None,
-        **facts: Any,
+        late_metadata: Callable[[], dict[str, Any]] | None = None,
+        before_rename: Callable[[], None] | None = None,
+        **metadata: Any,
     ) -> None:
-        """Start writing a checkpoint; waits for the one before, and raises its error.
+        """Start writing a checkpoint; first wait for the previous one and raise its error.
 
         Args:
-            state: Copied on its device before this returns; it may be donated after.
-            update: The number of updates made.
-            later: Returns more of them when all else is ready to be written; the
-                checkpoint is not there before.
-            first: Called before the checkpoint gets its name, to put on the disk what
+            state: Copied on its device before this returns, so it may be donated.
+            update: Number of updates made.
+            late_metadata: Called on the writer thread; returns metadata that is not known
+                yet, such as the scores of a validation in progress.
+            before_rename: Called before the checkpoint gets its name, to sync files that
                 must not be older than it.
-            **facts: JSON-able things to keep with it, such as the data position;
-                ``scores`` are what the best checkpoint is chosen by.
+            **metadata: JSON values to save with it, such as the data position. The best
+                checkpoint is chosen by ``scores``.
         """
         self.wait()
-        there = has_manifest(self._path / checkpoint_name(update))
-        if coordination.broadcast("checkpoint-is-there", there):
+        exists = has_manifest(self._path / checkpoint_name(update))
+        # The first process decides for all, because they write together or not at all.
+        if coordination.broadcast("checkpoint-is-there", exists):
             return  # the same updates give the same state
-        # The writer fetches the copy while training goes on. Fetching it here took
-        # 0.28 s for 305 MB on an H200, 13 % of an execution of two seconds.
-        own = set(own_leaves(state))
-        copy = [
-            _snapshot(leaf) if place in own else _spec(leaf)
-            for place, leaf in enumerate(jax.tree.leaves(state))
+        # Copied on the device, and fetched by the writer while training continues.
+        # Fetching it here took 0.28 s for 305 MB on an H200, 13 % of a 2-second execution.
+        own = set(assigned_leaves(state))
+        leaves = [
+            _snapshot(leaf) if index in own else _spec(leaf)
+            for index, leaf in enumerate(jax.tree.leaves(state))
         ]
-        structure = jax.tree.structure(state)
-        facts = finite_json(facts)  # a copy: the caller's change while it is written
-        more = _More(facts, later, first)
-        self._writing = self._writer.submit(self._write, copy, structure, update, more)
+        self._writing = self._writer.submit(
+            self._write,
+            leaves,
+            jax.tree.structure(state),
+            update,
+            finite_json(metadata),  # a copy: the caller keeps changing it
+            late_metadata,
+            before_rename,
+        )
 
-    def wait(self) -> None:
-        """Wait until the checkpoint under way is on the disk."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+    def wait(self, *, raise_error: bool = True) -> None:
+        """Wait until the checkpoint in progress is on disk.
 
-    def settle(self) -> None:
-        """Wait as ``wait`` does, but leave an error to whoever calls that next."""
-        if self._writing is not None:
+        Args:
+            raise_error: Whether to raise the error of a failed write. Otherwise the next
+                call does.
+        """
+        if self._writing is None:
+            return
+        if not raise_error:
             wait([self._writing])
+            return
+        writing, self._writing = self._writing, None
+        writing.result()
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish the checkpoint in progress and end the thread."""
         try:
             self.wait()
         finally:
@@ -151,7 +154,7 @@ class Checkpoints:
         return [path for path in checkpoints_in(self._path) if has_manifest(path)]
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best metrics, if that is asked for."""
+        """Return the checkpoint with the best scores; None without `better` or scores."""
         if self._better is None:
             return None
         best: tuple[Path, dict] | None = None
@@ -159,9 +162,9 @@ class Checkpoints:
             try:
                 scores = read_manifest(path).get("scores") or {}
             except CheckpointError:
-                continue  # dealt with when it is to be restored
+                continue  # handled when it is restored
             if not all(isinstance(value, int | float) for value in scores.values()):
-                continue  # what is not finite is written as text
+                continue  # NaN and infinities are written as text
             if scores and (best is None or self._better(scores, best[1])):
                 best = path, scores
         return best[0] if best else None
@@ -169,43 +172,44 @@ class Checkpoints:
     def restore_newest(
         self, like: Any, *, check: Callable[[dict[str, Any]], Any] | None = None
     ) -> Restored | None:
-        """Read the newest checkpoint that is whole; None if there has been none yet.
+        """Read the newest intact checkpoint; return None if there is no checkpoint yet.
 
         Args:
-            like: As ``restore`` takes it.
-            check: Reads a manifest; one with which it raises an error of
-                ``NOT_OF_A_RUN`` counts as damaged.
+            like: A state with the expected structure, shapes and types.
+            check: Reads a manifest; if it raises one of ``MANIFEST_ERRORS``, the
+                checkpoint counts as damaged.
         """
         if coordination.num_processes() == 1:
             return self._restore_newest(like, check)
-        # The first process chooses, and clears away; the others read what it has read.
-        restored, found = None, {}
+        # The first process chooses and cleans up; the others read what it has chosen.
+        restored, choice = None, {}
         if coordination.is_first():
             try:
                 restored = self._restore_newest(like, check)
-                found = {"update": restored and restored.manifest["update"]}
+                choice = {"update": restored and restored.manifest["update"]}
             except CheckpointError as error:
-                found = {"error": str(error)}
-        found = coordination.broadcast("restored", found)
-        if "error" in found:
-            raise CheckpointError(found["error"])
-        if restored is None and found["update"] is not None:
-            return restore(self._path / checkpoint_name(found["update"]), like)
+                choice = {"error": str(error)}
+        choice = coordination.broadcast("restored", choice)
+        if "error" in choice:
+            raise CheckpointError(choice["error"])
+        if restored is None and choice["update"] is not None:
+            return restore(self._path / checkpoint_name(choice["update"]), like)
         return restored
 
     def _restore_newest(
         self, like: Any, check: Callable[[dict[str, Any]], Any] | None
     ) -> Restored | None:
         clear_leftovers(self._path)
-        # Not only saved(): a folder without its manifest is damaged too.
+        # Not saved(): a folder without a manifest is damaged, and must be set aside.
         for path in reversed(checkpoints_in(self._path)):
             try:
                 restored = restore(path, like)
                 _check_manifest(path, restored.manifest, check)
                 return restored
-            except Damaged as error:  # one that does not fit is nobody's damage
+            except DamagedCheckpointError as error:
                 _log.warning("%s It is set aside for an older one.", error)
                 _set_aside(path)
+        # Without this error, a resumed run would silently start from the beginning.
         if any(self._path.glob("*.damaged")):
             raise CheckpointError(
                 f"No checkpoint in {self._path} can be used: all of them are damaged. "
@@ -213,18 +217,29 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, copy: list[Any], structure: Any, update: int, more: _More) -> None:
-        for place, leaf in enumerate(copy):
-            if not isinstance(leaf, jax.ShapeDtypeStruct) and not is_key(leaf):
-                copy[place] = fetch(leaf)  # one by one: the device's copies go as well
-        state = jax.tree.unflatten(structure, copy)
-        facts = more.facts | (finite_json(more.later()) if more.later is not None else {})
+    def _write(
+        self,
+        leaves: list[Any],
+        structure: Any,
+        update: int,
+        metadata: dict[str, Any],
+        late_metadata: Callable[[], dict[str, Any]] | None,
+        before_rename: Callable[[], None] | None,
+    ) -> None:
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, jax.ShapeDtypeStruct) and not is_prng_key(leaf):
+                # Replaced one by one, so that each copy on the device is freed at once.
+                leaves[index] = fetch(leaf)
+        state = jax.tree.unflatten(structure, leaves)
+        if late_metadata is not None:
+            metadata |= finite_json(late_metadata())
         path = self._path / checkpoint_name(update)
-        write_checkpoint(path, state, update, facts, first=more.first)
+        write_checkpoint(path, state, update, metadata, before_rename=before_rename)
         if coordination.is_first():
             self._prune()
 
     def _prune(self) -> None:
+        """Delete old checkpoints; called when the new one is on disk under its name."""
         best = self.best()
         for path in self.saved()[: -self._keep]:
             if path != best:
@@ -233,7 +248,7 @@ class Checkpoints:
                 except OSError as error:
                     _log.warning(
                         "The old checkpoint %s could not be deleted: %s.",
-                        *(path, reason(error)),
+                        *(path, short_reason(error)),
                     )
 
 
@@ -241,15 +256,15 @@ def _check_manifest(
     path: Path, manifest: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None
 ) -> None:
     if path.name != checkpoint_name(manifest["update"]):
-        raise Damaged(
-            f"{path} is damaged: what is in it was saved after update {manifest['update']}."
+        raise DamagedCheckpointError(
+            f"{path} is damaged: it was saved after update {manifest['update']}."
         )
     try:
         if check is not None:
             check(manifest)
-    except NOT_OF_A_RUN as error:
-        raise Damaged(
-            f"{path} is damaged: its manifest does not say how far the run had come "
+    except MANIFEST_ERRORS as error:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its manifest does not have the progress of a run "
             f"({type(error).__name__}: {error})."
         ) from error
 
@@ -260,7 +275,8 @@ def _set_aside(path: Path) -> None:
         discard(aside)
         rename(path, aside)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be set aside: {reason(error)}.") from error
+        reason = short_reason(error)
+        raise CheckpointError(f"{path} could not be set aside: {reason}.") from error
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -268,13 +284,14 @@ def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _snapshot(leaf: Any) -> Any:
-    """A copy that outlives the donation of `leaf`, made where it lies.
+    """Return a copy, in the same memory, that outlives the donation of `leaf`.
 
-    State that rests in host memory is never donated, so it needs no copy.
+    State that is offloaded to host memory is never donated, so it needs no copy.
     """
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
-    if not leaf.is_fully_addressable:  # of many processes' copies, our own
+    if not leaf.is_fully_addressable:
+        # Part of it is on devices of other processes; take the copy that is here.
         leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else fetch(leaf)
         return _snapshot(leaf)
     if leaf.sharding.memory_kind not in (None, _device_memory(leaf)):

@@ -72,7 +72,7 @@ def inspect_devices(*, measure: bool = True) -> DeviceReport:
     import jax
 
     from millrace.program.roofline import measure_copy, measure_matmul
-    from millrace.run.provenance import machine
+    from millrace.run.provenance import describe_machine
 
     devices = [
         {
@@ -87,7 +87,7 @@ def inspect_devices(*, measure: bool = True) -> DeviceReport:
     first = jax.local_devices()[0]
     matmul = {d: measure_matmul(first, dtype=d) for d in _DTYPES} if measure else {}
     return DeviceReport(
-        devices, machine(), matmul, measure_copy(first) if measure else None
+        devices, describe_machine(), matmul, measure_copy(first) if measure else None
     )
 
 

@@ -1,1 +1,1 @@
-"""Loops on the host around compiled programs: training, evaluation, repeat."""
+"""Host loops around compiled programs: training, evaluation, repeat."""

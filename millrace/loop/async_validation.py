@@ -1,4 +1,4 @@
-"""Validation beside training: on a thread of its own, while the next updates are made."""
+"""Validation on a background thread while training continues."""
 
 import contextvars
 from collections.abc import Callable
@@ -6,20 +6,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 
-class UnderWay(NamedTuple):
-    """A validation that has been started."""
+class PendingValidation(NamedTuple):
+    """A validation that has started."""
 
     update: int
-    """After which the weights were put aside."""
-    found: Future[dict[str, float]]
+    """The update after which the state was copied."""
+    metrics: Future[dict[str, float]]
 
 
 class AsyncValidation:
-    """A validation that training does not wait for, until the next one is due.
+    """Validation that overlaps training, one at a time.
 
     Args:
-        snapshot: Copies what is to be validated of a state, which the next update ends.
-        validate: Returns the metrics of what was put aside.
+        snapshot: Copies what `validate` needs from a state. The next update donates the
+            state, so the copy must not share its buffers.
+        validate: Returns the metrics of a snapshot.
     """
 
     def __init__(
@@ -27,28 +28,33 @@ class AsyncValidation:
         snapshot: Callable[[Any], Any],
         validate: Callable[[Any], dict[str, float]],
     ) -> None:
-        self._put_aside = snapshot
+        self._snapshot = snapshot
         self._validate = validate
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-validation")
-        self.under_way: UnderWay | None = None
+        self.pending: PendingValidation | None = None
 
     def start(self, state: Any, update: int) -> None:
-        """Begin to validate a state; the one before must have been collected."""
-        assert self.under_way is None
-        kept = self._put_aside(state)
-        # With the compiler options of the run, and so that what it compiles is counted.
+        """Start validating a state; the previous validation must have been collected."""
+        assert self.pending is None
+        snapshot = self._snapshot(state)
+        # The run keeps its compiler options, and the list of what it compiles, in context
+        # variables, which a new thread would not see.
         context = contextvars.copy_context()
-        found = self._thread.submit(context.run, self._validate, kept)
-        self.under_way = UnderWay(update, found)
+        metrics = self._thread.submit(context.run, self._validate, snapshot)
+        self.pending = PendingValidation(update, metrics)
 
     def collect(self, *, wait: bool) -> tuple[int, dict[str, float]] | None:
-        """Return the update and the metrics of what is done, and raise what it raised."""
-        done = self.under_way
-        if done is None or not (wait or done.found.done()):
+        """Return the update and metrics of the pending validation, or raise its error.
+
+        Args:
+            wait: Whether to wait for it; otherwise None is returned until it is done.
+        """
+        pending = self.pending
+        if pending is None or not (wait or pending.metrics.done()):
             return None
-        self.under_way = None
-        return done.update, done.found.result()
+        self.pending = None
+        return pending.update, pending.metrics.result()
 
     def close(self) -> None:
-        """End the thread; what is under way is lost."""
+        """End the thread; a pending result is dropped."""
         self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""Validation: the mean of each metric over every sample of a dataset."""
+"""Evaluation: the mean of each metric over every sample of a dataset."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from millrace.distributed import coordination
 from millrace.feeds.infeed import Infeed
 from millrace.program.evaluate import EvaluationProgram
 
-_STAGED_BYTES = 64 << 20
+_MAX_CHUNK_BYTES = 64 << 20
+"""Data staged for one call of the program; two more chunks may be read ahead."""
 
 
 def evaluate(
@@ -20,19 +21,19 @@ def evaluate(
     source: Source,
     batch_size: int,
     *,
-    by_itself: bool = False,
+    single_process: bool = False,
 ) -> dict[str, float]:
-    """Return the mean of each metric over `source`, every readable sample counted once.
+    """Return the mean of each metric over `source`, counting every readable sample once.
 
-    Of several processes, each reads a share of the samples: of every batch, where the
-    program's devices are everybody's, and else every so many-th batch.
+    Several processes share the samples: each reads its part of every batch if the program
+    spans all devices, and every n-th batch if each process has a program of its own.
 
     Args:
         program: The compiled evaluation loop.
-        state: A training state, on any devices or of NumPy arrays.
+        state: A training state, on any devices or as NumPy arrays.
         source: The samples.
         batch_size: Samples per step over all replicas.
-        by_itself: Whether this process alone asks, and reads all samples.
+        single_process: Whether only this process evaluates; it then reads all samples.
     """
     if batch_size % (replicas := len(program.devices)):
         raise ValueError(
@@ -40,36 +41,36 @@ def evaluate(
             "replicas, which share every batch."
         )
     batches = EvaluationBatches(source, batch_size)
-    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
-    alone = program.chunk_sharding.is_fully_addressable
-    if alone and not by_itself:
-        batches = batches.every(
-            coordination.num_processes(), first=coordination.process_id()
-        )
-    capacity = max(1, min(len(batches), _STAGED_BYTES // size))
-    sums = _sums(program, program.validate_state(state), batches, capacity)
-    if alone:
+    batch_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(next(iter(batches))))
+    is_local = program.chunk_sharding.is_fully_addressable
+    if is_local and not single_process:
+        step = coordination.num_processes()
+        batches = batches.every(step, first=coordination.process_id())
+    capacity = max(1, min(len(batches), _MAX_CHUNK_BYTES // batch_bytes))
+    sums = _sum_metrics(program, program.validate_state(state), batches, capacity)
+    if is_local:
         assert sums["count"] == batches.num_valid, f"{sums} of {batches.num_valid} samples"
-        sums = sums if by_itself else _added(coordination.gather("evaluation", sums))
+        if not single_process:
+            sums = _add_up(coordination.gather("evaluation", sums))
     count = sums.pop("count")
     if not count:
         raise DatasetError("None of the samples to evaluate can be read.")
     return {name: total / count for name, total in sums.items()}
 
 
-def _sums(
+def _sum_metrics(
     program: EvaluationProgram, state: Any, batches: EvaluationBatches, capacity: int
 ) -> dict[str, float]:
     sums: dict[str, float] = {"count": 0.0}
     with Infeed(batches) as infeed:
         while (chunk := infeed.chunk(capacity, program.chunk_sharding)) is not None:
-            # What is missing from the last chunk is zeros, which are not "valid".
+            # The last chunk is padded with zeros, which are not marked as "valid".
             for name, value in program.run(state, chunk.data).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             infeed.took(chunk.stop - chunk.start)
     return sums
 
 
-def _added(each: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for sums in each for name in sums)
-    return {name: sum(sums.get(name, 0.0) for sums in each) for name in names}
+def _add_up(sums_per_process: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for sums in sums_per_process for name in sums)
+    return {name: sum(sums.get(name, 0.0) for sums in sums_per_process) for name in names}

@@ -1,8 +1,8 @@
-"""When the host steps in: logs, validations and checkpoints, in whole updates.
+"""When a run logs, validates and saves checkpoints, in whole weight updates.
 
-Events are asked for per epoch, but can only happen between two weight updates, and the
-device program is one length. So each period is moved to the nearest that divides the
-run evenly, with a warning that says what became of the request.
+Events are requested per epoch, but they can only happen between two weight updates, and
+all executions of the compiled program have the same length. So each period is moved to
+the nearest one that divides the run evenly, with a warning if that changes the rate.
 """
 
 import math
@@ -12,36 +12,37 @@ from typing import NamedTuple
 
 from millrace.config import ConfigurationError
 
-_MOST_UPDATES = 2**31 - 1
+_MAX_UPDATES = 2**31 - 1
+"""The training state counts updates in an int32."""
 
 
 class EventSchedule(NamedTuple):
-    """A run in whole updates."""
+    """The updates of a run, and the updates after which its events happen."""
 
     updates_per_epoch: int
     total_updates: int
     updates_per_execution: int
-    """Updates the device makes without the host: every period is a multiple of it."""
+    """Updates the device makes without the host. It divides every period and the run."""
     periods: dict[str, int]
-    """Updates between two events of a kind; 0 where there are none before the end."""
+    """Updates between two events of a kind; 0 for events only at the end."""
     warnings: list[str]
     first: Mapping[str, int] = {}
-    """The update after which a kind has its first event, where that is not a period."""
+    """The update of the first event, for kinds that do not start after one period."""
 
     def due(self, event: str, update: int) -> bool:
-        """Tell whether an event falls right after `update` updates; the end counts."""
+        """Whether an event follows update number `update`; all follow the last one."""
         period, first = self.periods.get(event, 0), self.first.get(event, 0)
         if update == self.total_updates:
             return True
         return period > 0 and update >= first and (update - first) % period == 0
 
 
-def countable(total_updates: int) -> int:
-    """Return the updates of a run, if the program can count that far."""
-    if total_updates > _MOST_UPDATES:
+def check_update_count(total_updates: int) -> int:
+    """Return the number of updates, or raise an error if it is too large to count."""
+    if total_updates > _MAX_UPDATES:
         raise ConfigurationError(
             f"The run would have {total_updates:,} updates, and at most "
-            f"{_MOST_UPDATES:,} can be counted. Ask for fewer epochs."
+            f"{_MAX_UPDATES:,} can be counted. Ask for fewer epochs."
         )
     return total_updates
 
@@ -55,18 +56,18 @@ def schedule_events(
     first_epochs: Mapping[str, float] | None = None,
     uneven: Collection[str] = (),
 ) -> EventSchedule:
-    """Work out when events happen.
+    """Compute when events happen.
 
     Args:
         updates_per_epoch: Whole weight updates in one pass over the data.
-        num_epochs: Passes.
-        events_per_epoch: For each kind ("log", "checkpoint", "validate"), how often per
-            epoch: 2 is twice, 0.5 every other epoch, 0 only at the end of the run.
-        updates_per_execution: A length to use instead of the longest that fits.
-        first_epochs: For some kinds, the epoch after which the first event comes; the
-            others follow it at their rate.
-        uneven: Kinds whose period need not divide the run: it is rounded down to whole
-            updates, and what is left at the end is an event of its own.
+        num_epochs: Number of passes.
+        events_per_epoch: Rate of each kind of event ("log", "checkpoint", "validate"):
+            2 is twice per epoch, 0.5 every other epoch, 0 only at the end of the run.
+        updates_per_execution: Use this length instead of the longest that fits.
+        first_epochs: For some kinds, the epoch after which the first event happens; the
+            others follow at their rate.
+        uneven: Kinds whose period need not divide the run. It is rounded down to whole
+            updates, and the last event comes at the end of the run.
     """
     if updates_per_epoch < 1:
         raise ConfigurationError(
@@ -74,44 +75,38 @@ def schedule_events(
         )
     if num_epochs < 1:
         raise ConfigurationError(f"num_epochs must be at least 1, got {num_epochs}.")
-    periods, warnings = {}, []
+    total = check_update_count(updates_per_epoch * num_epochs)
     first_epochs = {event: n for event, n in (first_epochs or {}).items() if n}
+    periods: dict[str, int] = {}
+    warnings: list[str] = []
     for event, rate in events_per_epoch.items():
-        after = first_epochs.get(event, 0.0)
-        if after >= num_epochs:
+        first_epoch = first_epochs.get(event, 0.0)
+        if first_epoch >= num_epochs:
             raise ConfigurationError(
-                f"The first {event} cannot come after {after:g} epochs: the run has "
+                f"The first {event} cannot come after {first_epoch:g} epochs: the run has "
                 f"{num_epochs}."
             )
-        epochs = max(1, int(num_epochs - after))
         if event in uneven and rate > 0:
             periods[event] = max(1, int(updates_per_epoch / rate))
             continue
-        period, warning = _period(event, rate, updates_per_epoch, epochs)
-        periods[event] = period
+        epochs_left = max(1, int(num_epochs - first_epoch))
+        periods[event], warning = _find_period(event, rate, updates_per_epoch, epochs_left)
         if warning:
             warnings.append(warning)
-    total = countable(updates_per_epoch * num_epochs)
-    execution = math.gcd(*periods.values()) if periods else 0
-    if execution:
-        # With a first event of its own, or uneven, a period need not divide the run.
-        execution = math.gcd(execution, total)
-    else:
-        execution = total
+    if not any(periods.values()):
         warnings.append(
-            f"No event is asked for before the end: all {total} updates run on the "
+            f"No event is requested before the end: all {total} updates run on the "
             "device without returning to the host."
         )
+    # The total counts too: with a first event of its own, or uneven, a period need not
+    # divide the run. gcd(0, n) is n, so kinds without a period do not matter.
+    execution = math.gcd(*periods.values(), total)
     if updates_per_execution is not None:
-        if execution % updates_per_execution:
-            raise ConfigurationError(
-                f"updates_per_execution ({updates_per_execution}) must divide the "
-                f"{execution} updates between two events of this run. The nearest that "
-                f"does is {closest_divisor(execution, updates_per_execution)}."
-            )
+        _check_execution(updates_per_execution, execution)
         execution = updates_per_execution
     first = {}
     for event, epochs in first_epochs.items():
+        # Moved to the nearest end of an execution.
         first[event] = max(1, round(epochs * updates_per_epoch / execution)) * execution
         if first[event] != epochs * updates_per_epoch:
             warnings.append(
@@ -121,19 +116,28 @@ def schedule_events(
     return EventSchedule(updates_per_epoch, total, execution, periods, warnings, first)
 
 
-def _period(
+def _check_execution(requested: int, longest: int) -> None:
+    if longest % requested:
+        raise ConfigurationError(
+            f"updates_per_execution ({requested}) must divide the {longest} updates "
+            f"between two events of this run. The nearest that does is "
+            f"{closest_divisor(longest, requested)}."
+        )
+
+
+def _find_period(
     event: str, rate: float, updates_per_epoch: int, num_epochs: int
 ) -> tuple[int, str | None]:
-    """Return the updates between two events and a warning if the rate had to move."""
+    """Return the updates between two events, and a warning if the rate changes."""
     if not (math.isfinite(rate) and rate >= 0):
         raise ConfigurationError(f"{event}s per epoch must be 0 or more, got {rate}.")
     if rate == 0:
         return 0, None
-    # 0.333... is meant as a third; floats carry it to 16 digits.
+    # 0.333... means a third, although the float is a little less.
     wanted = Fraction(rate).limit_denominator(1_000_000)
     span = updates_per_epoch
     if wanted < 1:
-        # Below one in a million epochs `wanted` is 0.
+        # An event in more than a million epochs rounds to 0.
         if not wanted or (num_epochs * wanted).denominator != 1:
             advice = (
                 f"a number of epochs that is a multiple of {wanted.denominator}, or "
@@ -145,6 +149,7 @@ def _period(
                 f"It is not possible to {event} {each} epochs at a time for {num_epochs} "
                 f"epochs. Choose {advice}another rate (0: only at the end)."
             )
+        # Rarer than once per epoch: the period divides the whole run, not one epoch.
         wanted *= num_epochs
         span *= num_epochs
     chosen = closest_divisor(span, float(wanted))
@@ -159,7 +164,7 @@ def _period(
 
 
 def closest_divisor(number: int, target: float) -> int:
-    """Return the divisor of `number` nearest to `target`; of two, the smaller.
+    """Return the divisor of `number` nearest to `target`, the smaller one of a tie.
 
     >>> closest_divisor(781, 10)
     11

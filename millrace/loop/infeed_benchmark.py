@@ -1,4 +1,4 @@
-"""How fast an infeed can stage a dataset on the device, as JSON."""
+"""Measure how fast an infeed moves a dataset to the device."""
 
 import json
 import time
@@ -17,10 +17,10 @@ def infeed_benchmark(
     *,
     print_stats: bool = True,
 ) -> str:
-    """Take elements from an infeed as fast as they reach the device.
+    """Take elements from an infeed as fast as they reach the device; return JSON.
 
     The JSON has the fields of ``dataset_benchmark``; the difference between the two is
-    the price of staging and transfer.
+    the cost of staging and transfer.
     """
     check_infeed(infeed)
     for name, value in (
@@ -45,13 +45,13 @@ def _take(infeed: Infeed, count: int) -> int:
         chunk = infeed.chunk()
         if chunk is None:
             raise DatasetEnded(
-                f"The dataset ended after {infeed.position} elements; a benchmark needs "
-                f"{count} per epoch without end. Repeat the dataset."
+                f"The dataset ended after {infeed.position} elements, but the benchmark "
+                f"needs {count} per epoch. Repeat the dataset without end."
             )
         jax.block_until_ready(chunk.data)
-        here = min(count - taken, chunk.stop - chunk.start)
+        used = min(count - taken, chunk.stop - chunk.start)
         leaves = jax.tree.leaves(chunk.data)
-        size += here * sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
-        infeed.took(here)
-        taken += here
+        size += used * sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
+        infeed.took(used)
+        taken += used
     return size

@@ -1,4 +1,4 @@
-"""``repeat`` and ``while_loop``: a body, an infeed and an outfeed, joined."""
+"""``repeat`` and ``while_loop``: compiled loops with an infeed and an outfeed."""
 
 import collections
 import contextlib
@@ -20,9 +20,13 @@ from millrace.loop.staging import MAX_IN_FLIGHT
 from millrace.program.loop import LoopBody, LoopResult, loop_program
 from millrace.program.training import no_silent_copies
 
-_CAPACITY = 256
-_OUTPUT_BYTES = 16 << 20
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.02, 0.1
+_MAX_STEPS = 256
+"""Steps per execution at most, unless steps_per_execution is given."""
+_MAX_OUTPUT_BYTES = 16 << 20
+"""Device memory for the outputs of one execution."""
+_MIN_SECONDS, _MAX_SECONDS = 0.02, 0.1
+"""Target time of an execution: long enough to hide the call, short enough that outputs
+can be read soon."""
 
 
 def repeat(
@@ -37,15 +41,15 @@ def repeat(
     """Run `body` `n` times on the device and return the final carry.
 
     Args:
-        n: How many times.
+        n: Number of steps.
         body: ``(carry, element) -> (carry, output)``, or ``(carry) -> (carry, output)``
-            without an infeed. Traced once per shape, whatever `n` is.
+            without an infeed. Traced once per shape, independent of `n`.
         carry: Any pytree of arrays or numbers.
-        infeed: Gives each step an element.
-        outfeed: Receives each step's output; without one the output is dropped.
-        steps_per_execution: Steps the device makes without returning to the host. If
-            not given, as many as take a few hundredths of a second, so that outputs
-            can be read soon after they are made.
+        infeed: Supplies one element per step.
+        outfeed: Receives the output of each step; without one, outputs are dropped.
+        steps_per_execution: Steps the device makes without returning to the host. By
+            default, the number that takes 20 to 100 ms, so that outputs can be read
+            soon after they are computed.
 
     >>> import millrace as mr
     >>> int(mr.repeat(10, lambda carry: (carry + 1, None), 0))
@@ -54,7 +58,7 @@ def repeat(
     loop = LoopBody(body, None, infeed is not None, outfeed is not None)
     with filling(outfeed):
         check_infeed(infeed)
-        n = whole_number("n", n)
+        n = check_count("n", n)
         if steps_per_execution is not None and steps_per_execution < 1:
             raise ValueError(
                 f"steps_per_execution must be at least 1, got {steps_per_execution}."
@@ -81,12 +85,12 @@ def while_loop(
     with filling(outfeed):
         check_infeed(infeed)
         if maximum_iterations is not None:
-            maximum_iterations = whole_number("maximum_iterations", maximum_iterations)
+            maximum_iterations = check_count("maximum_iterations", maximum_iterations)
         return _Loop(loop, infeed, outfeed, None).run(carry, maximum_iterations)
 
 
-def whole_number(name: str, value: Any) -> int:
-    """Return a number of steps, whatever type of whole number it is."""
+def check_count(name: str, value: Any) -> int:
+    """Return a number of steps as an int; refuse fractions and negative numbers."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -97,12 +101,12 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def filling(outfeed: Outfeed | None) -> contextlib.AbstractContextManager[Any]:
-    """Mark the time in which a loop fills its outfeed, if it has one."""
+    """Mark the outfeed, if there is one, as being filled by a loop."""
     return outfeed.feeding() if outfeed is not None else contextlib.nullcontext()
 
 
 def check_infeed(infeed: Any) -> None:
-    """A dataset in an infeed's place is the likeliest mistake; say what to do."""
+    """Refuse a dataset passed in place of an infeed, the most likely mistake."""
     if infeed is not None and not isinstance(infeed, Infeed):
         raise TypeError(
             f"infeed must be a millrace.Infeed, got {type(infeed).__name__}. Wrap the "
@@ -127,41 +131,42 @@ class _Loop:
         self._outfeed = outfeed
         self._length = steps_per_execution
         self._pace = _Pace()
-        self._capacity = _CAPACITY
+        self._capacity = _MAX_STEPS
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def run(self, carry: Any, limit: int | None) -> Any:
         _check_not_traced(carry)
-        self._place = _place_of(carry)
-        carry = jax.tree.map(lambda leaf: _own_array(leaf, self._place), carry)
-        _check_not_traced(carry)  # inside a jit, so are copies of what was not
+        self._sharding = _find_sharding(carry)
+        carry = jax.tree.map(lambda leaf: _own_array(leaf, self._sharding), carry)
+        # Again: inside a jit, copies of concrete arrays are tracers.
+        _check_not_traced(carry)
         done, more = 0, True
         if self._body.condition is not None:
             more = bool(jax.device_get(self._program.holds(carry)(carry)))
         while more and (limit is None or done < limit):
             chunk = None
             if self._infeed is not None:
-                chunk = self._infeed.chunk(self._length, self._place)
+                chunk = self._infeed.chunk(self._length, self._sharding)
                 if chunk is None:
                     self._check_end(done, limit)
                     break
             self._limit_outputs(carry, chunk)
-            asked = self._steps(chunk, None if limit is None else limit - done)
-            result = self._execute(carry, chunk, asked)
+            steps = self._choose_steps(chunk, None if limit is None else limit - done)
+            result = self._execute(carry, chunk, steps)
             carry = result.carry
-            done += self._settle(asked, result)
+            done += self._settle(steps, result)
             if self._body.condition is not None:
                 more = bool(jax.device_get(result.more))
         return carry
 
     def _limit_outputs(self, carry: Any, chunk: Chunk | None) -> None:
-        """Before the first step: let one execution's outputs take at most 16 MiB."""
+        """Before the first step, limit the steps per execution by their outputs."""
         if self._outfeed is not None and self._length is None and not self._in_flight:
             data = None if chunk is None else chunk.data
             size = self._program.output_bytes(carry, data)
-            self._capacity = max(1, min(_CAPACITY, _OUTPUT_BYTES // max(1, size)))
+            self._capacity = max(1, min(_MAX_STEPS, _MAX_OUTPUT_BYTES // max(1, size)))
 
-    def _steps(self, chunk: Chunk | None, left: int | None) -> int:
+    def _choose_steps(self, chunk: Chunk | None, left: int | None) -> int:
         steps = self._length or min(self._pace.count, self._capacity)
         if chunk is not None:
             steps = min(steps, chunk.stop - chunk.start)
@@ -171,29 +176,31 @@ class _Loop:
         data = None if chunk is None else chunk.data
         start = self._number(0 if chunk is None else chunk.start)
         execute = self._compiled(carry, data, start, count)
-        counted = () if self._length is not None else (self._number(count),)
+        count_argument = () if self._length is not None else (self._number(count),)
         with no_silent_copies():
-            return execute(carry, data, start, *counted)
+            return execute(carry, data, start, *count_argument)
 
     def _compiled(self, carry: Any, data: Any, start: jax.Array, count: int) -> Any:
-        """Look a program up once per loop: carry and chunks stay what they are."""
+        """Return the program for an execution of `count` steps.
+
+        Cached per loop: shapes and placement of carry and chunks do not change in it.
+        """
         length = None if self._length is None else count
         if length not in self._programs:
             if length is not None:
-                found = self._program.exactly(carry, data, start, length)
+                program = self._program.exactly(carry, data, start, length)
             else:
                 capacity = self._capacity if self._outfeed is not None else 1
-                found = self._program.up_to(carry, data, start, capacity)
-            self._programs[length] = found
+                program = self._program.up_to(carry, data, start, capacity)
+            self._programs[length] = program
         return self._programs[length]
 
     def _number(self, value: int) -> jax.Array:
-        return jax.device_put(np.int32(value), self._place)
+        return jax.device_put(np.int32(value), self._sharding)
 
-    def _settle(self, asked: int, result: LoopResult) -> int:
-        """Hand on what an execution made, and wait if enough of them are under way."""
-        steps = asked
-        if self._body.condition is not None:
+    def _settle(self, steps: int, result: LoopResult) -> int:
+        """Pass on the outputs of an execution; wait if enough of them are in flight."""
+        if self._body.condition is not None:  # it may have ended the loop early
             steps = int(jax.device_get(result.steps))
         if self._infeed is not None:
             self._infeed.took(steps)
@@ -206,41 +213,41 @@ class _Loop:
         return steps
 
     def _check_end(self, done: int, limit: int | None) -> None:
-        """The dataset has ended; unless that was allowed for, it is an error."""
+        """Raise an error about a dataset that ended too early, unless that is allowed."""
         assert self._infeed is not None
         if self._infeed.on_end == "stop":
             return
-        wanted = f"asked for {limit}" if limit is not None else "was not done"
+        steps = f"{done} steps" if limit is None else f"{done} of {limit} steps"
         raise DatasetEnded(
-            f"The dataset ended after {self._infeed.position} elements; the loop made "
-            f"{done} steps and {wanted}. Repeat the dataset, ask for fewer steps, or "
-            "use Infeed(..., on_end='stop')."
+            f"The dataset ended after {self._infeed.position} elements; the loop has made "
+            f"{steps}. Repeat the dataset, ask for fewer steps, or use "
+            "Infeed(..., on_end='stop')."
         )
 
 
 class _Pace:
-    """Chooses how many steps to run before the host looks in again."""
+    """Chooses the number of steps per execution by the time they take."""
 
     def __init__(self) -> None:
         self.count = 1
         self._last: float | None = None
 
     def finished(self) -> None:
-        """Note that an execution has ended; aim at 20 to 100 ms for each."""
+        """Record that an execution has ended, and adjust the next one."""
         now = time.perf_counter()
         if self._last is not None:
-            if now - self._last < _SHORTEST_SECONDS:
-                self.count = min(self.count * 2, _CAPACITY)
-            elif now - self._last > _LONGEST_SECONDS:
+            if now - self._last < _MIN_SECONDS:
+                self.count = min(self.count * 2, _MAX_STEPS)
+            elif now - self._last > _MAX_SECONDS:
                 self.count = max(self.count // 2, 1)
         self._last = now
 
 
-def _place_of(carry: Any) -> Sharding | None:
-    """Return where numbers and elements go: to all devices that the carry lies on.
+def _find_sharding(carry: Any) -> Sharding | None:
+    """Return where numbers and elements go: to all devices of the carry.
 
-    Where it lies on none in particular, that is the device in force, which the infeed's
-    thread does not see; None for JAX's own choice.
+    If it is committed to none, that is the current default device, which is thread-local
+    and so unknown to the thread of the infeed. None leaves the choice to JAX.
     """
     for leaf in jax.tree.leaves(carry):
         if isinstance(leaf, jax.Array) and leaf.committed:
@@ -259,14 +266,16 @@ def _on_all_devices(array: jax.Array) -> Sharding:
     return NamedSharding(Mesh(devices, ("device",)), PartitionSpec())
 
 
-def _own_array(leaf: Any, place: Sharding | None) -> jax.Array:
-    """Return a copy of our own, for the loop will use its memory again."""
+def _own_array(leaf: Any, sharding: Sharding | None) -> jax.Array:
+    """Return a copy: the loop donates its carry, and the caller keeps the original."""
     if isinstance(leaf, jax.Array):
         copied = jnp.copy(leaf)
-        return copied if leaf.committed or place is None else jax.device_put(copied, place)
+        if leaf.committed or sharding is None:
+            return copied
+        return jax.device_put(copied, sharding)
     array = np.asarray(leaf)
     array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-    return jax.device_put(array, place)
+    return jax.device_put(array, sharding)
 
 
 def _check_not_traced(carry: Any) -> None:

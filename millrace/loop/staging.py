@@ -1,4 +1,4 @@
-"""How an execution is cut into calls, and what is staged on the devices for each."""
+"""Split an execution into calls of the program, and stage the data of each call."""
 
 from typing import Any
 
@@ -11,13 +11,20 @@ from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram, element_bytes
 
 MAX_IN_FLIGHT = 2
-"""Calls under way at once: more than 32 with collectives deadlock on CPU devices."""
+"""Calls in flight at once: one runs while the next is queued, so the device never waits.
+
+More would hold more staged data and delay reports for no gain. Stopping all processes at
+the same update relies on them being at most two calls apart, and more than 32 calls with
+collectives deadlock on CPU devices.
+"""
 
 
 def compile_calls(
     program: TrainingProgram, state: TrainState, infeed: Infeed, execution: int
 ) -> tuple[int, ...]:
-    """Compile for every length of call in an execution of this many updates.
+    """Compile the program for every length of call in an execution of `execution` updates.
+
+    An execution with more data than the program stages at once is split into several calls.
 
     Returns:
         For each call of an execution, the elements it takes from the infeed.
@@ -26,7 +33,7 @@ def compile_calls(
     for path, leaf in jax.tree_util.tree_leaves_with_path(element):
         if np.ndim(leaf) == 0:
             raise ValueError(
-                f"The infeed's elements must have samples along dim 0; "
+                f"Elements of the infeed must have samples along dim 0; "
                 f"{jax.tree_util.keystr(path)} is a single number."
             )
     per_call = program.updates_per_call(execution, element_bytes(element))
@@ -43,13 +50,13 @@ def compile_calls(
 def next_chunk(
     program: TrainingProgram, infeed: Infeed, capacities: tuple[int, ...]
 ) -> Any:
-    """Return the next chunk of batches, staged; a dataset that has ended is an error."""
+    """Return the next staged chunk of batches; raise an error if the dataset has ended."""
     chunk = infeed.chunk(capacities, program.chunk_sharding, only_full=True)
     if chunk is None:
         raise DatasetEnded(
-            f"The dataset ended after {infeed.elements_read} elements, in the middle of "
-            "training. A training dataset must repeat without end, or use "
-            "Infeed(..., on_end='stop') with millrace.train."
+            f"The dataset ended after {infeed.elements_read} elements, before the end of "
+            "training. Repeat it without end, or use Infeed(..., on_end='stop') with "
+            "millrace.train."
         )
     infeed.took(chunk.stop)
     count_step()

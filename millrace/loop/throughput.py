@@ -1,4 +1,4 @@
-"""Throughput without the first execution, and without the host's own pauses."""
+"""Throughput in the steady state, without warm-up and pauses of the host."""
 
 import contextlib
 import time
@@ -6,24 +6,25 @@ from collections.abc import Iterator
 
 
 class Throughput:
-    """Samples per second in the steady state.
+    """Measures samples per second in the steady state.
 
-    The first execution is dropped: it fills queues and caches. So is time the host
-    spends on validation and checkpoints between executions.
+    The first execution is dropped because it fills queues and caches, and so is the time
+    that validation and checkpoints take between executions.
     """
 
     def __init__(self) -> None:
+        # Marks are (seconds, samples so far), at the end of calls and of executions.
         self._marks: list[tuple[float, int]] = []
         self._ends: list[tuple[float, int]] = []
         self._paused = 0.0
 
     def start(self) -> None:
-        """Begin the first execution."""
+        """Start the clock, right before the first execution."""
         self._marks.append((self._now(), 0))
         self._ends.append(self._marks[-1])
 
     def add(self, samples: int, *, execution_ends: bool) -> None:
-        """Note that a call of the program has ended."""
+        """Record that a call of the program has ended."""
         total = self._marks[-1][1] + samples
         mark = self._now(), total
         _keep(self._marks, mark)
@@ -32,7 +33,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of the measurement."""
+        """Exclude the time inside from the measurement."""
         started = time.perf_counter()
         try:
             yield
@@ -40,9 +41,9 @@ class Throughput:
             self._paused += time.perf_counter() - started
 
     def per_second(self) -> float:
-        """Return samples per second, 0 if nothing was measured."""
-        # The run's start counts as an end; with one execution only, its first call is
-        # dropped; with one call only, nothing is.
+        """Return samples per second, 0 if nothing has been measured."""
+        # The start counts as an end, so a third one means a second execution. With only
+        # one execution, its first call is dropped; with only one call, nothing is.
         if len(self._ends) > 2:
             first, last = self._ends[1], self._ends[-1]
         elif len(self._marks) > 2:
@@ -59,6 +60,6 @@ class Throughput:
 
 
 def _keep(marks: list[tuple[float, int]], mark: tuple[float, int]) -> None:
-    """Add a mark; of all after the second, only the newest is ever looked at."""
+    """Append a mark; after the second one, only the newest is ever used."""
     del marks[2:]
     marks.append(mark)

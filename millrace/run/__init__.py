@@ -1,1 +1,1 @@
-"""One run: its directory, console, writers and provenance."""
+"""Runs of commands: directory, console, writers and metadata."""

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: what it will do, how far it is, how it ended."""
+"""Terminal output of a run: its settings, its progress and its result."""
 
 import logging
 import time
@@ -17,14 +17,17 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from millrace.drawing.numbers import byte_size, duration
+from millrace.loop.event_schedule import EventSchedule
 from millrace.output import DroppingStream
+from millrace.plan import Plan
 
-_METRICS_SHARE = 4
-"""How many times as wide as the bar the metrics beside it may be."""
+_METRICS_RATIO = 4
+"""Maximum width of the metrics next to the progress bar, relative to the bar."""
 
 
 class Phase(NamedTuple):
-    """What was being done from when to when, in seconds of the run's clock."""
+    """An activity of the run, with start and end in seconds on its clock."""
 
     name: str
     start: float
@@ -32,22 +35,22 @@ class Phase(NamedTuple):
 
 
 class _Screen(RichConsole):
-    """Drops what cannot be printed; Rich would end the process when a pipe breaks."""
+    """Drops output that cannot be printed; Rich would exit when a pipe breaks."""
 
     @property
     def file(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The stream of the moment; nobody sets another one."""
+        """The current standard error."""
         return DroppingStream(super().file)
 
 
 class Console:
     """Lines and a progress bar on standard error; plain lines without a terminal.
 
-    Colors are left out where ``NO_COLOR`` is set or there is no terminal.
+    There are no colors if ``NO_COLOR`` is set or there is no terminal.
 
     Args:
-        quiet: Print nothing but warnings and errors.
-        verbose: Print also every change of what is being done, and debugging messages.
+        quiet: Print only warnings and errors.
+        verbose: Also print every change of activity, and debug messages.
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
@@ -56,16 +59,16 @@ class Console:
         self.verbose = verbose and not quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        # Takes what the other columns leave, and is cut where that is too little.
+        # Gets the width that the other columns leave, and is truncated if necessary.
         self._metrics = Column(no_wrap=True, overflow="ellipsis", ratio=0)
-        self._said: set[str] = set()
-        self._zero = time.perf_counter()
+        self._printed: set[str] = set()
+        self._clock_start = time.perf_counter()
         self._phases: list[Phase] = []
-        self._doing: tuple[str, float] | None = None
+        self._current: tuple[str, float] | None = None
         logger = logging.getLogger("millrace")
         logger.handlers = [_Handler(self)]
-        usual = logging.DEBUG if self.verbose else logging.INFO
-        logger.setLevel(logging.WARNING if quiet else usual)
+        level = logging.DEBUG if self.verbose else logging.INFO
+        logger.setLevel(logging.WARNING if quiet else level)
         logger.propagate = False
 
     @property
@@ -75,10 +78,10 @@ class Console:
 
     @property
     def phases(self) -> list[Phase]:
-        """What has been done when, up to now."""
-        if self._doing is None:
+        """All activities so far, including the current one."""
+        if self._current is None:
             return list(self._phases)
-        name, start = self._doing
+        name, start = self._current
         return [*self._phases, Phase(name, start, self._now())]
 
     def line(self, text: str) -> None:
@@ -87,27 +90,27 @@ class Console:
             self._print(text)
 
     def warning(self, text: str) -> None:
-        """Print a warning, quiet or not."""
+        """Print a warning, even if quiet."""
         self._print(f"warning: {text}", style="yellow")
 
-    def facts(self, facts: Mapping[str, Any]) -> None:
+    def table(self, rows: Mapping[str, Any]) -> None:
         """Print names and values in two columns."""
-        width = max(map(len, facts), default=0)
-        for name, value in facts.items():
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
             self.line(f"{name:<{width}}  {value}")
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
-        """Begin to show progress over `total` updates.
+        """Start to show progress over `total` updates.
 
         Args:
-            total: How many there are to be.
-            done: How many there are already.
-            elapsed: What the run's clock, which a resumed run goes on with, shows now; if
-                not given, it goes on as it is.
+            total: Number of updates of the run.
+            done: Number of updates already made.
+            elapsed: Sets the clock of the run, which a resumed run continues. If not
+                given, it keeps running.
         """
         if elapsed is not None:
             self._end_phase()
-            self._zero = time.perf_counter() - elapsed
+            self._clock_start = time.perf_counter() - elapsed
         if not self.live:
             return
         self._progress = Progress(
@@ -126,81 +129,94 @@ class Console:
         self._progress.start()
 
     def status(self, what: str) -> None:
-        """Say what is happening now; without a terminal, only the first of each."""
+        """Show the current activity; without a terminal, print each one only once."""
         self._end_phase()
-        self._doing = (what, self._now())
+        self._current = (what, self._now())
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=what, refresh=True)
         if self.verbose:
             self.line(f"{self._now():8.2f} s  {what}")
-        elif self._progress is None and what not in self._said:
-            self._said.add(what)
+        elif self._progress is None and what not in self._printed:
+            self._printed.add(what)
             self.line(f"{what} …")
 
     def advance(self, done: int, metrics: Mapping[str, float], speed: float) -> None:
         """Show how many updates are done and the newest metrics."""
         if self._progress is None or self._task is None:
             return
-        chosen = metrics if self.verbose else _most_telling(metrics)
-        shown = [f"{_short(name)} {figure(value)}" for name, value in chosen.items()]
+        chosen = metrics if self.verbose else _most_relevant(metrics)
+        texts = [f"{_short(name)} {format_metric(value)}" for name, value in chosen.items()]
         if speed:
-            shown.append(f"{speed:,.0f} samples/s")
-        self._metrics.ratio = _METRICS_SHARE if shown else 0
-        self._progress.update(self._task, completed=done, metrics="  ".join(shown))
+            texts.append(f"{speed:,.0f} samples/s")
+        self._metrics.ratio = _METRICS_RATIO if texts else 0
+        self._progress.update(self._task, completed=done, metrics="  ".join(texts))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Print a log event as a line, where no progress bar shows it."""
+        """Print a log event as a line, unless a progress bar shows it."""
         if self.live:
             return
         metrics = {k: v for k, v in event.items() if k not in ("update", "epoch", "time")}
-        shown = "  ".join(f"{name} {figure(value)}" for name, value in metrics.items())
-        self.line(f"epoch {event['epoch']:g}  update {event['update']}  {shown}")
+        texts = [f"{name} {format_metric(value)}" for name, value in metrics.items()]
+        place = f"epoch {event['epoch']:g}  update {event['update']}"
+        self.line("  ".join([place, *texts]))
 
     def stop(self) -> None:
-        """Take the progress bar away; what was being done has ended."""
+        """Remove the progress bar and end the current activity."""
         self._end_phase()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def _end_phase(self) -> None:
-        if self._doing is not None:
-            name, start = self._doing
+        if self._current is not None:
+            name, start = self._current
             self._phases.append(Phase(name, start, self._now()))
-        self._doing = None
+        self._current = None
 
     def _now(self) -> float:
-        return time.perf_counter() - self._zero
+        return time.perf_counter() - self._clock_start
 
     def _print(self, text: str, style: str | None = None) -> None:
         console = self._progress.console if self._progress is not None else self._rich
         console.print(text, style=style, markup=False)
 
 
-def figure(value: float) -> str:
-    """Write a metric with four digits, or as a whole number where that is longer."""
+def format_metric(value: float) -> str:
+    """Format a metric with four significant digits, or as a larger whole number."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _most_telling(metrics: Mapping[str, float], most: int = 2) -> dict[str, float]:
-    """Choose what fits beside a bar: the loss, then what validation found, then others."""
+def _most_relevant(metrics: Mapping[str, float], count: int = 2) -> dict[str, float]:
+    """Return the metrics that fit next to a bar: the loss, then those of validation."""
 
-    def weight(name: str) -> int:
+    def rank(name: str) -> int:
         if name == "loss":
             return 0
         if name.startswith("validation_"):
             return 1 if name != "validation_loss" else 3
         return 4 if name == "learning_rate" else 2
 
-    return {name: metrics[name] for name in sorted(metrics, key=weight)[:most]}
+    return {name: metrics[name] for name in sorted(metrics, key=rank)[:count]}
 
 
 def _short(name: str) -> str:
     return name.replace("validation_", "val ").replace("_", " ")
 
 
+class SilentConsole(Console):
+    """The console of all processes but the first."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a progress bar can be drawn: never."""
+        return False
+
+    def _print(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 class _Handler(logging.Handler):
-    """Sends the package's log to the console."""
+    """Sends the log of the package to the console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -212,3 +228,65 @@ class _Handler(logging.Handler):
             self._console.warning(message)
         else:
             self._console.line(message)
+
+
+def training_rows(plan: Plan, schedule: EventSchedule) -> dict[str, str]:
+    """Return table rows about the batches and updates of a run."""
+    batch = plan.batching
+    pipeline = {}
+    if plan.num_stages > 1:
+        recomputed = ", recomputed" if plan.recomputation else ""
+        stages = f"{plan.num_stages} stages, {plan.pipeline_schedule}"
+        pipeline["pipeline"] = stages + recomputed
+    return {
+        **pipeline,
+        "global batch": f"{batch.global_batch_size} = micro batch "
+        f"{batch.micro_batch_size} x accumulation "
+        f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
+        "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
+        f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
+        f" {schedule.updates_per_execution} per execution",
+    }
+
+
+def determinism_rows(platform: str, deterministic: bool) -> dict[str, str]:
+    """Return a table row about repeatability; none on a CPU, which is deterministic."""
+    if platform == "cpu":
+        return {}
+    if deterministic:
+        return {"deterministic": "yes: same bits in every run on this kind of device"}
+    return {"deterministic": "no: last digits differ between runs (--deterministic)"}
+
+
+def extension_rows(extended_options: Mapping[str, Any]) -> dict[str, str]:
+    """Return a table row about a run that is resumed for more epochs than before."""
+    if not extended_options:
+        return {}
+    values = ", ".join(f"{name} {value:g}" for name, value in extended_options.items())
+    return {"extended": f"{values}; learning rate schedules adapt to the new length"}
+
+
+def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return table rows about how a run ended, with its metrics."""
+    result = f"in {summary['wall_seconds']:.1f} s"
+    if summary["updates"]:
+        speed = summary["samples_per_second"]
+        result = f"{summary['updates']} updates {result}"
+        result += f", {speed:,.0f} samples/s" if speed else ""
+    if summary["compile_seconds"]:
+        result += f", compiled in {summary['compile_seconds']:.1f} s"
+    metrics = summary["metrics"].items()
+    return {
+        summary["status"]: result,
+        **{name.replace("_", " "): format_metric(value) for name, value in metrics},
+    }
+
+
+def time_and_memory_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the table rows that ``--verbose`` adds at the end of a run."""
+    times = {name: duration(seconds) for name, seconds in summary["seconds"].items()}
+    sizes = {
+        name.removesuffix("_bytes").replace("_", " ") + " memory": byte_size(size)
+        for name, size in summary["memory"].items()
+    }
+    return times | sizes

@@ -1,54 +1,57 @@
-"""Options that every command that does work shares. Imports nothing heavy."""
+"""Options that all commands with a run directory share. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.batching import Batching, resolve_batching
+from millrace.config import ConfigurationError, as_plain, flat_options, plain_defaults
+
 _MAY_CHANGE = {"may_change": True}
-"""Marks options that a resumed run may be given differently: results do not change."""
+"""Marks options that may change when a run is resumed: they do not affect results."""
 _MAY_DIFFER = {**_MAY_CHANGE, "may_differ": True}
-"""Marks those that every process of a run may be given differently as well."""
+"""Marks options that may also differ between the processes of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run keeps its results, and what it shows."""
+    """Where a run writes its results, and what it prints."""
 
     run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER)
     """Folder for everything the run writes (default: runs/APPLICATION-VERB-TIME)."""
     resume: bool = field(default=False, metadata=_MAY_CHANGE)
-    """Continue the run in --run-dir from its last good checkpoint."""
+    """Continue the run in --run-dir from its newest intact checkpoint."""
     seed: int = 0
-    """Of weights, order of samples and every other random number."""
+    """Seed for weights, sample order and all other random numbers."""
     deterministic: bool = False
     """Use only kernels that give the same bits in every run, so that a run can be repeated
     and resumed exactly. CPUs always do; on a GPU this costs some speed."""
     keep_checkpoints: int = field(default=3, metadata=_MAY_CHANGE)
-    """How many of the newest checkpoints to keep; the best one is kept besides."""
+    """Number of newest checkpoints to keep; the best one is kept as well."""
     tensorboard: bool = field(default=False, metadata=_MAY_DIFFER)
-    """Also write TensorBoard event files into the run directory."""
+    """Also write TensorBoard event files to the run directory."""
     wandb: bool = field(default=False, metadata=_MAY_DIFFER)
     """Also send metrics to Weights & Biases (needs the wandb extra)."""
     wandb_run_name: str | None = field(default=None, metadata=_MAY_DIFFER)
-    """What the run is called there (default: the command and the run directory)."""
+    """Name of the Weights & Biases run (default: the command and the run directory)."""
     wandb_tags: list[str] = field(default_factory=list, metadata=_MAY_DIFFER)
-    """Labels that the run gets there."""
+    """Tags of the Weights & Biases run."""
     quiet: bool = field(default=False, metadata=_MAY_DIFFER)
-    """Print nothing but warnings and errors."""
+    """Print only warnings and errors."""
     verbose: bool = field(default=False, metadata=_MAY_DIFFER)
-    """Print also every change of what is being done, with its time, and all metrics."""
+    """Also print every change of activity with its time, and show all metrics."""
     debug: bool = field(default=False, metadata=_MAY_DIFFER)
     """Show the full traceback of an error."""
     virtual_devices: int | None = field(default=None, metadata=_MAY_DIFFER)
-    """Run on the CPU, divided into this many devices, to try replicas on any machine; of
-    several processes, each does so."""
+    """Run on the CPU, divided into this many devices per process, to try replicas on any
+    machine."""
     coordinator: str | None = field(default=None, metadata=_MAY_DIFFER)
-    """Of several processes, host and port of the first (millrace launch, Open MPI, Slurm
-    and Kubernetes say it by themselves)."""
+    """Host and port of the first of several processes (millrace launch, Open MPI, Slurm and
+    Kubernetes set it on their own)."""
     process_id: int | None = field(default=None, metadata=_MAY_DIFFER)
-    """The number of this process, from 0."""
+    """Number of this process, starting from 0."""
     num_processes: int | None = field(default=None, metadata=_MAY_DIFFER)
-    """How many processes take part."""
+    """Number of processes in the run."""
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -70,3 +73,67 @@ class RunOptions:
 def run_options(config: Any) -> RunOptions:
     """Return the run options of a configuration, which are its section ``run``."""
     return config if isinstance(config, RunOptions) else config.run
+
+
+def compare_options(
+    old: dict[str, Any], config: Any, *, command: str, path: Path
+) -> dict[str, Any]:
+    """Refuse to resume a run with other options; return those with larger values.
+
+    Options marked ``may_change`` may differ; those marked ``may_grow`` may be larger.
+
+    Args:
+        old: The options that the run was started with, and its command.
+        config: The configuration of the resumed run.
+        command: Its command.
+        path: The run directory.
+    """
+    if old.get("command") != command:
+        raise ConfigurationError(
+            f"{path} holds a run of {old.get('command')}, not of {command}."
+        )
+    # Options that did not exist when the run was started had today's default.
+    old, new = plain_defaults(type(config)) | old, as_plain(config)
+    may_change = _batching_options_that_may_change(old, config)
+    differing = {
+        name: option
+        for name, option in flat_options(type(config)).items()
+        if not option.metadata.get("may_change")
+        and name not in may_change
+        and old.get(name) != new[name]
+    }
+    extended = {
+        name: new[name]
+        for name, option in differing.items()
+        if option.metadata.get("may_grow") and _is_larger(new[name], old.get(name))
+    }
+    changed = [
+        f"{name} was {old.get(name)!r}, now {new[name]!r}"
+        for name in differing
+        if name not in extended
+    ]
+    if changed:
+        raise ConfigurationError(
+            f"{path} belongs to another configuration: {'; '.join(changed)}. Repeat "
+            "the options the run was started with, or choose another --run-dir."
+        )
+    return extended
+
+
+def _is_larger(new: Any, old: Any) -> bool:
+    return all(isinstance(x, int | float) for x in (new, old)) and new > old
+
+
+def _batching_options_that_may_change(old: dict[str, Any], config: Any) -> set[str]:
+    """Return how samples are split over devices, if every update keeps its samples."""
+    batching = getattr(getattr(config, "plan", config), "batching", None)
+    names = {"num_replicas", "gradient_accumulation_count", "global_batch_size"}
+    if not isinstance(batching, Batching):
+        return set()
+    given: dict[str, Any] = {n: old[n] for n in names if old.get(n) is not None}
+    try:
+        before = resolve_batching(micro_batch_size=old["micro_batch_size"], **given)
+    except (KeyError, TypeError, ValueError):
+        return set()
+    same = before.global_batch_size == batching.global_batch_size
+    return names if same else set()

@@ -1,4 +1,4 @@
-"""A pipeline as it ran, beside the prediction from its own stages' times."""
+"""Measure one update of a pipeline and compare it with the simulated schedule."""
 
 import statistics
 from collections import defaultdict
@@ -29,15 +29,15 @@ from millrace.schedule.timeline import (
 
 
 class PipelineProfile(NamedTuple):
-    """What one update through a pipeline looked like."""
+    """The measured and the predicted timeline of one update."""
 
     measured: list[Span]
     predicted: Simulation
     costs: Costs
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The figures that a summary reports."""
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` reports about the pipeline."""
         start, end = begin_and_end(self.measured)
         return {
             "forward_seconds": list(self.costs.forward),
@@ -52,38 +52,38 @@ class PipelineProfile(NamedTuple):
 def profile_pipeline(
     program: TrainingProgram, state: TrainState, infeed: Infeed
 ) -> PipelineProfile:
-    """Watch the passes of one update on the infeed's next element; nothing changes."""
+    """Time the passes of one update on the next element; the state does not change."""
     if not isinstance(program, PipelineProgram):
         raise ConfigurationError(
-            "profile_pipeline draws what devices do side by side; this plan has no "
-            "pipeline, or has all of its stages on one device."
+            "profile_pipeline needs a pipeline over several devices; this plan has none, "
+            "or has all of its stages on one device."
         )
     count = program.plan.batching.gradient_accumulation_count
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * count), infeed.peek())
     measured = program.measured(state, jax.device_put(chunk, program.chunk_sharding))
-    costs = _costs(program.table, measured)
+    costs = _median_costs(program.table, measured)
     return PipelineProfile(measured, simulate(program.table, costs), costs)
 
 
 def draw_profile(profile: PipelineProfile, path: Path, title: str) -> None:
     """Draw the measured timeline below the predicted one."""
-    draw_timelines(_timelines(profile), path, title=title)
+    draw_timelines(_label_timelines(profile), path, title=title)
 
 
-def profile_part(profile: PipelineProfile, title: str) -> Drawing:
-    """Return the same drawing for the report."""
-    svg, style = themed_svg(_timelines(profile), title=title, within=".pipeline")
+def profile_section(profile: PipelineProfile, title: str) -> Drawing:
+    """Return the drawing of ``draw_profile`` as a section of the report."""
+    svg, style = themed_svg(_label_timelines(profile), title=title, within=".pipeline")
     return Drawing(title="Pipeline", svg=svg, style=style, within="pipeline")
 
 
-def _timelines(profile: PipelineProfile) -> list[tuple[str, Timeline]]:
+def _label_timelines(profile: PipelineProfile) -> list[tuple[str, Timeline]]:
     return [
-        ("predicted from the stages' median times", profile.predicted.timeline),
+        ("predicted from median stage times", profile.predicted.timeline),
         ("measured", profile.measured),
     ]
 
 
-def _costs(table: Table, measured: Sequence[Span]) -> Costs:
+def _median_costs(table: Table, measured: Sequence[Span]) -> Costs:
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in measured:
         seconds[span.kind, span.stage].append(span.end - span.start)

@@ -1,23 +1,88 @@
-"""Settings of this process that make it faster."""
+"""Settings of this process, applied before a device is used. Imports nothing heavy."""
 
 import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, flat_options, replace_options
+from millrace.run.options import run_options
 
-_LEAST_ADDRESS_SPACE = 2 * 10**9
-"""With less, the smallest run ends in a crash: on 2 cores, 1.84 GB do, and 2.05 do not."""
+_MIN_ADDRESS_SPACE = 2 * 10**9
+"""With less, the smallest run crashes: on 2 cores it did with 1.84 GB, not with 2.05."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+"""Parameters of mallopt, from malloc.h."""
+
+_begun: list[bool] = []
+"""Not empty once a run has begun in this process. Later ones are parts of it, such as the
+repeats of ``vcd train``, and have directories of their own."""
+
+
+def prepare_process(config: Any) -> Any:
+    """Choose the devices and join the other processes of the run, if there are any.
+
+    Returns:
+        The configuration; if the launcher has restarted a run, it resumes that run.
+    """
+    from millrace.distributed.environment import get_recorded_run_directory
+    from millrace.distributed.heartbeat import watch_launcher
+
+    options = run_options(config)
+    if options.virtual_devices is not None:
+        try:
+            use_virtual_devices(options.virtual_devices)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "--virtual-devices must be set before any device is used."
+            ) from error
+    if not _join(options.coordinator, options.process_id, options.num_processes):
+        watch_launcher()
+    interrupted_run = None if _begun else get_recorded_run_directory()
+    _begun.append(True)
+    return config if interrupted_run is None else _resume_config(config, interrupted_run)
+
+
+def _resume_config(config: Any, path: Path) -> Any:
+    """Return the configuration that continues an interrupted run."""
+    known = flat_options(type(config))
+    # An application may derive the run directory from these.
+    changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
+    changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
+    try:
+        return replace_options(config, **changes)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"Cannot continue the run in {path}: {error}") from error
+
+
+def join_processes() -> bool:
+    """Join the other processes that this one was started with, as one program.
+
+    Call it before a device is used, in your own script under ``millrace launch``, Open MPI,
+    Slurm or Kubernetes. It does nothing in a process that was started alone.
+
+    Returns:
+        Whether there are several processes.
+    """
+    return _join()
+
+
+def _join(*process_info: Any) -> bool:
+    from millrace.distributed import coordination
+    from millrace.distributed.environment import find_process_info
+    from millrace.distributed.heartbeat import start_heartbeat
+
+    several = coordination.join(find_process_info(*process_info))
+    start_heartbeat()  # does nothing in a single process
+    return several
 
 
 def tune_memory_allocation() -> bool:
     """Keep freed memory for the next temporary instead of returning it to the kernel.
 
-    glibc maps every large array anew, and each page of it faults once: convolutions with
+    glibc maps new pages for every large array, and each page faults once: convolutions with
     large temporaries ran 2 to 4 times faster with these settings. Call it before JAX is
-    used. Returns whether there was a glibc to tell.
+    used. Returns whether the C library is glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -34,7 +99,7 @@ def tune_memory_allocation() -> bool:
 
 
 def use_virtual_devices(count: int) -> None:
-    """Run on the CPU, divided into `count` devices; to be called before one is used."""
+    """Run on the CPU, divided into `count` devices; call it before a device is used."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", count)
@@ -42,38 +107,20 @@ def use_virtual_devices(count: int) -> None:
 
 
 def check_address_space() -> None:
-    """Refuse a limit of address space (``ulimit -v``) in which JAX would crash."""
+    """Refuse an address space limit (``ulimit -v``) with which JAX would crash."""
     try:
         import resource
     except ImportError:  # Windows
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
+    if limit != resource.RLIM_INFINITY and limit < _MIN_ADDRESS_SPACE:
         raise ConfigurationError(
             f"The address space of this process is limited to {limit / 1e9:.1f} GB, and "
-            f"JAX crashes below {_LEAST_ADDRESS_SPACE / 1e9:g} GB. Raise `ulimit -v`."
+            f"JAX crashes below {_MIN_ADDRESS_SPACE / 1e9:g} GB. Raise `ulimit -v`."
         )
 
 
-def kept_programs_folder() -> Path:
-    """Return where what is compiled for an accelerator is kept, in the user's cache."""
+def compile_cache_folder() -> Path:
+    """Return the folder in the user's cache for programs compiled for an accelerator."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "millrace" / "compiled"
-
-
-def join_processes() -> bool:
-    """Take part in the processes that this one was started with, as one program.
-
-    For a script of your own under ``millrace launch``, Open MPI, Slurm or Kubernetes; to
-    be called before a device is used. Alone, it does nothing.
-
-    Returns:
-        Whether there are several.
-    """
-    from millrace.distributed import coordination
-    from millrace.distributed.environment import find_process_info
-    from millrace.distributed.heartbeat import start_heartbeat
-
-    several = coordination.join(find_process_info())
-    start_heartbeat()
-    return several

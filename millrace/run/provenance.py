@@ -1,4 +1,4 @@
-"""What a run can tell of itself besides its results: time, memory, options, machine."""
+"""Metadata of a run: times, memory, changed options, commit and machine."""
 
 import json
 import math
@@ -18,120 +18,121 @@ from millrace.program.compiling import peak_bytes
 from millrace.report.record import FOLDER, PHASES, read_phases
 from millrace.run.console import Phase
 
-_TELLING = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
-"""Variables that change what is computed, or where."""
+_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that change what is computed, or where."""
 
-_WORTH_KEEPING = 1e-3  # seconds
+_MIN_PHASE_SECONDS = 1e-3
 
-_OF_NO_CONCERN = {"run_dir", "resume"}
-"""Options that say where a run is kept, not what it does."""
+_SKIPPED_OPTIONS = {"run_dir", "resume"}
+"""Options about where a run is written, not about what it does."""
 
 
 def run_metadata(
     options: Any, phases: Sequence[Phase], programs: list[jax.stages.Compiled]
 ) -> dict[str, Any]:
-    """Return the entries of ``summary.json`` that every command has besides its own.
+    """Return the entries of ``summary.json`` that all commands have.
 
     Args:
-        options: The run's configuration.
-        phases: From the console: what was done when.
-        programs: All that was compiled.
+        options: The configuration of the run.
+        phases: Its activities, from the console.
+        programs: All programs that were compiled.
     """
     spent: dict[str, float] = {}
     for name, start, end in phases:
         spent[name] = spent.get(name, 0.0) + end - start
     return {
         "seconds": {name: round(seconds, 3) for name, seconds in spent.items()},
-        "memory": memory_used(programs),
-        "changed_options": changed_options(options),
-        "commit": commit(),
-        "machine": machine(),
+        "memory": measure_memory(programs),
+        "changed_options": get_changed_options(options),
+        "commit": find_commit(),
+        "machine": describe_machine(),
         "directory": str(Path.cwd()),
     }
 
 
-def add_earlier(summary: dict[str, Any], before: dict[str, Any]) -> None:
-    """Add the time that the parts of a run took which a resume goes on from."""
+def add_previous_times(summary: dict[str, Any], before: dict[str, Any]) -> None:
+    """Add the times of the run before it was resumed."""
     for name in ("wall_seconds", "compile_seconds"):
-        summary[name] += _numbers(before).get(name, 0.0)
-    spent = _numbers(before.get("seconds"))
+        summary[name] += _select_numbers(before).get(name, 0.0)
+    spent = _select_numbers(before.get("seconds"))
     for name, seconds in summary["seconds"].items():
         spent[name] = round(spent.get(name, 0.0) + seconds, 3)
     summary["seconds"] = spent
 
 
-def _numbers(found: Any) -> dict[str, float]:
-    """Return the numbers among what somebody may have changed by hand."""
-    items = found.items() if isinstance(found, dict) else ()
+def _select_numbers(values: Any) -> dict[str, float]:
+    """Return the entries that are numbers; somebody may have edited the file."""
+    items = values.items() if isinstance(values, dict) else ()
     return {name: value for name, value in items if isinstance(value, int | float)}
 
 
 def write_phases(run: Path, phases: Sequence[Phase], *, resumed: bool) -> None:
-    """Keep what was done when, with what the run had done before it was resumed."""
+    """Write the activities of a run, after those from before it was resumed."""
     path = run / FOLDER / PHASES
     make_folder(path.parent)
     new = [
         [name, round(start, 3), round(end, 3)]
         for name, start, end in phases
-        if end - start >= _WORTH_KEEPING
+        if end - start >= _MIN_PHASE_SECONDS
     ]
-    began = min((start for _, start, _ in new), default=math.inf)
+    # Phases after the checkpoint that the run resumed from happen again.
+    start = min((start for _, start, _ in new), default=math.inf)
     old = read_phases(run) if resumed else []
-    kept = [phase for phase in old if phase[1] < began]
+    kept = [phase for phase in old if phase[1] < start]
     write_atomically(path, json.dumps(kept + new) + "\n")
 
 
-def changed_options(options: Any) -> dict[str, Any]:
-    """Return the options that are not what they are by default."""
-    values = as_plain(options)
-    usual = _defaults(type(options))
+def get_changed_options(options: Any) -> dict[str, Any]:
+    """Return the options that differ from their defaults."""
+    defaults = _get_defaults(type(options))
     return {
         name: value
-        for name, value in values.items()
-        if name not in _OF_NO_CONCERN and (name not in usual or usual[name] != value)
+        for name, value in as_plain(options).items()
+        if name not in _SKIPPED_OPTIONS
+        and (name not in defaults or defaults[name] != value)
     }
 
 
-def _defaults(config_type: Any) -> dict[str, Any]:
-    """As written down in the class, or worked out where nothing else is given."""
+def _get_defaults(config_type: Any) -> dict[str, Any]:
+    # An instance also has the defaults that are derived from others.
     try:
         return as_plain(config_type())
-    except (TypeError, ValueError):  # some must be given
+    except (TypeError, ValueError):  # some options are required
         return plain_defaults(config_type)
 
 
-def memory_used(programs: list[jax.stages.Compiled]) -> dict[str, int]:
-    """Return the most that was in use, as far as the platform tells."""
-    found = {"program_bytes": peak_bytes(programs), "host_peak_bytes": _host_peak()}
-    every = [device.memory_stats() or {} for device in jax.local_devices()]
-    for ours, theirs in (
+def measure_memory(programs: list[jax.stages.Compiled]) -> dict[str, int]:
+    """Return the peak memory use, as far as the platform reports it."""
+    sizes = {"program_bytes": peak_bytes(programs), "host_peak_bytes": _host_peak_bytes()}
+    stats_per_device = [device.memory_stats() or {} for device in jax.local_devices()]
+    for name, jax_name in (
         ("device_peak_bytes", "peak_bytes_in_use"),
         ("device_limit_bytes", "bytes_limit"),
     ):
-        found[ours] = max((stats.get(theirs, 0) for stats in every), default=0)
-    return {name: value for name, value in found.items() if value}
+        sizes[name] = max((stats.get(jax_name, 0) for stats in stats_per_device), default=0)
+    return {name: size for name, size in sizes.items() if size}
 
 
-def _host_peak() -> int:
+def _host_peak_bytes() -> int:
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows
         return 0
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
 
 
-def machine() -> dict[str, str]:
-    """Return what the program ran on."""
-    facts = {
+def describe_machine() -> dict[str, str]:
+    """Return the operating system, the processor and relevant environment variables."""
+    machine = {
         "system": platform.platform(terse=True),
         "processor": f"{os.cpu_count()} cores of {_processor()}",
     }
-    return facts | {name: os.environ[name] for name in _TELLING if os.environ.get(name)}
+    return machine | {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
 
 
-def commit() -> str | None:
-    """Return the commit this package is a checkout of, if it is one."""
+def find_commit() -> str | None:
+    """Return the commit of this package, if it is a git checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""One run of one command: its directory, its screen, and an account of how it ended."""
+"""One run of a command: opened, executed, reported and closed."""
 
 import contextlib
 import functools
@@ -11,48 +11,49 @@ from typing import Any
 import jax
 
 from millrace.checkpoint.store import Checkpoints
-from millrace.config import ConfigurationError, as_plain, flat_options, replace_options
+from millrace.config import ConfigurationError, as_plain
 from millrace.distributed import coordination
 from millrace.distributed.agreement import check_same_data, check_same_start
-from millrace.distributed.environment import (
-    find_process_info,
-    get_recorded_run_directory,
-    record_run_directory,
-)
-from millrace.distributed.heartbeat import (
-    is_communication_error,
-    start_heartbeat,
-    watch_launcher,
-)
+from millrace.distributed.environment import record_run_directory
+from millrace.distributed.heartbeat import is_communication_error, start_heartbeat
 from millrace.distributed.signals import INTERRUPTED, interruptible
-from millrace.drawing.numbers import byte_size, duration
 from millrace.feeds.infeed import Infeed
 from millrace.loop.async_validation import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
-from millrace.loop.runner import Runner, Validate, Writer
+from millrace.loop.progress import Writer
+from millrace.loop.runner import Runner, Validate
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
 from millrace.program.compiling import compiling, deterministic
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
-from millrace.run.console import Console, figure
-from millrace.run.directory import RunDirectory, open_for_all
+from millrace.run.console import (
+    Console,
+    SilentConsole,
+    determinism_rows,
+    extension_rows,
+    result_rows,
+    time_and_memory_rows,
+    training_rows,
+)
+from millrace.run.directory import RunDirectory, open_shared_run_directory
 from millrace.run.options import RunOptions, run_options
 from millrace.run.process import (
     check_address_space,
-    kept_programs_folder,
-    use_virtual_devices,
+    compile_cache_folder,
+    prepare_process,
 )
-from millrace.run.provenance import add_earlier, run_metadata, write_phases
+from millrace.run.provenance import add_previous_times, run_metadata, write_phases
 from millrace.run.writers import open_writers
 from millrace.versions import versions
 
-_WRONG_COMMAND = 2
+_USAGE_ERROR = 2
+"""The exit status after a wrong option, as shells and argparse have it."""
 
 
 class Run:
-    """What an application needs around its program; ``run_command`` makes one."""
+    """What an application needs around its program; ``run_command`` creates it."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Run:
         self.directory = directory
         self.console = console
         self.writers = writers
+        # Pessimistic: it says "failed" until the run has completed.
         self.summary: dict[str, Any] = {
             "status": "failed",
             "error": None,
@@ -78,43 +80,50 @@ class Run:
             "metrics": {},
             "versions": versions(),
         }
+        self.closing_notes: dict[str, str] = {}
+        """Rows that the application adds to the table at the end of the run."""
         self._runner: Runner | None = None
-        self._before: dict[str, Any] = {}
+        self._previous_summary: dict[str, Any] = {}
         if options.resume:
-            self._before = coordination.broadcast(
-                "summary-before", directory.take_summary()
+            self._previous_summary = coordination.broadcast(
+                "summary-before", directory.pop_summary()
             )
-        self.closing_facts: dict[str, str] = {}
-        """What the application has to say at the end, besides the metrics."""
 
     def describe(
         self,
         devices: Sequence[Any],
         plan: Plan,
         schedule: EventSchedule | None,
-        **facts: str,
+        **details: str,
     ) -> None:
-        """Say what will happen, before it does; without a schedule, no training.
+        """Print what the run will do, and record it in the summary.
 
-        All processes must call it: they compare what they are about to train on.
+        All processes must call it: they check that they are about to use the same data.
+
+        Args:
+            devices: The devices of the program.
+            plan: Its plan.
+            schedule: Its schedule; None if nothing is trained.
+            **details: More rows, such as the model and the dataset.
         """
-        check_same_data(facts | (_training_facts(plan, schedule) if schedule else {}))
+        training = training_rows(plan, schedule) if schedule else {}
+        check_same_data(details | training)
         first = devices[0]
         self.summary["device"] = {
             "platform": first.platform,
             "kind": first.device_kind,
             "count": len(devices),
         }
-        half = f" ({plan.half_type})" if "16" in plan.precision else ""
-        self.summary["facts"] = shown = {
+        half_type = f" ({plan.half_type})" if "16" in plan.precision else ""
+        self.summary["facts"] = rows = {
             "device": f"{len(devices)} x {first.device_kind} ({first.platform})",
-            **facts,
-            "precision": plan.precision + half,
-            **_repeatability(first.platform, self.options.deterministic),
-            **(_training_facts(plan, schedule) if schedule else {}),
-            **_grown_facts(self.directory.grown),
+            **details,
+            "precision": plan.precision + half_type,
+            **determinism_rows(first.platform, self.options.deterministic),
+            **training,
+            **extension_rows(self.directory.extended_options),
         }
-        self.console.facts(shown | {"run directory": str(self.directory.home)})
+        self.console.table(rows | {"run directory": str(self.directory.home)})
         for warning in schedule.warnings if schedule else ():
             self.console.warning(warning)
 
@@ -122,7 +131,13 @@ class Run:
     def checkpoints(
         self, *, best: str, keep: int, folder: Path | None = None
     ) -> Iterator[Checkpoints]:
-        """Open this run's checkpoints; of `best`, a larger value is better."""
+        """Open the checkpoints of this run.
+
+        Args:
+            best: The score, larger is better, by which the best checkpoint is kept.
+            keep: Number of newest checkpoints to keep.
+            folder: Where they are (default: in the run directory).
+        """
         checkpoints = Checkpoints(
             folder or self.directory.checkpoints,
             keep=keep,
@@ -142,24 +157,23 @@ class Run:
         *,
         validate: Validate | AsyncValidation | None = None,
         checkpoints: Checkpoints | None = None,
-        stops_diverged: bool = False,
-        when_compiled: Callable[[], None] | None = None,
+        stop_on_divergence: bool = False,
+        on_compiled: Callable[[], None] | None = None,
     ) -> TrainState:
-        """Train to the end of the schedule; the summary records how far the run came.
+        """Train to the end of the schedule; the summary records the progress.
 
         Args:
             program: The training program.
             state: The initial state; with ``--resume``, the newest checkpoint replaces it.
-            infeed: Where batches come from.
-            schedule: How many updates, and after which of them the host does what.
+            infeed: Supplies the batches.
+            schedule: Number of updates, and the updates after which events happen.
             validate: Returns the validation metrics of a state. With an `AsyncValidation`,
                 training continues meanwhile.
             checkpoints: Where to save and resume; see ``Run.checkpoints``.
-            stops_diverged: Whether a loss that stays non-finite ends the run. Otherwise it
-                is a warning.
-            when_compiled: Called before the first update; an error it raises ends the run.
+            stop_on_divergence: Whether a loss that stays non-finite ends the run.
+                Otherwise it is a warning.
+            on_compiled: Called before the first update; an error it raises ends the run.
         """
-        before = self.summary_before()
         self._runner = runner = Runner(
             program,
             infeed,
@@ -169,15 +183,16 @@ class Run:
             writers=self.writers,
             checkpoints=checkpoints,
             validate=validate,
-            stops_diverged=stops_diverged,
-            when_compiled=when_compiled,
+            stop_on_divergence=stop_on_divergence,
+            on_compiled=on_compiled,
         )
         try:
             result = runner.run(state, resume=self.options.resume)
         finally:
             progress = runner.progress()
-            if not progress["samples_per_second"]:  # nothing was left to do
-                progress["samples_per_second"] = before.get("samples_per_second", 0.0)
+            if not progress["samples_per_second"]:  # a resumed run had nothing left to do
+                speed = self._previous_summary.get("samples_per_second", 0.0)
+                progress["samples_per_second"] = speed
             self.summary |= progress
         self.summary["status"] = "interrupted" if result.interrupted else "completed"
         return result.state
@@ -188,16 +203,16 @@ class Run:
         self._runner.stop()
 
     def elapsed(self) -> float:
-        """Return the seconds since training began, those before a resume included."""
+        """Return the seconds since training began, including those before a resume."""
         assert self._runner is not None, "nothing has been trained"
         return self._runner.elapsed()
 
-    def summary_before(self) -> dict[str, Any]:
-        """Return the summary that an earlier part of this run has left, if any."""
-        return self._before
+    def previous_summary(self) -> dict[str, Any]:
+        """Return the summary of this run before it was resumed; empty if there is none."""
+        return self._previous_summary
 
-    def account_for_loss(self, line: str) -> None:
-        """Say in the summary that another process was lost; this one is about to leave."""
+    def record_lost_process(self, line: str) -> None:
+        """Write a summary that another process was lost; this one is about to exit."""
         if self._runner is not None:
             self.summary |= self._runner.progress()
         self.summary |= {"status": "failed", "error": f"LostInstance: {line}"}
@@ -206,238 +221,165 @@ class Run:
 
 @dropping_lost_output()
 def run_command(
-    function: Any,
+    function: Callable[[Any, Run], Any],
     config: Any,
     *,
     command: str,
     command_line: str,
     on_failure: Callable[[Exception], None] | None = None,
 ) -> int:
-    """Run an application's function inside a run directory; return the exit status.
+    """Run the function of an application in a run directory; return the exit status.
 
     Args:
-        function: ``(config, run)``.
-        config: Its configuration, with the section ``run``.
-        command: Such as ``cnn-train``.
-        command_line: How to do the same again.
-        on_failure: Called with the error that ended it, besides its being printed.
+        function: ``(config, run)``; does the work.
+        config: Its configuration, with a section ``run``.
+        command: The name of the command, such as ``cnn-train``.
+        command_line: The command line that repeats the run.
+        on_failure: Called with the error that ends the run, which is printed as well.
     """
     check_address_space()
-    config = _prepare_process(config)
-    options = run_options(config)
+    config = prepare_process(config)
     check_same_start(config, command)
-    kind = Console if coordination.is_first() else _Unheard
-    console = kind(quiet=options.quiet, verbose=options.verbose)
-    directory = open_for_all(
+    run = _open_run(config, command, command_line)
+    started = time.time()
+    programs: list[jax.stages.Compiled] = []
+    status = _execute(run, function, config, command, programs, on_failure)
+    run.summary["wall_seconds"] = time.time() - started
+    run.summary |= run_metadata(config, run.console.phases, programs)
+    if run.options.resume:
+        add_previous_times(run.summary, run.previous_summary())
+    status = _close(run, status)
+    if status != _USAGE_ERROR:
+        _print_result(run)
+    return status
+
+
+def _open_run(config: Any, command: str, command_line: str) -> Run:
+    options = run_options(config)
+    # One process talks to the user.
+    console_type = Console if coordination.is_first() else SilentConsole
+    console = console_type(quiet=options.quiet, verbose=options.verbose)
+    directory = open_shared_run_directory(
         options.run_dir, config, command=command, resume=options.resume
     )
-    started = time.time()
-    writers: list[Writer] = []
-    run = Run(options, directory, console, writers, command_line)
-    if (heartbeat := start_heartbeat()) is not None:
-        heartbeat.on_lost = run.account_for_loss
-    status = 1
-    programs: list[jax.stages.Compiled] = []
+    return Run(options, directory, console, [], command_line)
+
+
+def _execute(
+    run: Run,
+    function: Callable[[Any, Run], Any],
+    config: Any,
+    command: str,
+    programs: list[jax.stages.Compiled],
+    on_failure: Callable[[Exception], None] | None,
+) -> int:
+    """Call the application; return the exit status, with its errors in the summary.
+
+    Everything that is compiled is appended to `programs`.
+    """
+    options, directory = run.options, run.directory
+    if (peers := start_heartbeat()) is not None:
+        peers.on_lost = run.record_lost_process
     try:
         if coordination.is_first():
             record_run_directory(directory.path)
-            writers += open_writers(options, directory, as_plain(config), command)
+            run.writers += open_writers(options, directory, as_plain(config), command)
         with (
             interruptible(),
             deterministic(options.deterministic),
-            compiling({}, programs, kept_in=kept_programs_folder()),
+            compiling({}, programs, kept_in=compile_cache_folder()),
         ):
             function(config, run)
-        interrupted = run.summary["status"] == "interrupted"
-        status = INTERRUPTED if interrupted else 0
+        return INTERRUPTED if run.summary["status"] == "interrupted" else 0
     except KeyboardInterrupt:
         run.summary |= {"status": "interrupted", "error": "stopped at once"}
-        status = INTERRUPTED
-        if heartbeat is not None:
-            heartbeat.report_failure("It was stopped at once.", status)
+        if peers is not None:
+            peers.report_failure("It was stopped at once.", INTERRUPTED)
+        return INTERRUPTED
     except Exception as error:
-        if heartbeat is not None and is_communication_error(error):
-            heartbeat.wait_for_lost_process()
-        status = _WRONG_COMMAND if isinstance(error, ConfigurationError) else 1
-        message = " ".join(str(error).split()) or type(error).__name__
-        run.summary |= {
-            "status": "failed",
-            "error": f"{type(error).__name__}: {message}",
-        }
+        if peers is not None and is_communication_error(error):
+            # Probably another process is lost. Its name is a better message than the error
+            # of a collective, and the thread that finds out ends this process.
+            peers.wait_for_lost_process()
+        line = f"{type(error).__name__}: {_message(error)}"
+        run.summary |= {"status": "failed", "error": line}
         if on_failure is not None:
             on_failure(error)
         if options.debug:
             traceback.print_exc()
-        _report_failure(_plain(error, message), status, silently=options.debug)
-    run.summary["wall_seconds"] = time.time() - started
-    run.summary |= run_metadata(config, console.phases, programs)
-    if options.resume:
-        add_earlier(run.summary, run.summary_before())
-    nothing_ran = not directory.metrics_path.exists() and not options.resume
-    endings: list[Callable[[], Any]] = [writer.close for writer in writers]
-    if status == _WRONG_COMMAND and nothing_ran:
-        endings.append(directory.discard)  # leave the name free
-    elif status == _WRONG_COMMAND and run.summary_before():
-        # What had been done is as good as before.
-        endings.append(functools.partial(directory.write_summary, run.summary_before()))
-    else:
-        endings.append(functools.partial(directory.write_summary, run.summary))
-        write = functools.partial(write_phases, directory.path, console.phases)
-        endings.append(functools.partial(write, resumed=options.resume))
-        endings.append(functools.partial(write_report, directory.path))
-    for end in endings if coordination.is_first() else ():
+        status = _USAGE_ERROR if isinstance(error, ConfigurationError) else 1
+        _report_failure(_format_error(error), status, silent=options.debug)
+        return status
+
+
+def _close(run: Run, status: int) -> int:
+    """Write the results and release the directory; return the final exit status."""
+    # Only the first process writes; all of them wait until it has.
+    for action in _closing_actions(run, status) if coordination.is_first() else ():
         try:
-            end()
+            action()
         except Exception as error:
             status = status or 1
-            _report_failure(_plain(error, " ".join(str(error).split())), status)
-    directory.close()
-    if status in (0, INTERRUPTED) and not (heartbeat and heartbeat.failure_status):
-        coordination.barrier("end")  # what the first process writes is there for all
-    if status == _WRONG_COMMAND:
-        return status
-    _say_how_it_ended(run, directory.home)
+            _report_failure(_format_error(error), status)
+    run.directory.close()
+    peers = start_heartbeat()
+    if status in (0, INTERRUPTED) and not (peers and peers.failure_status):
+        coordination.barrier("end")
     return status
 
 
-class _Unheard(Console):
-    """The console of another process than the first, which does the talking for all."""
+def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
+    """Return what is left to do; each action is tried even if another one fails."""
+    directory, resumed = run.directory, run.options.resume
+    actions: list[Callable[[], Any]] = [writer.close for writer in run.writers]
+    nothing_ran = not directory.metrics_path.exists() and not resumed
+    if status == _USAGE_ERROR and nothing_ran:
+        return [*actions, directory.discard]  # the corrected command can use its name
+    if status == _USAGE_ERROR and run.previous_summary():
+        # The results of the run before it was resumed are as valid as before.
+        write_previous = functools.partial(directory.write_summary, run.previous_summary())
+        return [*actions, write_previous]
+    phases = run.console.phases
+    return [
+        *actions,
+        functools.partial(directory.write_summary, run.summary),
+        functools.partial(write_phases, directory.path, phases, resumed=resumed),
+        functools.partial(write_report, directory.path),
+    ]
 
-    @property
-    def live(self) -> bool:
-        """Never: one progress bar is enough."""
-        return False
 
-    def _print(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def _report_failure(line: str, status: int, *, silently: bool = False) -> None:
-    """Say what went wrong, once, however many processes it happened to."""
-    heartbeat = start_heartbeat()
-    if heartbeat is not None:
-        heartbeat.report_failure(line, status)
-        silently |= (
-            not coordination.is_first() and heartbeat.wait_for_first_failure(3.0) == line
-        )
-    if not silently:
+def _report_failure(line: str, status: int, *, silent: bool = False) -> None:
+    """Print an error once, even if all processes have it."""
+    peers = start_heartbeat()
+    if peers is not None:
+        peers.report_failure(line, status)
+        silent |= not coordination.is_first() and peers.wait_for_first_failure(3.0) == line
+    if not silent:
         error_line(line)
 
 
-def _grown_facts(grown: dict[str, Any]) -> dict[str, str]:
-    """Say that a run goes on for longer than it was started for."""
-    if not grown:
-        return {}
-    asked = ", ".join(f"{name} {value:g}" for name, value in grown.items())
-    return {"goes on": f"{asked}; a learning rate that is planned over the run follows it"}
-
-
-def _repeatability(platform: str, deterministic: bool) -> dict[str, str]:
-    """Say whether the run gives the same bits again; on a CPU every run does."""
-    if platform == "cpu":
-        return {}
-    if deterministic:
-        return {"deterministic": "yes: the same bits again from this kind of device"}
-    return {"deterministic": "no: last digits differ between runs (--deterministic)"}
-
-
-def _training_facts(plan: Plan, schedule: EventSchedule) -> dict[str, str]:
-    batch = plan.batching
-    pipeline = {}
-    if plan.num_stages > 1:
-        order = f", {plan.pipeline_schedule}"
-        again = ", recomputed" if plan.recomputation else ""
-        pipeline["pipeline"] = f"{plan.num_stages} stages{order}{again}"
-    return {
-        **pipeline,
-        "global batch": f"{batch.global_batch_size} = micro batch "
-        f"{batch.micro_batch_size} x accumulation "
-        f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
-        "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
-        f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
-        f" {schedule.updates_per_execution} per execution",
-    }
-
-
-def _plain(error: Exception, message: str) -> str:
-    """Errors of ours speak for themselves; others say what they are."""
+def _format_error(error: Exception) -> str:
+    """Return one line about an error; those of other packages need their type."""
     if type(error).__module__.startswith("millrace"):
-        return message
-    return f"{type(error).__name__}: {message} (--debug shows where)"
+        return _message(error)
+    return f"{type(error).__name__}: {_message(error)} (--debug shows where)"
 
 
-def _say_how_it_ended(run: Run, path: Path) -> None:
-    summary = run.summary
-    if summary["status"] == "failed":
-        run.console.line(f"failed; what there is lies in {path}")
+def _message(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _print_result(run: Run) -> None:
+    path = run.directory.home
+    if run.summary["status"] == "failed":
+        run.console.line(f"failed; partial results are in {path}")
         return
-    shown = {
-        name.replace("_", " "): figure(value) for name, value in summary["metrics"].items()
-    }
-    said = f"in {summary['wall_seconds']:.1f} s"
-    if summary["updates"]:
-        speed = summary["samples_per_second"]
-        said = f"{summary['updates']} updates {said}"
-        said += f", {speed:,.0f} samples/s" if speed else ""
-    if summary["compile_seconds"]:
-        said += f", compiled in {summary['compile_seconds']:.1f} s"
-    run.console.facts(
+    run.console.table(
         {
-            summary["status"]: said,
-            **shown,
-            **run.closing_facts,
-            **(_time_and_memory(summary) if run.console.verbose else {}),
+            **result_rows(run.summary),
+            **run.closing_notes,
+            **(time_and_memory_rows(run.summary) if run.console.verbose else {}),
             "results": str(path),
             "report": str(path / "report.html"),
         }
     )
-
-
-def _time_and_memory(summary: dict[str, Any]) -> dict[str, str]:
-    """What ``--verbose`` adds to the table at the end."""
-    times = {name: duration(seconds) for name, seconds in summary["seconds"].items()}
-    sizes = {
-        name.removesuffix("_bytes").replace("_", " ") + " memory": byte_size(size)
-        for name, size in summary["memory"].items()
-    }
-    return times | sizes
-
-
-def _prepare_process(config: Any) -> Any:
-    """Make the settings that must be made before a device is used.
-
-    Returns:
-        The configuration; where the launcher restarts a run, it resumes that run.
-    """
-    options = run_options(config)
-    if options.virtual_devices is not None:
-        try:
-            use_virtual_devices(options.virtual_devices)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                "--virtual-devices must be set before any device is used."
-            ) from error
-    if coordination.join(
-        find_process_info(options.coordinator, options.process_id, options.num_processes)
-    ):
-        start_heartbeat()
-    else:
-        watch_launcher()
-    noted = None if _begun else get_recorded_run_directory()
-    _begun.append(True)
-    return config if noted is None else _continued(config, noted)
-
-
-_begun: list[bool] = []
-"""Not empty where a run is inside another one: then it has a directory of its own."""
-
-
-def _continued(config: Any, path: Path) -> Any:
-    """Return the configuration that continues an interrupted run."""
-    known = flat_options(type(config))
-    changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
-    changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
-    try:
-        return replace_options(config, **changes)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"Cannot continue the run in {path}: {error}") from error

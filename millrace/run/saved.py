@@ -1,4 +1,4 @@
-"""Saved runs: find a run and its checkpoints from a path. Imports nothing heavy."""
+"""Find a saved run and its checkpoints from a path. Imports nothing heavy."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,36 +9,36 @@ from millrace.config import ConfigurationError, build, load_yaml
 
 T = TypeVar("T")
 
-_RECORD = "config.yml"
-_OF_THE_RUN = ("run_dir", "resume")
-"""Options that say where a run was written, not what it did."""
+_CONFIG = "config.yml"
+_SKIPPED_OPTIONS = ("run_dir", "resume")
+"""Options about where a run was written, not about what it did."""
 
 
 class SavedRun(NamedTuple):
-    """A run on disk, found from the path of its directory or of one of its checkpoints."""
+    """A run on disk."""
 
     directory: Path | None
-    """The run directory; None where there are only checkpoints."""
+    """The run directory; None if there are only checkpoints."""
     options: dict[str, Any]
-    """The options in its ``config.yml``, with ``command``."""
+    """The options in its ``config.yml``, including ``command``."""
     checkpoints: list[Path]
-    """Oldest first; only the one that the path names, if it names one."""
+    """All checkpoints, oldest first, or the one that the path names."""
 
     def check_command(self, command: str) -> None:
-        """Refuse a run of another command, such as ``cnn-train``."""
-        if (found := self.options.get("command")) != command:
+        """Raise an error unless this is a run of `command`, such as ``cnn-train``."""
+        if (actual := self.options.get("command")) != command:
             raise ConfigurationError(
-                f"{self.directory} is a run of {found}, not of {command}."
+                f"{self.directory} is a run of {actual}, not of {command}."
             )
 
     def build_config(self, config_type: type[T], *, without: Iterable[str] = ()) -> T:
-        """Return the configuration of the run, without options about where it was written.
+        """Return the configuration of the run, without where it was written.
 
         Args:
-            config_type: The configuration of its command.
+            config_type: The configuration class of its command.
             without: More options to leave out.
         """
-        skipped = {"command", *_OF_THE_RUN, *without}
+        skipped = {"command", *_SKIPPED_OPTIONS, *without}
         kept = {name: v for name, v in self.options.items() if name not in skipped}
         return build(config_type, kept)
 
@@ -52,13 +52,14 @@ def find_run(path: Path, *, command: str, needs_checkpoints: bool = True) -> Sav
 
     Args:
         path: A run directory, its folder of checkpoints, or one checkpoint.
-        command: Named in the error if nothing is found, such as ``cnn train``.
+        command: The command that writes such runs, named if nothing is found.
         needs_checkpoints: Whether a run without a checkpoint is an error.
     """
-    near = (path, *path.absolute().parents[:2])
-    directory = next((folder for folder in near if (folder / _RECORD).is_file()), None)
-    options = load_yaml(directory / _RECORD) if directory is not None else {}
-    checkpoints = _checkpoints(path, options)
+    # From a checkpoint, the run directory is two levels up.
+    folders = (path, *path.absolute().parents[:2])
+    directory = next((folder for folder in folders if (folder / _CONFIG).is_file()), None)
+    options = load_yaml(directory / _CONFIG) if directory is not None else {}
+    checkpoints = _find_checkpoints(path, options)
     if needs_checkpoints and not checkpoints:
         raise ConfigurationError(
             f"There are no checkpoints in {path}. Give the directory of a run of "
@@ -67,9 +68,10 @@ def find_run(path: Path, *, command: str, needs_checkpoints: bool = True) -> Sav
     return SavedRun(directory, options, checkpoints)
 
 
-def _checkpoints(path: Path, options: dict[str, Any]) -> list[Path]:
+def _find_checkpoints(path: Path, options: dict[str, Any]) -> list[Path]:
     if is_checkpoint(path):
         return [path]
-    elsewhere = options.get("checkpoint_dir")
-    folders = [path, path / "checkpoints", *([Path(elsewhere)] if elsewhere else [])]
-    return next((found for folder in folders if (found := checkpoints_in(folder))), [])
+    folders = [path, path / "checkpoints"]
+    if configured := options.get("checkpoint_dir"):
+        folders.append(Path(configured))
+    return next((paths for folder in folders if (paths := checkpoints_in(folder))), [])

@@ -1,4 +1,4 @@
-"""Where metrics go besides the screen: JSON lines, TensorBoard, Weights & Biases."""
+"""Writers of log events: JSON lines, TensorBoard, Weights & Biases."""
 
 import secrets
 import shutil
@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.config import ConfigurationError
 from millrace.durable import write_atomically
-from millrace.loop.runner import Writer
+from millrace.loop.progress import Writer
 from millrace.run.directory import RunDirectory
 from millrace.run.options import RunOptions
 
@@ -15,7 +15,14 @@ from millrace.run.options import RunOptions
 def open_writers(
     options: RunOptions, directory: RunDirectory, config: dict[str, Any], name: str
 ) -> list[Writer]:
-    """Open the writers that the options ask for."""
+    """Open the writers that the options ask for.
+
+    Args:
+        options: The options of the run.
+        directory: Its directory.
+        config: Its configuration as plain values, for Weights & Biases.
+        name: Its command.
+    """
     writers: list[Writer] = [_JsonLines(directory)]
     if options.tensorboard:
         writers.append(_TensorBoard(directory.path / "tensorboard", directory))
@@ -38,7 +45,7 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """Event files, made anew from the metrics so far when a run is resumed."""
+    """Writes event files; a resumed run rewrites them from all metrics so far."""
 
     def __init__(self, path: Path, directory: RunDirectory) -> None:
         self._path = path
@@ -52,7 +59,7 @@ class _TensorBoard:
 
             shutil.rmtree(self._path, ignore_errors=True)
             self._writer = EventWriter(str(self._path))
-            # The JSON lines come first, so they hold this event and those before.
+            # The JSON lines are written first, so they include this event.
             events = self._directory.read_metrics()
         for each in events:
             for name, value in _metrics(each).items():
@@ -74,23 +81,24 @@ class _WeightsAndBiases:
             raise ConfigurationError(
                 "--wandb needs the wandb package: pip install wandb."
             ) from error
-        kept = path / "wandb-id"  # so that a resumed run goes on with the same one
-        identity = kept.read_text() if kept.exists() else secrets.token_hex(8)
-        write_atomically(kept, identity)
+        # A resumed run continues the same Weights & Biases run.
+        id_path = path / "wandb-id"
+        run_id = id_path.read_text() if id_path.exists() else secrets.token_hex(8)
+        write_atomically(id_path, run_id)
         self._run = wandb.init(
             project="millrace",
             name=name,
             tags=tags,
             config=config,
             dir=str(path),
-            id=identity,
+            id=run_id,
             resume="allow",
         )
         self._step = 0
 
     def write(self, event: dict[str, Any]) -> None:
-        # Steps must not go back, as they do when old checkpoints are validated; what
-        # such an event belongs to, its epoch tells.
+        # Steps must not decrease, as they would when old checkpoints are validated; the
+        # epoch in the event tells which one it is.
         self._step = max(self._step, event["update"])
         self._run.log(_metrics(event), step=self._step)
 
@@ -99,9 +107,9 @@ class _WeightsAndBiases:
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an event, without what only places it in time."""
+    """Return the metrics of an event, with its epoch."""
     return {
-        name: float(value)  # what is not finite is text in the JSON lines
+        name: float(value)  # NaN and infinities are text in the JSON lines
         for name, value in event.items()
         if name not in ("update", "time")
     }

@@ -1,4 +1,4 @@
-"""After a power cut, every finished checkpoint is whole, and so are its metrics."""
+"""After a power cut, finished checkpoints and their metrics are complete."""
 
 import dataclasses
 import errno
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from power_cut import Disk
 from several_processes import as_processes
+from small_checkpoints import small_state
 from small_runner import batches, make_runner
 
-from millrace.checkpoint.manifest import check_inventory
+from millrace.checkpoint.manifest import verify_files
 from millrace.checkpoint.store import (
     CheckpointError,
     Checkpoints,
@@ -22,25 +23,21 @@ from millrace.checkpoint.store import (
     restore,
     write_checkpoint,
 )
-from millrace.durable import replacing, write_atomically
+from millrace.durable import write_atomically
 from millrace.report.run_page import write_report
 from millrace.run.directory import RunDirectory, open_run_directory
 from millrace.run.provenance import write_phases
-
-
-def small_state(number: float = 1.0) -> dict:
-    return {"weights": np.full((4, 3), number, np.float32), "update": np.int32(number)}
 
 
 def three_arrays(number: float) -> dict:
     return small_state(number) | {"bias": np.full(3, number, np.float32)}
 
 
-def newest_whole(folder: Path) -> int:
-    """The newest checkpoint in a folder of which none may be damaged."""
+def newest_intact(folder: Path) -> int:
+    """Return the newest checkpoint in a folder; none may be damaged."""
     found = checkpoints_in(folder)
     for path in found:
-        check_inventory(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
     return int(found[-1].name.removeprefix("update-")) if found else 0
 
 
@@ -48,12 +45,12 @@ def newest_at_every_moment(disk: Disk, folder: Path, tmp_path: Path) -> list[int
     found = []
     for number, moment in enumerate(disk.moments):
         left = disk.restore(moment, tmp_path / f"left-{number}")
-        found.append(newest_whole(left / folder))
+        found.append(newest_intact(left / folder))
         assert found[-1] >= moment.note
     return found
 
 
-def test_at_any_moment_of_saving_and_deleting_the_disk_has_what_was_finished(tmp_path):
+def test_a_power_cut_while_saving_or_deleting_keeps_what_was_finished(tmp_path):
     finished = [0]
     folder = Path("run/deeper/checkpoints")
     (tmp_path / "disk").mkdir()
@@ -71,7 +68,7 @@ def test_at_any_moment_of_saving_and_deleting_the_disk_has_what_was_finished(tmp
     assert restore(tmp_path / "disk" / folder / "update-000000003", small_state())
 
 
-def test_what_several_processes_write_is_on_the_disk_when_it_has_its_name(tmp_path):
+def test_files_of_several_processes_are_on_disk_before_the_rename(tmp_path):
     finished = [0]
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk", lambda: finished[-1])
@@ -90,7 +87,7 @@ def test_what_several_processes_write_is_on_the_disk_when_it_has_its_name(tmp_pa
     assert len(files) == 3
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path):
+def test_metrics_are_on_disk_before_the_checkpoint_that_counts_them(tmp_path):
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk")
     with disk.watching():
@@ -127,12 +124,12 @@ def metrics_with_a_checkpoint(directory: RunDirectory) -> None:
 
 def metrics_of_a_resumed_run(directory: RunDirectory) -> None:
     directory.append_metrics({"update": 1})
-    directory.forget_metrics_after(1)
+    directory.truncate_metrics(1)
 
 
-def summary_taken_by_a_resumed_run(directory: RunDirectory) -> None:
+def summary_removed_by_a_resumed_run(directory: RunDirectory) -> None:
     directory.write_summary({"status": "completed"})
-    directory.take_summary()
+    directory.pop_summary()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,10 @@ def summary_taken_by_a_resumed_run(directory: RunDirectory) -> None:
         lambda directory: write_phases(directory.path, [("a", 0, 1)], resumed=False),
         metrics_with_a_checkpoint,
         metrics_of_a_resumed_run,
-        summary_taken_by_a_resumed_run,
+        summary_removed_by_a_resumed_run,
     ],
 )
-def test_what_a_run_directory_holds_at_rest_is_on_the_disk(write, tmp_path):
+def test_the_contents_of_a_run_directory_are_on_disk(write, tmp_path):
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk", deletes_late=True)
     with disk.watching():
@@ -175,13 +172,11 @@ def failing(real, calls, number):
     return fsync
 
 
-def test_an_error_of_the_disk_at_any_sync_keeps_the_earlier_checkpoint(
-    tmp_path, monkeypatch
-):
+def test_an_error_at_any_sync_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(small_state(1), 1)
     checkpoints.wait()
-    ended = []
+    errors = []
     for number in itertools.count():
         calls = itertools.count()
         with monkeypatch.context() as patch:
@@ -190,51 +185,17 @@ def test_an_error_of_the_disk_at_any_sync_keeps_the_earlier_checkpoint(
             try:
                 checkpoints.wait()
             except CheckpointError as error:
-                ended.append(str(error))
-                assert newest_whole(tmp_path) >= 1
+                errors.append(str(error))
+                assert newest_intact(tmp_path) >= 1
                 assert (tmp_path / "update-000000001").is_dir()
                 assert list(tmp_path.glob("*.partial")) == []
             else:
                 break
-    # It failed to sync the name of what it deletes, which is no reason to end a run.
+    # Here the sync during the deletion of an old checkpoint failed, which ends no run.
     assert next(calls) > number
-    assert newest_whole(tmp_path) == number + 2
-    assert len(ended) > 10
-    for update, said in enumerate(ended, 2):
-        assert f"after update {update} could not be written" in said
-        assert "Input/output error. Earlier ones are intact" in said
+    assert newest_intact(tmp_path) == number + 2
+    assert len(errors) > 10
+    for update, message in enumerate(errors, 2):
+        assert f"after update {update} could not be written" in message
+        assert "Input/output error. Earlier ones are intact" in message
     checkpoints.close()
-
-
-# Names that somebody else has taken
-
-
-def test_a_link_in_the_place_of_a_temporary_file_is_never_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr("secrets.token_hex", lambda size: "known")
-    victim = tmp_path / "victim"
-    victim.write_text("years of work")
-    (tmp_path / ".summary.json.known.partial").symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        write_atomically(tmp_path / "summary.json", "new")
-    assert victim.read_text() == "years of work"
-
-
-def test_names_of_temporary_files_cannot_be_predicted(tmp_path):
-    names = set()
-    for _ in range(3):
-        with replacing(tmp_path / "file"):
-            names |= {path.name for path in tmp_path.glob(".file.*.partial")}
-    assert len(names) == 3
-
-
-def test_a_write_that_fails_leaves_no_temporary_file(tmp_path):
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(tmp_path / "summary.json", "\ud800")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_have_the_permissions_of_any_other(tmp_path):
-    (tmp_path / "other").write_text("")
-    write_atomically(tmp_path / "ours", "")
-    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
-    assert len(modes) == 1

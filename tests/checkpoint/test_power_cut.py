@@ -1,8 +1,8 @@
 """A power cut at any moment, on a real file system: nothing that was finished is lost.
 
-An ext4 image is mounted, and a run trains in it. What the image file holds at some moment
-is what a disk would hold had the power failed then: not what is in the system's memory. A
-copy is mounted, which has the file system go through its journal, and the run resumed.
+A run trains on a mounted ext4 image. At any moment, the image file has what a disk would
+have after a power cut, without what is still in memory. A copy of it is mounted, so that
+the file system replays its journal, and the run is resumed.
 """
 
 import os
@@ -18,25 +18,25 @@ from pathlib import Path
 import pytest
 from killable import assert_same_run, finish, start
 
-from millrace.checkpoint.manifest import check_inventory
+from millrace.checkpoint.manifest import verify_files
 from millrace.checkpoint.store import checkpoints_in, read_manifest
 
 MOMENTS = 20
 
-# As late as it can be: nothing reaches the disk by itself within the test, and renaming
-# does not write the contents of a file, as ext4 otherwise does out of kindness.
+# The worst case: nothing reaches the disk on its own during the test, and a rename does
+# not write the contents of a file, as ext4 does by default.
 OPTIONS = "loop,commit=300,data=writeback,noauto_da_alloc"
 
 
 @contextmanager
-def mounted(image: Path, place: Path) -> Iterator[Path]:
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "ext4", "-o", OPTIONS, str(image), str(place)]
+def mounted(image: Path, folder: Path) -> Iterator[Path]:
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "ext4", "-o", OPTIONS, str(image), str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     try:
-        yield place
+        yield folder
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def image(tmp_path):
 
 
 def copy_at_this_moment(image: Path, copy: Path) -> None:
-    """Copy an image which the kernel may be writing to: until nothing changes."""
+    """Copy an image that the kernel may be writing to; repeat until it is stable."""
     before, now = b"", image.read_bytes()
     while before != now:
         before, now = now, image.read_bytes()
@@ -69,7 +69,7 @@ def last_finished(noted: Path) -> int:
 
 @pytest.fixture
 def cuts(image, tmp_path):
-    """Copies of the image, each with the last checkpoint that was finished by then."""
+    """Copies of the image, each with the last checkpoint finished by then."""
     noted, copies = tmp_path / "finished", []
     with mounted(image, tmp_path / "disk") as disk:
         process = start(disk / "run", "--delay=0.12", f"--note-finished={noted}")
@@ -90,8 +90,8 @@ def cuts(image, tmp_path):
 
 
 @pytest.mark.slow
-def test_after_a_power_cut_a_run_resumes_from_what_it_had_finished(cuts, tmp_path):
-    finish(start(tmp_path / "undisturbed"))
+def test_a_run_resumes_from_its_last_finished_checkpoint_after_a_power_cut(cuts, tmp_path):
+    finish(start(tmp_path / "uninterrupted"))
     assert len(cuts) == MOMENTS
     assert len({finished for _, finished in cuts}) > MOMENTS // 4
     for copy, finished in cuts:
@@ -99,12 +99,12 @@ def test_after_a_power_cut_a_run_resumes_from_what_it_had_finished(cuts, tmp_pat
             run = disk / "run"
             found = checkpoints_in(run / "checkpoints")
             for path in found:
-                check_inventory(path, read_manifest(path))
+                verify_files(path, read_manifest(path))
             newest = int(found[-1].name.removeprefix("update-")) if found else 0
             assert newest >= finished
             resumed = start(run, "--resume")
-            _, said = resumed.communicate(timeout=120)
-            assert resumed.returncode == 0, said
-            assert said == ""  # nothing damaged, no log event missing
-            assert_same_run(run, tmp_path / "undisturbed")
+            _, errors = resumed.communicate(timeout=120)
+            assert resumed.returncode == 0, errors
+            assert errors == ""  # nothing damaged, no log event missing
+            assert_same_run(run, tmp_path / "uninterrupted")
             shutil.rmtree(run)

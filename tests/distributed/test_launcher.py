@@ -185,7 +185,7 @@ def test_a_restart_that_cannot_resume_reports_why(tmp_path, monkeypatch, capsys)
     (run / "config.yml").write_text("command: cnn-train\n")
     (tmp_path / "run-directory").write_text(str(run))
     monkeypatch.setenv("MILLRACE_LAUNCH_DIR", str(tmp_path))
-    monkeypatch.setattr("millrace.run.run._begun", [])  # as in a process of its own
+    monkeypatch.setattr("millrace.run.process._begun", [])  # as in a process of its own
     args = ["cnn", "train", "--config", "digits_demo", "--checkpoints", "False"]
     with pytest.raises(SystemExit, match="2"):
         main(args)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.commands.registry import COMMANDS
-from millrace.config.command_line import _hyphenate
+from millrace.config.command_line import _build_parser, _hyphenate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_graphcore.md").read_text()
 

@@ -70,7 +70,7 @@ def test_good_elements_before_an_exception_are_used_first():
 
 
 def test_a_dataset_that_ends_early_says_how_many_elements_came():
-    with pytest.raises(mr.DatasetEnded, match=r"ended after 7 .*asked for 10"):
+    with pytest.raises(mr.DatasetEnded, match=r"ended after 7 .*7 of 10 steps"):
         mr.repeat(10, add, 0.0, infeed=mr.Infeed(numbers(7)))
 
 

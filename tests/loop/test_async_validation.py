@@ -1,4 +1,4 @@
-"""Validation beside training: it holds up nothing, and nothing of it is lost."""
+"""Asynchronous validation: training does not wait, and no result is lost."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ def snapshot(state):
     return int(state.update), jnp.copy(state.params["w"])
 
 
-def weight_of(kept):
-    update, weight = kept
+def read_weight(copied):
+    update, weight = copied
     return {"update": float(update), "weight": float(weight[0])}
 
 
@@ -42,16 +42,16 @@ def validations(events):
     }
 
 
-def test_training_goes_on_while_a_state_is_validated(tmp_path):
-    gone_on = threading.Event()
+def test_training_continues_during_a_validation(tmp_path):
+    continued = threading.Event()
 
     def report(update):
         if update > 6:  # the first validation is after six
-            gone_on.set()
+            continued.set()
 
-    def wait_for_training(kept):
-        assert gone_on.wait(20), "training waits for its validation"
-        return weight_of(kept)
+    def wait_for_training(copied):
+        assert continued.wait(20), "training waited for its validation"
+        return read_weight(copied)
 
     runner, state, directory, checkpoints = make_runner(
         tmp_path / "r",
@@ -60,14 +60,14 @@ def test_training_goes_on_while_a_state_is_validated(tmp_path):
         validations=2,
         logs=4,
     )
-    runner._writers.append(Heard(report))
+    runner._writers.append(CallbackWriter(report))
     runner.run(state)
     checkpoints.close()
     assert list(validations(directory.read_metrics())) == [6, 12]
 
 
-class Heard:
-    """A writer that tells of updates."""
+class CallbackWriter:
+    """A writer that calls a function with the update of each event."""
 
     def __init__(self, report):
         self.report = report
@@ -79,14 +79,14 @@ class Heard:
         pass
 
 
-def test_it_finds_what_validation_between_updates_finds(tmp_path):
-    def in_turn(state):
-        return weight_of(snapshot(state))
+def test_async_validation_gives_the_same_metrics_as_synchronous(tmp_path):
+    def validate_now(state):
+        return read_weight(snapshot(state))
 
     found = []
     for name, validate in (
-        ("turn", in_turn),
-        ("beside", AsyncValidation(snapshot, weight_of)),
+        ("sync", validate_now),
+        ("async", AsyncValidation(snapshot, read_weight)),
     ):
         result, events = run(tmp_path / name, batches(range(12)), validate)
         folders = checkpoints_in(tmp_path / name / "checkpoints")
@@ -96,11 +96,11 @@ def test_it_finds_what_validation_between_updates_finds(tmp_path):
     assert [update for update, _ in found[1][1].values()] == [3, 6, 9, 12]
 
 
-def test_what_it_raises_ends_the_run_and_its_checkpoint_is_not_kept(tmp_path):
-    def fail(kept):
-        if kept[0] == 6:
+def test_an_error_in_validation_ends_the_run_without_its_checkpoint(tmp_path):
+    def fail(copied):
+        if copied[0] == 6:
             raise RuntimeError("diverged")
-        return weight_of(kept)
+        return read_weight(copied)
 
     with pytest.raises(RuntimeError, match="diverged"):
         run(tmp_path / "r", batches(range(12)), AsyncValidation(snapshot, fail))
@@ -108,16 +108,16 @@ def test_what_it_raises_ends_the_run_and_its_checkpoint_is_not_kept(tmp_path):
     assert names == ["update-000000003"]
 
 
-def test_a_validation_that_was_kept_but_not_yet_reported_is_reported_on_resume(tmp_path):
+def test_a_validation_that_was_saved_but_not_logged_is_logged_on_resume(tmp_path):
     path = tmp_path / "r"
-    _, whole = run(path, batches(range(12)), AsyncValidation(snapshot, weight_of))
+    _, whole = run(path, batches(range(12)), AsyncValidation(snapshot, read_weight))
     for folder in checkpoints_in(path / "checkpoints")[1:]:
         shutil.rmtree(folder)
     kept = [event for event in whole if "validation_weight" not in event]
     lines = "".join(json.dumps(event) + "\n" for event in kept)
     (path / "metrics.jsonl").write_text(lines)
     _, again = run(
-        path, batches(range(12)), AsyncValidation(snapshot, weight_of), resume=True
+        path, batches(range(12)), AsyncValidation(snapshot, read_weight), resume=True
     )
     first = checkpoints_in(path / "checkpoints")[0]
     assert validations(again) == {

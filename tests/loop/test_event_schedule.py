@@ -1,4 +1,4 @@
-"""When the host steps in. The seven commands are those of the CNN reference's README."""
+"""When events happen. Seven cases are commands in the README of the CNN reference."""
 
 import math
 
@@ -12,7 +12,7 @@ from millrace.loop.event_schedule import EventSchedule, closest_divisor, schedul
 
 
 def cifar10(logs_per_epoch: float, *, num_epochs: int = 6) -> EventSchedule:
-    """The README's commands: micro batch 8, accumulation 8, 50,000 samples."""
+    """Return the schedule of those commands: 64 of 50,000 samples per update."""
     batching = resolve_batching(micro_batch_size=8, gradient_accumulation_count=8)
     return schedule_events(
         updates_per_epoch=batching.updates_per_epoch(50_000),
@@ -22,7 +22,7 @@ def cifar10(logs_per_epoch: float, *, num_epochs: int = 6) -> EventSchedule:
 
 
 def logs(schedule: EventSchedule) -> list[int]:
-    """After which updates a log is due."""
+    """Return the updates after which a log is due."""
     updates = range(1, schedule.total_updates + 1)
     return [update for update in updates if schedule.due("log", update)]
 
@@ -38,7 +38,7 @@ def test_one_log_per_epoch_runs_an_epoch_per_execution():
     assert schedule.warnings == []
 
 
-def test_two_logs_per_epoch_would_split_an_update_so_there_is_one_and_a_warning():
+def test_two_logs_per_epoch_would_split_an_update_and_become_one_with_a_warning():
     schedule = cifar10(2)
     assert schedule.updates_per_execution == 781
     assert len(logs(schedule)) == 6
@@ -70,7 +70,7 @@ def test_a_third_of_a_log_per_epoch_runs_three_epochs_per_execution():
     assert schedule.warnings == []
 
 
-def test_a_log_every_two_epochs_cannot_be_had_in_five():
+def test_a_log_every_two_epochs_is_not_possible_in_five():
     message = r"not possible to log 2\.0 epochs at a time for 5 epochs"
     with pytest.raises(ValueError, match=message):
         cifar10(0.5, num_epochs=5)
@@ -79,7 +79,7 @@ def test_a_log_every_two_epochs_cannot_be_had_in_five():
 def test_no_logs_run_everything_in_one_execution_with_a_warning():
     schedule = cifar10(0)
     assert schedule.updates_per_execution == schedule.total_updates == 6 * 781
-    assert logs(schedule) == [6 * 781]  # the end is reported all the same
+    assert logs(schedule) == [6 * 781]  # the end is always logged
     (warning,) = schedule.warnings
     assert "all 4686 updates" in warning
 
@@ -98,7 +98,7 @@ def test_no_logs_run_everything_in_one_execution_with_a_warning():
         (781, 10, 11),
         (781, 2, 1),
         (781, 10_000, 781),
-        (12, 5, 4),  # 4 and 6 are as near: the smaller
+        (12, 5, 4),  # 4 and 6 are equally near
         (12, 5.5, 6),
     ],
 )
@@ -115,7 +115,7 @@ def test_no_divisor_is_nearer_than_the_nearest(number, target):
     assert abs(found - target) == min(abs(d - target) for d in divisors)
 
 
-def test_a_checkpoint_without_logs_divides_nothing_by_zero():
+def test_checkpoints_without_logs_do_not_divide_by_zero():
     schedule = schedule_events(
         updates_per_epoch=781,
         num_epochs=6,
@@ -126,7 +126,7 @@ def test_a_checkpoint_without_logs_divides_nothing_by_zero():
     assert [schedule.due("checkpoint", u) for u in (780, 781, 4686)] == [False, True, True]
 
 
-def test_logs_without_a_checkpoint_divide_nothing_by_zero():
+def test_logs_without_checkpoints_do_not_divide_by_zero():
     schedule = schedule_events(
         updates_per_epoch=781,
         num_epochs=6,
@@ -140,7 +140,7 @@ def test_logs_without_a_checkpoint_divide_nothing_by_zero():
 # Several kinds of events
 
 
-def test_an_execution_ends_wherever_any_event_may_fall():
+def test_an_execution_ends_wherever_an_event_may_be_due():
     schedule = schedule_events(
         updates_per_epoch=60,
         num_epochs=4,
@@ -155,7 +155,7 @@ def test_an_execution_ends_wherever_any_event_may_fall():
     assert schedule.due("validate", 120)
 
 
-def test_each_rate_that_had_to_move_has_a_warning_of_its_own():
+def test_each_rate_that_changes_has_its_own_warning():
     schedule = schedule_events(
         updates_per_epoch=781,
         num_epochs=2,
@@ -173,7 +173,7 @@ def test_without_any_events_the_run_is_one_execution():
     assert len(schedule.warnings) == 1
 
 
-def test_an_event_nobody_asked_for_falls_only_on_the_end():
+def test_an_event_without_a_rate_is_due_only_at_the_end():
     schedule = cifar10(1)
     assert not schedule.due("validate", 781)
     assert schedule.due("validate", schedule.total_updates)
@@ -199,23 +199,23 @@ rates = st.one_of(
 def test_periods_divide_the_run_and_the_execution_divides_the_periods(
     updates_per_epoch, num_epochs, log, checkpoint, validate
 ):
-    asked = {"log": log, "checkpoint": checkpoint, "validate": validate}
+    rates_per_epoch = {"log": log, "checkpoint": checkpoint, "validate": validate}
     fits = all(
         rate == 0 or rate >= 1 or abs(rate * num_epochs - round(rate * num_epochs)) < 1e-6
-        for rate in asked.values()
+        for rate in rates_per_epoch.values()
     )
     arguments = {"updates_per_epoch": updates_per_epoch, "num_epochs": num_epochs}
     if not fits:
         with pytest.raises(ValueError, match="not possible to"):
-            schedule_events(**arguments, events_per_epoch=asked)
+            schedule_events(**arguments, events_per_epoch=rates_per_epoch)
         return
-    schedule = schedule_events(**arguments, events_per_epoch=asked)
+    schedule = schedule_events(**arguments, events_per_epoch=rates_per_epoch)
     total = schedule.total_updates
     assert total == updates_per_epoch * num_epochs
     assert 1 <= schedule.updates_per_execution <= total
     assert total % schedule.updates_per_execution == 0
     for event, period in schedule.periods.items():
-        assert (period == 0) == (asked[event] == 0)
+        assert (period == 0) == (rates_per_epoch[event] == 0)
         if period:
             assert total % period == 0
             assert period % schedule.updates_per_execution == 0
@@ -224,7 +224,7 @@ def test_periods_divide_the_run_and_the_execution_divides_the_periods(
 
 @settings(deadline=None)
 @given(updates_per_epoch=st.integers(1, 2_000), rate=st.integers(1, 2_000))
-def test_a_rate_is_kept_exactly_when_it_divides_and_warned_about_when_not(
+def test_a_rate_is_kept_if_it_divides_and_changed_with_a_warning_if_not(
     updates_per_epoch, rate
 ):
     schedule = schedule_events(
@@ -238,25 +238,25 @@ def test_a_rate_is_kept_exactly_when_it_divides_and_warned_about_when_not(
         assert schedule.periods["log"] == updates_per_epoch // rate
 
 
-# What cannot be
+# Invalid schedules
 
 
 @pytest.mark.parametrize("rate", [-1, -0.5, math.nan, math.inf, -math.inf])
-def test_a_rate_that_is_no_number_of_times_is_refused(rate):
+def test_a_negative_or_non_finite_rate_is_refused(rate):
     with pytest.raises(ValueError, match=f"logs per epoch must be 0 or more, got {rate}"):
         cifar10(rate)
 
 
 @pytest.mark.parametrize("rate", [1e-7, 1e-12, 5e-324])
-def test_a_rate_too_small_for_the_run_is_refused_rather_than_dividing_by_zero(rate):
+def test_a_rate_too_small_for_the_run_is_refused_without_dividing_by_zero(rate):
     with pytest.raises(ValueError, match="not possible to log"):
         cifar10(rate)
 
 
-def test_the_advice_names_a_number_of_epochs_that_would_serve():
+def test_the_error_suggests_a_number_of_epochs_that_works():
     with pytest.raises(ValueError, match=r"multiple of 2\b"):
         cifar10(0.5, num_epochs=5)
-    # 3 logs in 10 epochs: only multiples of 10 can be divided so.
+    # 3 logs in 10 epochs: only multiples of 10 work.
     with pytest.raises(ValueError, match=r"multiple of 10\b"):
         cifar10(0.3, num_epochs=6)
     assert cifar10(0.3, num_epochs=10).total_updates == 7810
@@ -270,12 +270,12 @@ def test_the_advice_names_a_number_of_epochs_that_would_serve():
         ({"updates_per_epoch": 1, "num_epochs": -2}, "num_epochs .* got -2"),
     ],
 )
-def test_a_run_of_nothing_is_refused(arguments, message):
+def test_a_run_without_updates_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule_events(**arguments, events_per_epoch={"log": 1})
 
 
-# Events that need not fall evenly
+# Uneven events
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_uneven_logs_come_after_whole_updates_and_at_the_end(updates, epochs, pe
     assert due[-1] == updates * epochs
 
 
-def test_more_updates_than_can_be_counted_are_refused():
+def test_too_many_updates_to_count_are_refused():
     with pytest.raises(ConfigurationError, match="3,000,000,000 updates, and at most"):
         schedule_events(
             updates_per_epoch=1000, num_epochs=3_000_000, events_per_epoch={"log": 1}

@@ -1,4 +1,4 @@
-"""What a run remembers does not grow with the number of updates and log lines."""
+"""The memory of a run does not grow with the number of updates and log lines."""
 
 import gc
 import itertools
@@ -12,8 +12,8 @@ from millrace.loop.throughput import Throughput
 from millrace.run.console import Console
 
 
-def grown_bytes(work) -> int:
-    """Bytes of Python's that `work` still holds, the second time it is called."""
+def leaked_bytes(work) -> int:
+    """Return the bytes that a second call of `work` allocates and does not free."""
     work()
     gc.collect()
     tracemalloc.start()
@@ -25,7 +25,7 @@ def grown_bytes(work) -> int:
         tracemalloc.stop()
 
 
-def test_the_speed_of_a_run_is_measured_in_constant_memory():
+def test_throughput_is_measured_in_constant_memory():
     throughput = Throughput()
     throughput.start()
 
@@ -33,7 +33,7 @@ def test_the_speed_of_a_run_is_measured_in_constant_memory():
         for _ in range(20_000):
             throughput.add(32, execution_ends=True)
 
-    assert grown_bytes(calls) < 10_000
+    assert leaked_bytes(calls) < 10_000
 
 
 def test_lines_are_printed_in_constant_memory(capsys):
@@ -45,7 +45,7 @@ def test_lines_are_printed_in_constant_memory(capsys):
             console.advance(number, {"loss": 0.5}, 10.0)
         capsys.readouterr()
 
-    assert grown_bytes(lines) < 50_000
+    assert leaked_bytes(lines) < 50_000
 
 
 def resident_bytes() -> int:
@@ -53,21 +53,21 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_a_run_of_many_log_lines_does_not_grow(tmp_path):
-    updates, warm = 40_000, 10_000
-    seen = {}
+def test_the_memory_of_a_run_does_not_grow_with_log_lines(tmp_path):
+    updates, warmed_up = 40_000, 10_000
+    memory = {}
 
-    class Watch:
+    class MemoryWriter:
         def write(self, event):
-            if event["update"] in (warm, updates):
+            if event["update"] in (warmed_up, updates):
                 gc.collect()
-                seen[event["update"]] = resident_bytes()
+                memory[event["update"]] = resident_bytes()
 
         def close(self):
             pass
 
     endless = batches(itertools.repeat(1.0))
     runner, state, _, _ = make_runner(tmp_path, endless, updates=updates, logs=updates)
-    runner._writers.append(Watch())
+    runner._writers.append(MemoryWriter())
     runner.run(state)
-    assert seen[updates] - seen[warm] < 3e6  # 100 bytes a line
+    assert memory[updates] - memory[warmed_up] < 3e6  # 100 bytes per line

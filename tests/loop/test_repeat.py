@@ -1,5 +1,6 @@
+"""``mr.repeat`` and ``mr.while_loop``."""
+
 import gc
-import json
 import weakref
 
 import jax
@@ -12,7 +13,7 @@ from millrace.program.loop import LoopProgram
 
 
 class Ones:
-    """A constant of 800 ones as a pair, for ever."""
+    """Endless pairs of 800 ones."""
 
     def __iter__(self):
         while True:
@@ -34,7 +35,7 @@ def test_the_seeds_example_gives_its_results():
     assert (result["d1"] == 2).all() and (result["d2"] == 0).all()
 
 
-def test_the_body_is_traced_once_whatever_n_is():
+def test_the_body_is_traced_once_for_any_n():
     traces = 0
 
     def counted(carry, batch):
@@ -58,21 +59,21 @@ def test_steps_per_execution_changes_nothing_but_the_calls(steps):
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10) ** 2)
 
 
-def test_the_outputs_of_one_execution_have_room_for_16_mib(monkeypatch):
+def test_outputs_of_one_execution_take_at_most_16_mib(monkeypatch):
     room, up_to = [], LoopProgram.up_to
 
-    def noted(program, carry, data, start, capacity):
+    def record(program, carry, data, start, capacity):
         room.append(capacity)
         return up_to(program, carry, data, start, capacity)
 
-    monkeypatch.setattr(LoopProgram, "up_to", noted)
+    monkeypatch.setattr(LoopProgram, "up_to", record)
     for size in (1 << 20, 1 << 24):
         outfeed = mr.Outfeed()
         mr.repeat(2, lambda c, n=size: (c + 1, jnp.zeros(n, "uint8")), 0, outfeed=outfeed)
     assert room == [16, 1]
 
 
-def test_zero_times_returns_the_carry():
+def test_zero_steps_return_the_carry():
     assert float(mr.repeat(0, lambda c: (c + 1, None), 3.0)) == 3.0
 
 
@@ -98,7 +99,7 @@ def test_while_stops_at_the_maximum():
     assert int(end) == 1000
 
 
-def test_the_callers_arrays_stay_usable():
+def test_arrays_of_the_caller_stay_usable():
     start = jnp.zeros(5)
     mr.repeat(3, lambda c: (c + 1, None), start)
     assert float(start.sum()) == 0.0
@@ -113,7 +114,7 @@ def test_the_callers_arrays_stay_usable():
     ],
 )
 @pytest.mark.parametrize("steps", [None, 2])
-def test_a_body_that_breaks_the_contract_is_told_how(wrong, message, steps):
+def test_a_body_that_breaks_the_contract_is_refused_with_the_reason(wrong, message, steps):
     with pytest.raises(TypeError, match=message):
         mr.repeat(3, wrong, 0, steps_per_execution=steps)
 
@@ -127,42 +128,7 @@ def test_negative_numbers_are_refused():
         mr.while_loop(lambda c: True, lambda c: (c, None), 0, maximum_iterations=-1)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "infeed"])
-def test_benchmarks_return_the_documented_json(kind):
-    if kind == "dataset":
-        text = mr.dataset_benchmark(Ones(), 3, 50)
-    else:
-        with mr.Infeed(Ones()) as infeed:
-            text = mr.infeed_benchmark(infeed, 3, 50)
-    epochs = json.loads(text)["epochs"]
-    assert len(epochs) == 3
-    for epoch in epochs:
-        assert epoch["elements_processed"] == 50
-        assert epoch["total_bytes_processed"] == 50 * 2 * 800 * 4
-        assert epoch["elements_per_second"] == pytest.approx(50 / epoch["time_elapsed"])
-        assert epoch["bandwidth"] == pytest.approx(320_000 / 1e9 / epoch["time_elapsed"])
-
-
-def test_an_infeed_benchmark_waits_for_what_it_counts(monkeypatch):
-    # A copy to a GPU returns at once: without waiting, the time would be that of asking.
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", lambda data: waited.append(data) or data)
-    with mr.Infeed(Ones()) as infeed:
-        mr.infeed_benchmark(infeed, 1, 50, print_stats=False)
-    assert sum(len(data["x1"]) for data in waited) >= 50
-
-
-def test_a_benchmark_of_a_dataset_that_runs_out_says_so():
-    short = [np.zeros(3, np.float32)] * 7
-    with pytest.raises(ValueError, match="ended after 7 elements"):
-        mr.dataset_benchmark(short, 2, 5)
-    with pytest.raises(mr.DatasetEnded, match="ended after 7 elements"):
-        mr.infeed_benchmark(mr.Infeed(short), 2, 5)
-    with pytest.raises(ValueError, match="number_of_epochs must be at least 1"):
-        mr.dataset_benchmark(short, 0, 5)
-
-
-def test_while_does_not_ask_for_data_it_will_not_use():
+def test_while_does_not_read_data_it_will_not_use():
     exactly = [np.float32(1)] * 5
     end = mr.while_loop(
         lambda c: c < 5, lambda c, x: (c + x, None), 0.0, infeed=mr.Infeed(exactly)
@@ -187,7 +153,7 @@ def test_the_body_is_traced_once_for_two_lengths_of_execution():
 
 
 @pytest.mark.devices(4)
-def test_a_loop_runs_on_the_device_in_force_or_that_of_its_carry():
+def test_a_loop_runs_on_the_default_device_or_that_of_its_carry():
     device = jax.devices()[3]
     numbers = [np.float32(n) for n in range(6)]
     with jax.default_device(device), mr.Infeed(numbers) as infeed:
@@ -201,7 +167,7 @@ def test_a_loop_runs_on_the_device_in_force_or_that_of_its_carry():
 
 
 @pytest.mark.parametrize("count", [2.5, "3", None])
-def test_a_number_of_steps_is_a_whole_number(count):
+def test_a_number_of_steps_must_be_a_whole_number(count):
     with pytest.raises(TypeError, match="n must be a whole number"):
         mr.repeat(count, lambda c: (c, None), 0)
     assert mr.repeat(np.int64(3), lambda c: (c + 1, None), 0) == 3
@@ -224,7 +190,7 @@ def test_a_body_may_close_over_arrays_and_read_them_while_it_is_traced():
     assert mr.while_loop(lambda c: c < scale * 9, lambda c: (c + scale, None), 0.0) == 4.5
 
 
-def test_outputs_are_handed_over_within_a_guarded_region_of_the_callers():
+def test_outputs_can_be_read_under_a_transfer_guard_of_the_caller():
     outfeed = mr.Outfeed()
     start = jnp.int32(0)
     with jax.transfer_guard("disallow"):
@@ -247,7 +213,7 @@ def sharded(values, spec, axis_types):
         ((), None, jax.sharding.AxisType.Explicit),
     ],
 )
-def test_a_carry_may_lie_on_several_devices(spec, steps, axis_types):
+def test_a_carry_may_be_on_several_devices(spec, steps, axis_types):
     first = np.arange(8, dtype=np.float32).reshape(4, 2)
     carry = {"split": sharded(first, spec, axis_types), "count": 0}
     elements = [np.full((4, 2), i, np.float32) for i in range(10)]
@@ -279,7 +245,7 @@ def test_while_takes_a_carry_on_several_devices():
     np.testing.assert_array_equal(end, np.full((4, 2), 16.0))
 
 
-def test_what_was_compiled_for_a_body_is_freed_with_it():
+def test_programs_compiled_for_a_body_are_freed_with_it():
     class Owner:
         def body(self, carry):
             return carry + self.step, None
@@ -288,7 +254,7 @@ def test_what_was_compiled_for_a_body_is_freed_with_it():
             return carry < 3
 
     def once(owner):
-        captured = owner.step  # as large as the user likes
+        captured = owner.step  # may be large
 
         def body(carry):
             return carry + captured, None
@@ -312,7 +278,7 @@ def test_what_was_compiled_for_a_body_is_freed_with_it():
         before = living
 
 
-def test_methods_and_callables_without_a_hash_are_bodies_too():
+def test_methods_and_unhashable_callables_can_be_bodies():
     class Counter:
         traces = 0
 
@@ -320,7 +286,7 @@ def test_methods_and_callables_without_a_hash_are_bodies_too():
             self.traces += 1
             return carry + 1, None
 
-        def __eq__(self, other):  # and so without a hash
+        def __eq__(self, other):  # removes the hash
             return self is other
 
         __call__ = step
@@ -335,7 +301,7 @@ def test_methods_and_callables_without_a_hash_are_bodies_too():
 
 
 @pytest.mark.parametrize("carry", [0.0, np.zeros(3)])
-def test_a_loop_inside_a_jit_is_refused_in_plain_words(carry):
+def test_a_loop_inside_a_jit_is_refused(carry):
     for loop in (
         lambda c: mr.repeat(3, lambda c: (c + 1, None), c),
         lambda c: mr.while_loop(lambda c: c < 3, lambda c: (c + 1, None), c),

@@ -1,4 +1,4 @@
-"""Throughput in the steady state, on a clock that the tests turn."""
+"""Throughput in the steady state, on a fake clock."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ class Clock:
         monkeypatch.setattr(module, "time", fake)
 
     def call(self, throughput, samples, seconds, *, ends=True):
-        """A call of the program that takes so long."""
+        """Simulate a call of the program that takes `seconds`."""
         self.now += seconds
         throughput.add(samples, execution_ends=ends)
 
@@ -32,7 +32,7 @@ def throughput(clock):
     return started
 
 
-def test_nothing_has_been_measured_before_the_first_call(clock, throughput):
+def test_throughput_is_zero_before_the_first_call(clock, throughput):
     assert Throughput().per_second() == 0
     clock.now += 5
     assert throughput.per_second() == 0
@@ -51,14 +51,14 @@ def test_the_first_execution_is_dropped_with_all_its_calls(clock, throughput):
     assert throughput.per_second() == 100
 
 
-def test_of_a_single_execution_only_the_first_call_is_dropped(clock, throughput):
+def test_with_a_single_execution_only_its_first_call_is_dropped(clock, throughput):
     clock.call(throughput, 100, 50, ends=False)
     clock.call(throughput, 100, 4, ends=False)
     clock.call(throughput, 100, 4, ends=True)
     assert throughput.per_second() == 25
 
 
-def test_a_single_call_counts_for_want_of_another(clock, throughput):
+def test_a_single_call_counts(clock, throughput):
     clock.call(throughput, 100, 50)
     assert throughput.per_second() == 2
 
@@ -69,7 +69,7 @@ def test_an_unfinished_execution_does_not_count_yet(clock, throughput):
     assert throughput.per_second() == 50
 
 
-def test_validation_and_checkpoints_are_left_out(clock, throughput):
+def test_pauses_are_excluded(clock, throughput):
     clock.call(throughput, 100, 50)
     with throughput.paused():
         clock.now += 500
@@ -80,7 +80,7 @@ def test_validation_and_checkpoints_are_left_out(clock, throughput):
     assert throughput.per_second() == 50
 
 
-def test_a_pause_that_fails_is_left_out_too(clock, throughput):
+def test_a_pause_that_fails_is_excluded_too(clock, throughput):
     clock.call(throughput, 100, 1)
     with pytest.raises(OSError), throughput.paused():
         clock.now += 500
@@ -89,14 +89,14 @@ def test_a_pause_that_fails_is_left_out_too(clock, throughput):
     assert throughput.per_second() == 25
 
 
-def test_calls_faster_than_the_clock_divide_nothing_by_zero(clock, throughput):
+def test_calls_faster_than_the_clock_do_not_divide_by_zero(clock, throughput):
     clock.call(throughput, 100, 0)
     clock.call(throughput, 100, 0)
     clock.call(throughput, 100, 0)
     assert throughput.per_second() == 0
 
 
-def test_executions_of_different_sizes_weigh_by_their_samples(clock, throughput):
+def test_executions_are_weighted_by_their_samples(clock, throughput):
     for samples, seconds in [(1, 9), (300, 1), (100, 3)]:
         clock.call(throughput, samples, seconds)
     assert throughput.per_second() == 100

@@ -338,7 +338,7 @@ def test_a_pipeline_can_be_watched(tmp_path):
     for span in profile.measured:
         if span.kind == "forward" and span.stage:
             assert span.start >= ended["forward", span.stage - 1, span.micro_batch]
-    assert 0 < profile.facts["measured_idle"] < 1
+    assert 0 < profile.summary["measured_idle"] < 1
     draw_profile(profile, tmp_path / "pipeline.html", "a network")
     assert "measured" in (tmp_path / "pipeline.html").read_text()
 

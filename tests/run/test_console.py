@@ -1,4 +1,4 @@
-"""What a run shows, with a terminal and without."""
+"""Terminal output of a run, with a terminal and without."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ import pytest
 
 from millrace.run.console import Console
 
-STORY = """
+SCRIPT = """
 from millrace.run.console import Console
 console = Console(quiet={quiet}, verbose={verbose})
-console.facts({{"model": "small", "global batch": 32}})
+console.table({{"model": "small", "global batch": 32}})
 console.start(100, 0)
 console.status("compiling")
 console.status("training")
@@ -28,32 +28,32 @@ console.line("done [here]")
 
 
 def in_terminal(quiet=False, verbose=False, **environment: str) -> str:
-    """Run the story in a pseudo-terminal of 120 columns and return what it received."""
-    ours, theirs = os.openpty()
+    """Run the script in a pseudo-terminal of 120 columns and return its output."""
+    own_end, other_end = os.openpty()
     kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-c", STORY.format(quiet=quiet, verbose=verbose)],
-        stderr=theirs,
+        [sys.executable, "-c", SCRIPT.format(quiet=quiet, verbose=verbose)],
+        stderr=other_end,
         env=kept | {"TERM": "xterm-256color", "COLUMNS": "120"} | environment,
     )
-    os.close(theirs)
+    os.close(other_end)
     received = b""
     while True:
         try:
-            part = os.read(ours, 4096)
-        except OSError:  # how Linux says that the other end is closed
+            part = os.read(own_end, 4096)
+        except OSError:  # the other end is closed, on Linux
             break
         if not part:
             break
         received += part
-    os.close(ours)
+    os.close(own_end)
     assert process.wait() == 0
     return received.decode()
 
 
-def plainly(quiet=False, verbose=False) -> list[str]:
+def without_terminal(quiet=False, verbose=False) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", STORY.format(quiet=quiet, verbose=verbose)],
+        [sys.executable, "-c", SCRIPT.format(quiet=quiet, verbose=verbose)],
         capture_output=True,
         text=True,
         check=True,
@@ -65,8 +65,8 @@ def plainly(quiet=False, verbose=False) -> list[str]:
 COLORS = r"\x1b\[[0-9;]*3[0-9][0-9;]*m"
 
 
-def test_without_a_terminal_there_are_plain_lines_and_each_activity_once():
-    assert plainly() == [
+def test_without_a_terminal_lines_are_plain_and_each_activity_appears_once():
+    assert without_terminal() == [
         "model         small",
         "global batch  32",
         "compiling …",
@@ -76,46 +76,46 @@ def test_without_a_terminal_there_are_plain_lines_and_each_activity_once():
     ]
 
 
-def test_quiet_leaves_only_warnings():
-    assert plainly(quiet=True) == ["warning: [odd] things"]
+def test_quiet_prints_only_warnings():
+    assert without_terminal(quiet=True) == ["warning: [odd] things"]
     seen = re.sub(r"\x1b\[[^a-z]*[a-z]", "", in_terminal(quiet=True))
     assert seen.split() == ["warning:", "[odd]", "things"]
 
 
-def test_verbose_says_every_change_with_its_time():
-    lines = plainly(verbose=True)
+def test_verbose_prints_every_change_of_activity_with_its_time():
+    lines = without_terminal(verbose=True)
     changes = [line.split(" s  ")[1] for line in lines if " s  " in line]
     assert changes == ["compiling", "training", "training"]
 
 
-def test_in_a_terminal_the_bar_shows_loss_metric_speed_and_what_is_being_done():
+def test_in_a_terminal_the_bar_shows_loss_metric_speed_and_activity():
     seen = in_terminal()
     assert "loss 0.25  val rmse 0.7  1,234 samples/s" in seen
     assert "50/100" in seen
     assert "compiling" in seen and "training" in seen
-    assert "learning rate" not in seen  # only with verbose is there room for everything
+    assert "learning rate" not in seen  # shown only with verbose
     assert re.search(COLORS, seen)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_in_a_narrow_terminal_count_and_time_left_stay_and_metrics_are_cut(verbose):
+def test_in_a_narrow_terminal_only_the_metrics_are_truncated(verbose):
     plain = re.sub(
         r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", in_terminal(verbose=verbose, COLUMNS="80")
     )
     (*_, line) = [line for line in re.split(r"[\r\n]+", plain) if "50/100" in line]
-    words = "accuracy 0.5" if verbose else "loss 0.25  val rmse 0.7  1,234 samples/s "
-    assert re.search(rf"training ━.* 50/100 {words}.*--:--", line), line
+    expected = "accuracy 0.5" if verbose else "loss 0.25  val rmse 0.7  1,234 samples/s "
+    assert re.search(rf"training ━.* 50/100 {expected}.*--:--", line), line
     assert ("…" in line) == verbose
     assert len(line) <= 80
 
 
-def test_no_color_leaves_the_bar_but_no_colors():
+def test_no_color_removes_the_colors_and_keeps_the_bar():
     seen = in_terminal(NO_COLOR="1")
     assert "50/100" in seen
     assert not re.search(COLORS, seen)
 
 
-def test_what_was_done_when_is_remembered_on_the_runs_clock(monkeypatch):
+def test_activities_are_recorded_on_the_clock_of_the_run(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("millrace.run.console.time.perf_counter", lambda: now[0])
     console = Console(quiet=True)
@@ -131,7 +131,7 @@ def test_what_was_done_when_is_remembered_on_the_runs_clock(monkeypatch):
     assert console.phases[-1] == ("training", 52, 55)
 
 
-def test_a_second_bar_leaves_the_runs_clock_as_it_is(monkeypatch):
+def test_a_second_bar_does_not_reset_the_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("millrace.run.console.time.perf_counter", lambda: now[0])
     console = Console(quiet=True)
@@ -152,7 +152,7 @@ def test_a_second_bar_leaves_the_runs_clock_as_it_is(monkeypatch):
     ]
 
 
-def test_what_is_being_done_when_the_clock_is_set_does_not_end_before_it_began(monkeypatch):
+def test_setting_the_clock_ends_the_current_activity_first(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("millrace.run.console.time.perf_counter", lambda: now[0])
     console = Console(quiet=True)
@@ -167,7 +167,7 @@ def test_what_is_being_done_when_the_clock_is_set_does_not_end_before_it_began(m
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_the_packages_log_goes_to_the_console(verbose, capsys):
+def test_the_log_of_the_package_goes_to_the_console(verbose, capsys):
     Console(verbose=verbose)
     log = logging.getLogger("millrace")
     log.debug("a detail")

@@ -1,4 +1,4 @@
-"""The run directory: what is refused, what is kept, what other tools can read."""
+"""The run directory: what it refuses, what it keeps, what other tools can read."""
 
 import json
 import math
@@ -10,19 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import jax
 import pytest
 import yaml
 
-import millrace
 from millrace.config import ConfigurationError
-from millrace.durable import finite_json, write_atomically
 from millrace.run.directory import (
-    FollowedDirectory,
+    FollowerRunDirectory,
     RunDirectory,
     open_run_directory,
 )
-from millrace.versions import versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +35,7 @@ def start(path: Path | None, config=None, *, command="cnn-train", resume=False):
     return open_run_directory(path, config or Options(), command=command, resume=resume)
 
 
-def refusal(path: Path | None, config=None, **options) -> str:
+def open_error(path: Path | None, config=None, **options) -> str:
     with pytest.raises(ConfigurationError) as caught:
         start(path, config, **options)
     message = str(caught.value)
@@ -70,9 +66,9 @@ def test_an_empty_directory_may_be_used(tmp_path):
     assert (tmp_path / "config.yml").exists()
 
 
-def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path):
+def test_a_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    message = refusal(tmp_path)
+    message = open_error(tmp_path)
     assert str(tmp_path) in message
     assert "--resume" in message
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -90,7 +86,9 @@ def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path):
         ("failed", "items.npy", False),
     ],
 )
-def test_the_place_of_a_run_that_never_began_is_free(tmp_path, status, other, is_free):
+def test_the_directory_of_a_run_without_results_can_be_reused(
+    tmp_path, status, other, is_free
+):
     started = start(tmp_path)
     if status:
         started.write_summary({"status": status})
@@ -100,44 +98,44 @@ def test_the_place_of_a_run_that_never_began_is_free(tmp_path, status, other, is
     if other:
         (tmp_path / other).write_text("")
     if not is_free:
-        assert "not empty" in refusal(tmp_path)
+        assert "not empty" in open_error(tmp_path)
         return
     start(tmp_path, Options(learning_rate=0.5))
     assert [path.name for path in tmp_path.iterdir()] == ["config.yml"]
     assert yaml.safe_load((tmp_path / "config.yml").read_text())["learning_rate"] == 0.5
 
 
-def test_a_config_of_ones_own_is_not_taken_for_a_run(tmp_path):
+def test_a_config_file_of_the_user_is_not_mistaken_for_a_run(tmp_path):
     (tmp_path / "config.yml").write_text("learning_rate: 0.1\n")
-    assert "not empty" in refusal(tmp_path)
+    assert "not empty" in open_error(tmp_path)
     assert (tmp_path / "config.yml").read_text() == "learning_rate: 0.1\n"
 
 
-def test_a_file_in_place_of_the_directory_is_called_a_file(tmp_path):
+def test_a_file_in_place_of_the_directory_is_reported_as_a_file(tmp_path):
     path = tmp_path / "run"
     path.write_text("")
-    message = refusal(path)
+    message = open_error(path)
     assert str(path) in message
-    said = message.replace(str(path), "")
-    assert "not empty" not in said  # it is, and --resume would not help
-    assert "file" in said or "not a directory" in said
+    rest = message.replace(str(path), "")
+    assert "not empty" not in rest  # that would suggest --resume
+    assert "file" in rest or "not a directory" in rest
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path):
-    # Not by permissions: tests may run as root, who may write anywhere.
+def test_a_directory_that_cannot_be_created_is_refused_with_the_reason(tmp_path):
+    # Not with permissions: tests may run as root, which may write anywhere.
     (tmp_path / "file").write_text("")
-    message = refusal(tmp_path / "file" / "run")
+    message = open_error(tmp_path / "file" / "run")
     assert str(tmp_path / "file" / "run") in message
     assert "Not a directory" in message
 
 
-def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path, monkeypatch):
+def test_a_file_in_place_of_the_runs_folder_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
-    assert "Cannot write to the run directory runs/cnn-train-" in refusal(None)
+    assert "Cannot write to the run directory runs/cnn-train-" in open_error(None)
 
 
-def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
+def test_unnamed_runs_get_different_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = {start(None).path for _ in range(3)}  # within one second
     assert len(paths) == 3
@@ -145,14 +143,14 @@ def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
     assert all(path.name.startswith("cnn-train-20") for path in paths)
 
 
-def test_runs_without_a_name_that_start_together_do_not_meet(tmp_path, monkeypatch):
+def test_unnamed_runs_that_start_at_once_get_different_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(16) as pool:
         started = list(pool.map(lambda _: start(None), range(32)))
     assert len({directory.path for directory in started}) == 32
 
 
-def test_a_folder_that_was_made_for_the_run_goes_when_it_never_began(tmp_path, monkeypatch):
+def test_discarding_a_run_deletes_the_folder_created_for_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = start(None)
     directory.discard()
@@ -160,7 +158,7 @@ def test_a_folder_that_was_made_for_the_run_goes_when_it_never_began(tmp_path, m
 
 
 @pytest.mark.parametrize("was_there", [True, False])
-def test_a_folder_that_was_there_before_stays_when_a_run_never_began(tmp_path, was_there):
+def test_discarding_a_run_keeps_a_folder_that_existed_before(tmp_path, was_there):
     path = tmp_path / "run"
     if was_there:
         path.mkdir()
@@ -177,7 +175,7 @@ def test_there_must_be_a_run_to_resume(tmp_path, exists):
     path = tmp_path / "run"
     if exists:
         path.mkdir()
-    assert f"no run to resume in {path}" in refusal(path, resume=True)
+    assert f"no run to resume in {path}" in open_error(path, resume=True)
     assert path.exists() == exists
 
 
@@ -188,72 +186,72 @@ def test_the_same_configuration_resumes(tmp_path):
     assert (tmp_path / "config.yml").read_bytes() == record
 
 
-def test_more_epochs_are_recorded_when_the_run_goes_on_and_fewer_are_refused(tmp_path):
+def test_more_epochs_are_recorded_once_the_run_continues_and_fewer_are_refused(tmp_path):
     start(tmp_path).close()
     before = (tmp_path / "config.yml").read_text()
     longer = start(tmp_path, Options(epochs=5), resume=True)
-    assert longer.grown == {"epochs": 5}
+    assert longer.extended_options == {"epochs": 5}
     assert (tmp_path / "config.yml").read_text() == before
-    longer.keep_grown()
+    longer.record_extended_options()
     assert (tmp_path / "config.yml").read_text() == before.replace("epochs: 3", "epochs: 5")
     longer.close()
     for fewer in (3, None):
-        message = refusal(tmp_path, Options(epochs=fewer), resume=True)
+        message = open_error(tmp_path, Options(epochs=fewer), resume=True)
         assert f"epochs was 5, now {fewer}" in message
 
 
-def test_a_run_that_is_being_written_is_not_written_by_another(tmp_path):
+def test_a_run_cannot_be_opened_by_two_processes(tmp_path):
     running = start(tmp_path)
-    message = refusal(tmp_path, resume=True)
+    message = open_error(tmp_path, resume=True)
     assert "Another process is writing the run" in message and str(tmp_path) in message
     running.close()
     resumed = start(tmp_path, resume=True)
-    assert "Another process" in refusal(tmp_path, resume=True)
+    assert "Another process" in open_error(tmp_path, resume=True)
     resumed.close()
 
 
-def test_a_run_from_before_an_option_existed_resumes_with_its_default(tmp_path):
+def test_a_run_older_than_an_option_resumes_with_its_default(tmp_path):
     start(tmp_path)
     record = yaml.safe_load((tmp_path / "config.yml").read_text())
     del record["precision"], record["splits"]
     (tmp_path / "config.yml").write_text(yaml.safe_dump(record))
     assert start(tmp_path, resume=True).path == tmp_path
-    message = refusal(tmp_path, Options(precision="32.32"), resume=True)
+    message = open_error(tmp_path, Options(precision="32.32"), resume=True)
     assert "precision was '16.16', now '32.32'" in message
 
 
 def test_another_configuration_is_refused_naming_every_option_that_differs(tmp_path):
     start(tmp_path)
     other = Options(learning_rate=0.5, splits=("a",))
-    message = refusal(tmp_path, other, resume=True)
+    message = open_error(tmp_path, other, resume=True)
     assert "learning_rate was 1e-05, now 0.5" in message
     assert "splits was ['a', 'b'], now ['a']" in message
     assert "precision" not in message
 
 
-def test_options_that_do_not_change_results_may_differ(tmp_path):
+def test_options_that_do_not_affect_results_may_differ(tmp_path):
     start(tmp_path, Options(run_dir=Path("here")))
     start(tmp_path, replace(Options(), run_dir=tmp_path, quiet=True), resume=True)
 
 
 def test_a_run_of_another_command_is_not_resumed(tmp_path):
     start(tmp_path)
-    message = refusal(tmp_path, command="vcd-train", resume=True)
+    message = open_error(tmp_path, command="vcd-train", resume=True)
     assert "cnn-train" in message
     assert "vcd-train" in message
 
 
 @pytest.mark.parametrize("text", ["", "command: [", "- a list\n"])
-def test_a_damaged_record_of_the_configuration_is_refused(tmp_path, text):
+def test_a_damaged_config_file_is_refused(tmp_path, text):
     start(tmp_path)
     (tmp_path / "config.yml").write_text(text)
-    assert "config.yml" in refusal(tmp_path, resume=True)
+    assert "config.yml" in open_error(tmp_path, resume=True)
 
 
 # Metrics
 
 
-def test_metrics_come_back_as_they_were_logged(tmp_path):
+def test_metrics_are_read_as_they_were_written(tmp_path):
     directory = RunDirectory(tmp_path)
     assert directory.read_metrics() == []
     events = [{"update": n, "epoch": n / 2, "time": 0.5, "loss": 0.1} for n in (1, 2)]
@@ -263,7 +261,7 @@ def test_metrics_come_back_as_they_were_logged(tmp_path):
     assert directory.metrics_path.read_text().count("\n") == 2
 
 
-def strictly(line: str):
+def parse_strictly(line: str):
     def no_such_number(text):
         raise AssertionError(f"{text} is not JSON")
 
@@ -271,24 +269,19 @@ def strictly(line: str):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_json_does_not_have_are_still_valid_json(tmp_path, value):
+def test_nan_and_infinities_are_written_as_valid_json(tmp_path, value):
     directory = RunDirectory(tmp_path)
     directory.append_metrics({"update": 1, "loss": value, "nested": {"all": [value, 1.5]}})
-    event = strictly(directory.metrics_path.read_text())
+    event = parse_strictly(directory.metrics_path.read_text())
     assert event["nested"]["all"][1] == 1.5
     assert math.isnan(value) == math.isnan(float(event["loss"]))
     assert float(event["loss"]) == value or math.isnan(value)
     directory.write_summary({"metrics": {"train_loss": value}})
-    summary = strictly((tmp_path / "summary.json").read_text())
+    summary = parse_strictly((tmp_path / "summary.json").read_text())
     assert summary["metrics"]["train_loss"] == event["loss"]
 
 
-def test_finite_values_of_every_kind_are_left_as_they_are():
-    value = {"a": [1, 2.5, None, True, "nan"], "b": {"c": -0.0}}
-    assert finite_json(value) == value
-
-
-def test_a_last_line_cut_short_is_left_out(tmp_path):
+def test_a_truncated_last_line_is_skipped(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.append_metrics({"update": 1, "loss": 0.5})
     directory.append_metrics({"update": 2, "loss": 0.25})
@@ -297,65 +290,41 @@ def test_a_last_line_cut_short_is_left_out(tmp_path):
     assert directory.read_metrics() == [{"update": 1, "loss": 0.5}]
 
 
-def test_what_is_logged_after_a_torn_line_is_not_lost_with_it(tmp_path):
+def test_events_after_a_truncated_line_are_not_lost(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.append_metrics({"update": 1})
     with directory.metrics_path.open("a") as file:
         file.write('{"update": 2, "lo')
-    directory.forget_metrics_after(1)  # as resuming does
+    directory.truncate_metrics(1)  # as resuming does
     directory.append_metrics({"update": 2})
     assert directory.read_metrics() == [{"update": 1}, {"update": 2}]
 
 
-def test_events_after_the_checkpoint_are_forgotten_when_a_run_resumes(tmp_path):
+def test_events_after_the_checkpoint_are_deleted_when_a_run_resumes(tmp_path):
     directory = RunDirectory(tmp_path)
     for update in (10, 20, 20, 30):
         directory.append_metrics({"update": update, "loss": math.nan})
-    directory.forget_metrics_after(20)
+    directory.truncate_metrics(20)
     assert [event["update"] for event in directory.read_metrics()] == [10, 20, 20]
-    assert all(strictly(line) for line in directory.metrics_path.read_text().splitlines())
-    directory.forget_metrics_after(0)
+    assert all(
+        parse_strictly(line) for line in directory.metrics_path.read_text().splitlines()
+    )
+    directory.truncate_metrics(0)
     assert directory.metrics_path.read_text() == ""
 
 
-# Writing
+# Previous summaries
 
 
-def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
-    path = tmp_path / "summary.json"
-    write_atomically(path, "old")
-    write_atomically(path, "new")
-    assert path.read_text() == "new"
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
-    path = tmp_path / "summary.json"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "x" * 100_000 + "\ud800")  # not encodable
-    assert path.read_text() == "old"
-
-
-def test_the_versions_behind_the_results_are_known():
-    found = versions()
-    assert found["jax"] == jax.__version__
-    assert found["millrace"] == millrace.__version__
-    assert {"python", "jaxlib", "optax", "orbax-checkpoint", "numpy"} <= set(found)
-
-
-# The account of an earlier part
-
-
-def test_who_resumes_takes_the_account_of_the_part_before(tmp_path):
+def test_resuming_removes_and_returns_the_previous_summary(tmp_path):
     directory = start(tmp_path)
     directory.write_summary({"status": "interrupted", "updates": 198})
-    assert directory.take_summary() == {"status": "interrupted", "updates": 198}
+    assert directory.pop_summary() == {"status": "interrupted", "updates": 198}
     assert not (tmp_path / "summary.json").exists()
-    assert directory.take_summary() == {}
+    assert directory.pop_summary() == {}
 
 
-# The other processes of a run
+# Other processes of the run
 
 
 @pytest.fixture
@@ -366,41 +335,39 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_process_that_writes_nothing_for_itself_makes_no_folder(tmp_path, temporary):
+def test_a_follower_that_writes_nothing_creates_no_scratch_folder(tmp_path, temporary):
     home = start(tmp_path / "run").path
-    followed = FollowedDirectory(home)
-    assert followed.read_metrics() == []
-    followed.append_metrics({"update": 1})
-    followed.write_summary({})
-    followed.close()
-    assert followed.home == home
+    follower = FollowerRunDirectory(home)
+    assert follower.read_metrics() == []
+    follower.append_metrics({"update": 1})
+    follower.write_summary({})
+    follower.close()
+    assert follower.home == home
     assert list(temporary.iterdir()) == []
     assert [path.name for path in home.iterdir()] == ["config.yml"]
 
 
-def test_what_a_process_writes_for_itself_is_deleted_in_the_end(tmp_path, temporary):
-    followed = FollowedDirectory(start(tmp_path / "run").path)
-    (followed.path / "items.npy").write_text("")
-    assert followed.path == followed.path
-    assert followed.path.parent == temporary
-    followed.close()
+def test_the_scratch_folder_of_a_follower_is_deleted_on_close(tmp_path, temporary):
+    follower = FollowerRunDirectory(start(tmp_path / "run").path)
+    (follower.path / "items.npy").write_text("")
+    assert follower.path == follower.path
+    assert follower.path.parent == temporary
+    follower.close()
     assert list(temporary.iterdir()) == []
 
 
-def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(
-    tmp_path, temporary
-):
+def test_the_scratch_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path, temporary):
     home = start(tmp_path / "run").path
     code = (
         "import os, pathlib, sys\n"
-        "from millrace.run.directory import FollowedDirectory\n"
-        "(FollowedDirectory(pathlib.Path(sys.argv[1])).path / 'file').write_text('')\n"
+        "from millrace.run.directory import FollowerRunDirectory\n"
+        "(FollowerRunDirectory(pathlib.Path(sys.argv[1])).path / 'file').write_text('')\n"
         "os._exit(9)"
     )
     environment = os.environ | {"TMPDIR": str(temporary)}
     subprocess.run([sys.executable, "-c", code, str(home)], env=environment)
     (left,) = temporary.glob("millrace-*")
-    working, other = FollowedDirectory(home), FollowedDirectory(home)
+    working, other = FollowerRunDirectory(home), FollowerRunDirectory(home)
     (temporary / "millrace-mine").mkdir()
     names = {path.name for path in (working.path, other.path)}
     assert len(names) == 2
@@ -410,10 +377,10 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(
     other.close()
 
 
-# What a killed run leaves
+# Leftovers of killed runs
 
 
-def test_files_that_were_being_written_when_a_run_was_killed_go_when_it_resumes(tmp_path):
+def test_partial_files_of_a_killed_run_are_deleted_when_it_resumes(tmp_path):
     start(tmp_path).close()
     (tmp_path / "report").mkdir()
     leftovers = [
@@ -427,7 +394,7 @@ def test_files_that_were_being_written_when_a_run_was_killed_go_when_it_resumes(
     assert (tmp_path / ".mine.partial").exists()
 
 
-def test_a_run_that_was_killed_while_it_wrote_its_first_files_left_its_place_free(tmp_path):
+def test_the_directory_of_a_run_killed_during_its_first_writes_can_be_reused(tmp_path):
     for name in ("config.yml", "summary.json"):
         (tmp_path / f".{name}.0a1b2c3d.partial").write_text("")
         start(tmp_path).close()

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, then --resume: the same weights, and every sample once."""
+"""kill -9 at any moment, then --resume: same weights, every sample used once."""
 
 import json
 import random
@@ -12,18 +12,18 @@ from killable import assert_same_run, finish, history, start
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted") / "run"
     began = time.perf_counter()
     finish(start(directory))
     return directory, time.perf_counter() - began
 
 
-def test_each_epoch_uses_every_sample_it_should_exactly_once(undisturbed):
-    events = history(undisturbed[0])
+def test_each_epoch_uses_every_sample_it_should_exactly_once(uninterrupted):
+    events = history(uninterrupted[0])
     assert [event["update"] for event in events] == list(range(1, 113))
     for first in range(0, 112, 28):
-        # 224 of the 230 samples: the sum of ids is that of all less six distinct ones.
+        # 224 of 230 samples: the sum of all ids minus six distinct ones.
         total = sum(2 * e["train_ids"] for e in events[first : first + 28])
         left_out = sum(range(230)) - total
         assert sum(range(6)) <= left_out <= sum(range(224, 230))
@@ -32,10 +32,10 @@ def test_each_epoch_uses_every_sample_it_should_exactly_once(undisturbed):
 @pytest.mark.parametrize(
     "moment", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 3, 4))]
 )
-def test_a_killed_run_resumes_to_identical_weights(moment, undisturbed, tmp_path):
-    expected, duration = undisturbed
+def test_a_killed_run_resumes_to_identical_weights(moment, uninterrupted, tmp_path):
+    expected, duration = uninterrupted
     directory = tmp_path / "run"
-    # Over the whole life of the process: importing, compiling, training, ending.
+    # Any time in the life of the process: importing, compiling, training, ending.
     seed = random.randrange(10**6)
     delay = duration * (moment + random.Random(seed).random()) / 5
     process = start(directory)
@@ -45,18 +45,18 @@ def test_a_killed_run_resumes_to_identical_weights(moment, undisturbed, tmp_path
     ended_before = (directory / "final.npz").exists()
     print(f"killed after {delay:.2f} s of {duration:.2f} s (seed {seed})")
     if not (directory / "config.yml").exists():
-        finish(start(directory))  # killed before it had begun: nothing to resume
+        finish(start(directory))  # killed before there was anything to resume
     elif not ended_before:
         finish(start(directory, "--resume"))
     assert_same_run(directory, expected)
 
 
 @pytest.mark.slow
-def test_killed_twice_it_still_arrives(undisturbed, tmp_path):
-    expected, _ = undisturbed
+def test_a_run_killed_twice_still_completes(uninterrupted, tmp_path):
+    expected, _ = uninterrupted
     directory = tmp_path / "run"
-    for words, updates in (((), 30), (("--resume",), 70)):
-        process = start(directory, *words)
+    for arguments, updates in (((), 30), (("--resume",), 70)):
+        process = start(directory, *arguments)
         wait_for_update(directory, updates, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -65,8 +65,8 @@ def test_killed_twice_it_still_arrives(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_checkpoint_costs_time_but_not_the_result(undisturbed, tmp_path):
-    expected, _ = undisturbed
+def test_a_damaged_newest_checkpoint_does_not_change_the_result(uninterrupted, tmp_path):
+    expected, _ = uninterrupted
     directory = tmp_path / "run"
     process = start(directory)
     wait_for_update(directory, 60, process)
@@ -86,8 +86,8 @@ def test_a_damaged_newest_checkpoint_costs_time_but_not_the_result(undisturbed, 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_a_polite_stop_checkpoints_and_exits_130(number, undisturbed, tmp_path):
-    expected, _ = undisturbed
+def test_a_signal_saves_a_checkpoint_and_exits_with_130(number, uninterrupted, tmp_path):
+    expected, _ = uninterrupted
     directory = tmp_path / "run"
     process = start(directory)
     wait_for_update(directory, 20, process)

@@ -1,4 +1,4 @@
-"""A run that is resumed with more epochs: what it would have been with them at once."""
+"""A run that is resumed with more epochs equals one that had them from the start."""
 
 import json
 
@@ -10,23 +10,23 @@ from small_runner import batches, make_runner
 from millrace.cli import main
 
 
-def status(words):
+def status(arguments):
     with pytest.raises(SystemExit) as left:
-        main(words.split())
+        main(arguments.split())
     return left.value.code
 
 
 def history(run):
-    """The log events without what depends on the clock."""
+    """Return the log events without the values that depend on the clock."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     clock = ("time", "samples_per_second")
     return [{k: v for k, v in json.loads(x).items() if k not in clock} for x in lines]
 
 
 def assert_same(found, expected):
-    """Compare bits on a CPU, and figures to what rounding allows on a GPU.
+    """Compare bits on a CPU, and values up to rounding on a GPU.
 
-    There the recommender adds up otherwise: it pads batches to the largest of the run.
+    There the autoencoder sums in another order: it pads batches to the largest of the run.
     """
     if jax.default_backend() == "cpu":
         assert found == expected
@@ -48,7 +48,7 @@ def assert_same(found, expected):
     ],
     ids=["cnn", "autoencoder"],
 )
-def test_a_run_is_trained_on(train, option, tmp_path, capsys):
+def test_a_run_trains_for_more_epochs(train, option, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = f"--{option.replace('_', '-')}"
     assert status(f"{train} {more} 3 --run-dir {whole}") == 0
@@ -57,13 +57,13 @@ def test_a_run_is_trained_on(train, option, tmp_path, capsys):
     assert_same(history(parts), history(whole))
     assert yaml.safe_load((parts / "config.yml").read_text())[option] == 3
     summary = json.loads((parts / "summary.json").read_text())
-    assert f"{option} 3; " in summary["facts"]["goes on"]
+    assert f"{option} 3; " in summary["facts"]["extended"]
     capsys.readouterr()
     assert status(f"{train} {more} 2 --run-dir {parts} --resume") == 2
     assert f"{option} was 3" in capsys.readouterr().err
 
 
-def test_the_shorter_one_may_end_within_an_execution_of_the_longer(tmp_path):
+def test_the_shorter_run_may_end_inside_an_execution_of_the_longer_one(tmp_path):
     weights = []
     for path, lengths in (("whole", [20]), ("parts", [12, 20])):
         for resume, updates in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""What a process needs before it can begin."""
+"""Checks before a run starts."""
 
 import resource
 
@@ -9,16 +9,16 @@ from millrace.run.process import check_address_space
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 2 * 10**9])
-def test_enough_address_space_is_enough(limit, monkeypatch):
+def test_enough_address_space_is_accepted(limit, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     check_address_space()
 
 
-def test_too_little_address_space_is_a_line_instead_of_a_crash(monkeypatch):
-    asked = []
+def test_too_little_address_space_is_an_error_instead_of_a_crash(monkeypatch):
+    queried = []
     monkeypatch.setattr(
-        resource, "getrlimit", lambda what: asked.append(what) or (1_536_000_000, -1)
+        resource, "getrlimit", lambda what: queried.append(what) or (1_536_000_000, -1)
     )
     with pytest.raises(ConfigurationError, match=r"limited to 1\.5 GB.*ulimit -v"):
         check_address_space()
-    assert asked == [resource.RLIMIT_AS]
+    assert queried == [resource.RLIMIT_AS]

@@ -1,4 +1,4 @@
-"""What a run tells of itself: options, phases, memory and machine."""
+"""Metadata of a run: options, phases, memory, machine and versions."""
 
 import json
 import subprocess
@@ -8,17 +8,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import millrace
 from millrace.run.console import Phase
 from millrace.run.options import RunOptions
 from millrace.run.provenance import (
-    add_earlier,
-    changed_options,
-    commit,
-    machine,
-    memory_used,
+    add_previous_times,
+    describe_machine,
+    find_commit,
+    get_changed_options,
+    measure_memory,
     run_metadata,
     write_phases,
 )
+from millrace.versions import versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,102 +30,102 @@ class Config(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demanding(RunOptions):
+class WithRequired(RunOptions):
     path: str
     size: int = 3
 
 
-def test_only_options_that_are_not_as_by_default_are_told():
-    assert changed_options(Config()) == {}
-    assert changed_options(Config(size=4, seed=0)) == {"size": 4}
-    assert changed_options(Config(names=["a"])) == {"names": ["a"]}
+def test_changed_options_are_those_that_differ_from_their_defaults():
+    assert get_changed_options(Config()) == {}
+    assert get_changed_options(Config(size=4, seed=0)) == {"size": 4}
+    assert get_changed_options(Config(names=["a"])) == {"names": ["a"]}
 
 
-def test_an_option_that_has_to_be_given_is_told():
-    assert changed_options(Demanding(path="x")) == {"path": "x"}
-    assert changed_options(Demanding(path="x", size=5)) == {"path": "x", "size": 5}
+def test_required_options_count_as_changed():
+    assert get_changed_options(WithRequired(path="x")) == {"path": "x"}
+    assert get_changed_options(WithRequired(path="x", size=5)) == {"path": "x", "size": 5}
 
 
-def test_where_a_run_is_kept_is_not_among_them(tmp_path):
-    assert changed_options(Config(run_dir=tmp_path, resume=True)) == {}
+def test_changed_options_do_not_include_the_run_directory(tmp_path):
+    assert get_changed_options(Config(run_dir=tmp_path, resume=True)) == {}
 
 
-def test_an_account_adds_up_what_was_done():
+def test_metadata_sums_the_seconds_of_each_activity():
     phases = [Phase("a", 0, 1.5), Phase("b", 1.5, 2), Phase("a", 2, 3)]
-    account = run_metadata(Config(), phases, [])
-    assert account["seconds"] == {"a": 2.5, "b": 0.5}
-    assert json.loads(json.dumps(account)) == account
+    metadata = run_metadata(Config(), phases, [])
+    assert metadata["seconds"] == {"a": 2.5, "b": 0.5}
+    assert json.loads(json.dumps(metadata)) == metadata
 
 
-def test_a_resumed_run_keeps_what_it_had_done_before(tmp_path):
-    def kept():
+def test_a_resumed_run_keeps_its_earlier_phases(tmp_path):
+    def read_phases():
         return json.loads((tmp_path / "report" / "phases.json").read_text())
 
     first = [Phase("compiling", 0, 2), Phase("training", 2, 9), Phase("lost", 9, 9.5)]
     write_phases(tmp_path, first, resumed=False)
-    # The last checkpoint was at 9 s: the clock goes on from there.
+    # The last checkpoint was at 9 s: the clock continues from there.
     write_phases(tmp_path, [Phase("training", 9, 12)], resumed=True)
-    assert [name for name, _, _ in kept()] == ["compiling", "training", "training"]
+    assert [name for name, _, _ in read_phases()] == ["compiling", "training", "training"]
     write_phases(tmp_path, [Phase("training", 0, 1), Phase("x", 1, 1)], resumed=False)
-    assert kept() == [["training", 0, 1]]  # and what took no time is left out
+    assert read_phases() == [["training", 0, 1]]  # phases without duration are skipped
 
 
-def test_the_times_of_a_resumed_run_are_those_of_all_its_parts():
+def test_the_times_of_a_resumed_run_include_those_before():
     before = {"wall_seconds": 10.0, "seconds": {"compiling": 2.0, "training": 7.0}}
     before["compile_seconds"] = 1.5
     summary = {"wall_seconds": 4.0, "seconds": {"training": 3.0, "validating": 0.5}}
     summary["compile_seconds"] = 1.0
-    add_earlier(summary, before)
+    add_previous_times(summary, before)
     assert summary == {
         "wall_seconds": 14.0,
         "compile_seconds": 2.5,
         "seconds": {"compiling": 2.0, "training": 10.0, "validating": 0.5},
     }
-    add_earlier(summary, {})  # killed before it could write one
+    add_previous_times(summary, {})  # killed before it wrote one
     assert summary["wall_seconds"] == 14.0
 
 
-def test_the_memory_of_the_largest_program_is_told():
+def test_memory_is_that_of_the_largest_program():
     small, large = (
         jax.jit(lambda x: x + 1).lower(jnp.zeros(n, jnp.float32)).compile()
         for n in (100, 10_000)
     )
-    used = memory_used([small, large])
+    used = measure_memory([small, large])
     assert used["program_bytes"] >= 80_000  # 40,000 in, 40,000 out
     assert used["host_peak_bytes"] > 50 << 20
 
 
-def test_variables_that_change_what_is_computed_are_told(monkeypatch):
+def test_the_machine_includes_variables_that_change_results(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--odd")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    facts = machine()
-    assert facts["XLA_FLAGS"] == "--odd"
-    assert "CUDA_VISIBLE_DEVICES" not in facts
-    assert "cores of" in facts["processor"]
+    machine = describe_machine()
+    assert machine["XLA_FLAGS"] == "--odd"
+    assert "CUDA_VISIBLE_DEVICES" not in machine
+    assert "cores of" in machine["processor"]
 
 
-def test_the_commit_is_told_where_the_package_lies_in_a_checkout(tmp_path, monkeypatch):
-    file = tmp_path / "millrace" / "host" / "account.py"
+def test_the_commit_is_found_in_a_git_checkout(tmp_path, monkeypatch):
+    file = tmp_path / "millrace" / "run" / "provenance.py"
     file.parent.mkdir(parents=True)
     file.write_text("first")
     monkeypatch.setattr("millrace.run.provenance.__file__", str(file))
-    assert commit() is None
+    assert find_commit() is None
 
-    def git(*words):
+    def git(*arguments):
         names = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        command = ["git", "-C", str(tmp_path), *names, *words]
+        command = ["git", "-C", str(tmp_path), *names, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "One")
-    assert commit() == git("rev-parse", "HEAD").strip()
+    assert find_commit() == git("rev-parse", "HEAD").strip()
     file.write_text("second")
-    assert commit() == git("rev-parse", "HEAD").strip() + ", with changes"
+    assert find_commit() == git("rev-parse", "HEAD").strip() + ", with changes"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1, [2]]", '[["a", "b", 1]]', "[" * 10**5])
-def test_odd_phases_of_an_earlier_part_do_not_end_a_resumed_run(tmp_path, text):
+def test_malformed_earlier_phases_do_not_end_a_resumed_run(tmp_path, text):
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "phases.json").write_text(text)
     write_phases(tmp_path, [Phase("training", 1.0, 2.0)], resumed=True)
@@ -132,8 +134,15 @@ def test_odd_phases_of_an_earlier_part_do_not_end_a_resumed_run(tmp_path, text):
 
 
 @pytest.mark.parametrize("seconds", [None, [], {"training": "long"}, {"training": None}])
-def test_an_odd_account_of_an_earlier_part_does_not_end_a_resumed_run(seconds):
+def test_a_malformed_previous_summary_does_not_end_a_resumed_run(seconds):
     summary = {"wall_seconds": 1.0, "compile_seconds": 2.0, "seconds": {"training": 3.0}}
-    add_earlier(summary, {"wall_seconds": "text", "seconds": seconds})
+    add_previous_times(summary, {"wall_seconds": "text", "seconds": seconds})
     assert summary["wall_seconds"] == 1.0
     assert summary["seconds"] == {"training": 3.0}
+
+
+def test_versions_include_the_main_dependencies():
+    found = versions()
+    assert found["jax"] == jax.__version__
+    assert found["millrace"] == millrace.__version__
+    assert {"python", "jaxlib", "optax", "orbax-checkpoint", "numpy"} <= set(found)

@@ -1,4 +1,4 @@
-"""Where metrics go: every writer receives what the run logged."""
+"""Every writer receives the log events of the run."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def read_tensorboard(path) -> dict[str, list[tuple[int, float]]]:
     return series
 
 
-def test_tensorboard_can_read_back_every_metric_at_its_update(tmp_path):
+def test_tensorboard_reads_every_metric_at_its_update(tmp_path):
     write_all(tmp_path, tensorboard=True)
     series = read_tensorboard(tmp_path / "tensorboard")
     assert series["train_loss"] == [(44, 0.5), (88, 0.25)]
@@ -84,7 +84,7 @@ def test_tensorboard_shows_a_loss_that_is_not_a_number(tmp_path):
     assert math.isnan(loss)
 
 
-def test_a_resumed_run_adds_to_the_tensorboard_of_the_first(tmp_path):
+def test_a_resumed_run_continues_its_tensorboard_files(tmp_path):
     write_all(tmp_path, EVENTS[:2], tensorboard=True)
     write_all(tmp_path, EVENTS[2:], tensorboard=True)
     series = read_tensorboard(tmp_path / "tensorboard")
@@ -99,14 +99,16 @@ def test_without_the_option_there_is_no_tensorboard_folder(tmp_path):
 # Weights & Biases
 
 
-def test_wandb_without_its_package_says_how_to_install_it(tmp_path, monkeypatch):
+def test_wandb_without_its_package_is_an_error_with_the_install_command(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
     with pytest.raises(ConfigurationError, match=r"pip install wandb\."):
         write_all(tmp_path, wandb=True)
 
 
 class FakeWandb:
-    """Takes what a run sends."""
+    """Records what a run sends."""
 
     def __init__(self):
         self.logged = []
@@ -138,7 +140,7 @@ def test_wandb_receives_the_configuration_and_every_metric(tmp_path, monkeypatch
     assert wandb.finished == 1
 
 
-def test_without_the_option_wandb_hears_nothing(tmp_path, monkeypatch):
+def test_without_the_option_wandb_is_not_used(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     write_all(tmp_path)

@@ -82,7 +82,11 @@ class Validator:
 
     def _evaluate(self, placed: Any) -> dict[str, float]:
         return evaluate(
-            self._program, placed, self._source, self._batch_size, by_itself=self._local
+            self._program,
+            placed,
+            self._source,
+            self._batch_size,
+            single_process=self._local,
         )
 
     def run_async(self) -> AsyncValidation:

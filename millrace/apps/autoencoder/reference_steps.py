@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.config import ConfigurationError
-from millrace.loop.event_schedule import EventSchedule, countable
+from millrace.loop.event_schedule import EventSchedule, check_update_count
 
 
 class Steps(NamedTuple):
@@ -57,7 +57,7 @@ def plan_steps(config: TrainingConfig, num_rows: int) -> Steps:
         batches_per_epoch=num_rows // batch_size,
         updates_per_batch=2 if config.training.refeeding == "detached" else 1,
     )
-    countable(steps.total_updates)
+    check_update_count(steps.total_updates)
     return steps
 
 

@@ -200,7 +200,7 @@ def _describe(
 
 def _is_complete(run: Run) -> bool:
     """Whether the sweep to resume is complete."""
-    before = run.summary_before() if run.options.resume else {}
+    before = run.previous_summary() if run.options.resume else {}
     if before.get("status") != "completed":
         return False
     run.console.line("The sweep is complete.")
@@ -287,14 +287,14 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     for line in format_table(trials, rows):
         run.console.line(line)
     total = sum(trial.rows_per_second for trial in trials)
-    run.closing_facts["throughput"] = (
+    run.closing_notes["throughput"] = (
         f"{total:,.0f} {rows}/s over {len(trials)} models, "
         f"{total / len(trials):,.0f} {rows}/s each"
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
     save_part(folder, "sweep", part := build_plot(trials))
     path = Picture(part.title, part.drawing()).save(folder / "sweep.svg")
-    run.closing_facts["plot"] = str(path)
+    run.closing_notes["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
         raise NonFiniteError(
@@ -305,7 +305,7 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     run.summary["metrics"]["best_rmse"] = best.error
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": _build_best_options(config, best)}))
-    run.closing_facts["best"] = (
+    run.closing_notes["best"] = (
         f"2^-{format_label(best.base_learning_rate)}: millrace autoencoder train --config "
         f"best --config-path {path}"
     )

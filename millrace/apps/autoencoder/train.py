@@ -63,11 +63,11 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             build_schedule(steps, config.steps_per_log),
             validate=early_stopping or _make_async(config, validator, run),
             checkpoints=checkpoints,
-            stops_diverged=True,
+            stop_on_divergence=True,
         )
     if early_stopping is not None and early_stopping.stopped:
         run.summary |= {"status": "completed", "stopped_early": True}
-        run.closing_facts["stopped early"] = (
+        run.closing_notes["stopped early"] = (
             f"no improvement in {config.early_stopping} validations"
         )
     if run.summary["status"] == "completed":
@@ -129,7 +129,7 @@ def _save_initial_weights(checkpoints: Checkpoints, state: TrainState, run: Run)
         since_log={"sums": {}, "newest": {}, "updates": 0},
     )
     run.summary["status"] = "completed"
-    run.closing_facts["initial weights"] = str(run.directory.checkpoints)
+    run.closing_notes["initial weights"] = str(run.directory.checkpoints)
 
 
 def _make_async(
@@ -195,7 +195,7 @@ def _build_early_stopping(
 
 def _has_stopped_early(run: Run) -> bool:
     """Whether the run to resume has stopped early, so that nothing is left to do."""
-    before = run.summary_before() if run.options.resume else {}
+    before = run.previous_summary() if run.options.resume else {}
     if not before.get("stopped_early"):
         return False
     run.console.line("The run is complete: it stopped early.")
@@ -215,7 +215,7 @@ def _report_best(
     params, manifest = load_weights(best or checkpoints_in(folder)[-1], model, config)
     if best is not None:
         run.summary["best"] = {"epoch": manifest["epoch"], **manifest["scores"]}
-        run.closing_facts["best"] = (
+        run.closing_notes["best"] = (
             f"validation RMSE {manifest['scores'][RMSE]:.4f} after epoch "
             f"{manifest['epoch']:g}: {best}"
         )
@@ -233,4 +233,4 @@ def _report_best(
     tester = build_validator(config, model, ratings.training, ratings.test, device)
     if tester is not None:
         run.summary["metrics"]["test_rmse"] = tester.score(params)["rmse"]
-        run.closing_facts["noise"] = f"{ratings.noise:g}: no model can predict better"
+        run.closing_notes["noise"] = f"{ratings.noise:g}: no model can predict better"

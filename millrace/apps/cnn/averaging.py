@@ -7,9 +7,9 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.evaluate import report_event
 from millrace.checkpoint.averaging import (
     exponential_average,
-    mean_of,
-    of_last_epochs,
     save_average,
+    select_last_epochs,
+    uniform_average,
 )
 from millrace.checkpoint.store import checkpoints_in
 from millrace.loop.event_schedule import EventSchedule
@@ -65,7 +65,7 @@ def average_checkpoints(
         for kind in ("loss", "accuracy"):
             found[name][f"validation_{kind}"] = event[f"{name}_{kind}"]
         accuracy = found[name]["validation_accuracy"]
-        run.closing_facts[name] = f"validation accuracy {accuracy:.4f}"
+        run.closing_notes[name] = f"validation accuracy {accuracy:.4f}"
 
 
 def _averages(
@@ -79,5 +79,5 @@ def _averages(
             paths,
         )
     for epochs in config.weight_avg_n:
-        last = of_last_epochs(paths, epochs)
-        yield f"weight_avg_N_{epochs:g}", mean_of(last, like), last
+        last = select_last_epochs(paths, epochs)
+        yield f"weight_avg_N_{epochs:g}", uniform_average(last, like), last

@@ -17,7 +17,7 @@ from millrace.loop.evaluate import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 from millrace.program.step import Weights
-from millrace.run.console import figure
+from millrace.run.console import format_metric
 from millrace.run.run import Run
 from millrace.run.saved import find_run
 
@@ -129,7 +129,9 @@ def report_event(event: dict[str, Any], run: Run) -> None:
         writer.write(event)
     unsaid = () if event["update"] else ("update", "epoch")
     run.console.line(
-        "  ".join(f"{name} {figure(v)}" for name, v in event.items() if name not in unsaid)
+        "  ".join(
+            f"{name} {format_metric(v)}" for name, v in event.items() if name not in unsaid
+        )
     )
 
 
@@ -144,7 +146,7 @@ def report_target(target: float | None, events: Sequence[dict[str, Any]], run: R
         "epoch": reached and reached["epoch"],
         "seconds": reached and reached["time"],
     }
-    run.closing_facts[f"accuracy {target:g}"] = (
+    run.closing_notes[f"accuracy {target:g}"] = (
         f"reached after {reached['epoch']:g} epochs and {time_span(reached['time'])}"
         if reached
         else ("not reached" if validated else "not validated")

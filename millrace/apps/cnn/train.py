@@ -40,7 +40,7 @@ from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.report.sections import save_part
-from millrace.run.pipeline_profile import draw_profile, profile_part, profile_pipeline
+from millrace.run.pipeline_profile import draw_profile, profile_pipeline, profile_section
 from millrace.run.run import Run
 
 
@@ -113,7 +113,7 @@ def _train(
     infeed: Infeed,
     schedule: EventSchedule,
     validator: Validator | None,
-    when_compiled: Callable[[], None],
+    on_compiled: Callable[[], None],
 ) -> TrainState:
     folder = _checkpoint_folder(config, run)
     whole = program.unpack_state(state)
@@ -130,7 +130,7 @@ def _train(
             schedule,
             validate=validator if config.validates == "during" else None,
             checkpoints=checkpoints,
-            when_compiled=when_compiled,
+            on_compiled=on_compiled,
         )
     if run.summary["status"] != "completed":
         return state
@@ -140,7 +140,7 @@ def _train(
             paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
             events = validate_checkpoints(paths, validator, like, run, run.elapsed)
         run.summary["time_to_train_seconds"] = seconds = _time_to_train(run)
-        run.closing_facts["time to train"] = time_span(seconds)
+        run.closing_notes["time to train"] = time_span(seconds)
     if config.averages_weights:
         average_checkpoints(config, run, folder, like, validator, run.elapsed)
     report_target(config.target_accuracy, events, run)
@@ -151,7 +151,7 @@ def _train(
 
 def _time_to_train(run: Run) -> float:
     """Return the run's clock, or what it showed at the end if that was before a resume."""
-    before = run.summary_before()
+    before = run.previous_summary()
     if any(before.get(name) != run.summary[name] for name in ("status", "updates")):
         return run.elapsed()
     return before.get("time_to_train_seconds", run.elapsed())
@@ -165,9 +165,9 @@ def _profile_pipeline(
     path = run.directory.path / "pipeline.html"
     title = f"{config.model_title}, {config.pipeline_schedule}"
     draw_profile(profile, path, title)
-    save_part(run.directory.path, "0-pipeline", profile_part(profile, title))
-    run.summary["pipeline"] = facts = profile.facts
-    run.closing_facts["pipeline"] = (
+    save_part(run.directory.path, "0-pipeline", profile_section(profile, title))
+    run.summary["pipeline"] = facts = profile.summary
+    run.closing_notes["pipeline"] = (
         f"an update took {1e3 * facts['measured_seconds']:.1f} ms in the stages, idle "
         f"{facts['measured_idle']:.0%} of it; predicted "
         f"{1e3 * facts['predicted_seconds']:.1f} ms and {facts['predicted_idle']:.0%}"
@@ -193,7 +193,7 @@ def _validate_only(
     report_target(config.target_accuracy, events, run)
     newest, _ = restore_part(paths[-1], Weights(params, model_state))
     report_predictions(config, run, images, model, newest)
-    run.closing_facts["checkpoints"] = f"{len(events)} validated"
+    run.closing_notes["checkpoints"] = f"{len(events)} validated"
     run.summary["status"] = "completed"
     if config.clean_dir:
         delete_checkpoints(paths[0].parent)
@@ -201,7 +201,7 @@ def _validate_only(
 
 def _cleaned_up(config: CnnConfig, run: Run) -> bool:
     """Tell whether the run to resume is over, and clean_dir has left nothing to go on."""
-    before = run.summary_before()
+    before = run.previous_summary()
     over = config.resume and config.clean_dir and before.get("status") == "completed"
     if over:
         run.console.line("The run is complete, and clean_dir has deleted its checkpoints.")
@@ -250,7 +250,7 @@ def _report_compilation(run: Run, program: TrainingProgram, num_bytes: int) -> N
         "compile_seconds": program.compile_seconds,
         "memory_bytes": num_bytes,
     }
-    run.closing_facts["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"
+    run.closing_notes["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"
 
 
 def _shapes(tree: Any) -> Any:

@@ -32,6 +32,6 @@ def sample(config: SampleConfig, run: Run) -> None:
             seed=config.seed,
         )
     for path in save_grids(made, run.directory.path / FOLDER, trained.update):
-        run.closing_facts[path.stem] = str(path)
+        run.closing_notes[path.stem] = str(path)
     run.summary["updates"] = trained.update
     run.summary["status"] = "completed"

@@ -225,7 +225,7 @@ def _describe(
 def _conclude(run: Run, found: list[dict[str, Any]]) -> None:
     """Say the figures of each batch size, and put the last one's into the summary."""
     for result in found:
-        run.closing_facts[f"batch {result['batch_size']}"] = said_of(result)
+        run.closing_notes[f"batch {result['batch_size']}"] = said_of(result)
     last = found[-1]
     named = {name: last[name] for name in ("accuracy", "loss") if name in last}
     run.summary |= {

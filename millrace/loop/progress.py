@@ -1,0 +1,155 @@
+"""Progress of a run: the interfaces it is reported to, and what checkpoints save of it."""
+
+import dataclasses
+import operator
+from typing import Any, NamedTuple, Protocol
+
+from millrace.program.step import TrainState
+
+
+class Writer(Protocol):
+    """Receives every log event of a run."""
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write one event: update, epoch, time and the metrics."""
+
+    def close(self) -> None:
+        """Flush, and release what was opened."""
+
+
+class EventLog(Protocol):
+    """The log events on disk, which a resumed run continues."""
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return all events so far."""
+        ...
+
+    def truncate_metrics(self, update: int) -> int:
+        """Delete the events after `update`; return the number of events left."""
+        ...
+
+    def num_events(self) -> int:
+        """Return the number of events."""
+        ...
+
+    def sync_metrics(self) -> None:
+        """Return once all events are on disk."""
+
+    def record_extended_options(self) -> None:
+        """Record options that a resumed run was given larger values for."""
+
+
+class Display(Protocol):
+    """Shows the progress of a run."""
+
+    def start(self, total: int, done: int, elapsed: float | None = None) -> None:
+        """Start at `done` of `total` updates, with `elapsed` seconds on the clock."""
+
+    def stop(self) -> None:
+        """Stop, however the run ended."""
+
+    def status(self, what: str) -> None:
+        """Show what the run is doing now."""
+
+    def advance(self, done: int, metrics: dict[str, float], speed: float) -> None:
+        """Show the newest metrics after `done` updates."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Show a log event."""
+
+    def line(self, text: str) -> None:
+        """Show a line of text."""
+
+    def warning(self, text: str) -> None:
+        """Show a warning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricSums:
+    """Sums of the metrics since the last log event."""
+
+    sums: dict[str, float] = dataclasses.field(default_factory=dict)
+    newest: dict[str, float] = dataclasses.field(default_factory=dict)
+    updates: int = 0
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> "MetricSums":
+        """Read sums from JSON."""
+        sums, newest = _read_floats(saved["sums"]), _read_floats(saved["newest"])
+        return cls(sums, newest, _read_count(saved["updates"]))
+
+    def add(self, metrics: dict[str, float]) -> "MetricSums":
+        """Return the sums with the metrics of one more update."""
+        sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
+        return MetricSums(sums, metrics, self.updates + 1)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each metric."""
+        return {name: total / self.updates for name, total in self.sums.items()}
+
+
+class SavedProgress(NamedTuple):
+    """The progress of a run in the manifest of a checkpoint."""
+
+    update: int
+    data_position: int
+    samples_per_element: int | None
+    """None in checkpoints written before it was recorded."""
+    time: float
+    metrics: dict[str, float]
+    scores: dict[str, float]
+    since_log: MetricSums
+    num_events: int
+
+    @classmethod
+    def read(cls, manifest: dict[str, Any]) -> "SavedProgress":
+        """Read a manifest; raise one of ``MANIFEST_ERRORS`` if it is not of a run."""
+        size = manifest.get("samples_per_element")
+        return cls(
+            manifest["update"],
+            _read_count(manifest["data_position"]),
+            None if size is None else _read_count(size),
+            float(manifest["time"]),
+            _read_floats(manifest["metrics"]),
+            _read_floats(manifest["scores"]),
+            MetricSums.read(manifest["since_log"]),
+            _read_count(manifest.get("num_events", 0)),
+        )
+
+    def position_in(self, samples_per_element: int) -> int:
+        """Return the data position in elements of another size.
+
+        An element holds the samples of all replicas, and their number may change.
+        """
+        size = self.samples_per_element or samples_per_element
+        return self.data_position * size // samples_per_element
+
+
+def _read_count(saved: Any) -> int:
+    if operator.index(saved) < 0:
+        raise ValueError(f"{saved} is negative")
+    return saved
+
+
+def _read_floats(saved: dict[str, Any]) -> dict[str, float]:
+    # NaN and infinities are text in our JSON; float() reads them.
+    return {name: float(value) for name, value in saved.items()}
+
+
+class TrainingResult(NamedTuple):
+    """How training ended."""
+
+    state: TrainState
+    interrupted: bool
+    progress: dict[str, Any]
+    """updates, samples, samples_per_second, compile_seconds, metrics."""
+
+    @property
+    def updates(self) -> int:
+        """Updates made, including those before a resume."""
+        return self.progress["updates"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric."""
+        return self.progress["metrics"]
