@@ -28,6 +28,7 @@ from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.data import binarize
 from millrace.apps.vcd.shuffle import ShuffledIndices
+from millrace.feeds.infeed import Infeed
 from millrace.program.compiling import compiling
 from millrace.run.process import tune_memory_allocation
 
@@ -69,7 +70,7 @@ class Training:
         pictures = binarize(drawn, 0)
         self.updates = updates
         self.program = vcd_program.program_of(config, pictures, jax.devices())
-        self.infeed = ShuffledIndices(sizes["samples"], sizes["batch"], seed=0)
+        self.infeed = Infeed(ShuffledIndices(sizes["samples"], sizes["batch"], seed=0))
         self.state = self.program.init(*vcd_program.init(config, pictures))
         self.call()  # compiles
 

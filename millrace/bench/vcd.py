@@ -9,6 +9,7 @@ from millrace.apps.vcd.devices import chosen_devices
 from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.apps.vcd.train import plan_events
 from millrace.bench.workload import Training
+from millrace.feeds.infeed import Infeed
 from millrace.program.compiling import Options
 
 
@@ -23,8 +24,10 @@ class VcdTraining(Training):
             super().__init__(
                 vcd_program.program_of(config, pictures, devices),
                 vcd_program.init(config, pictures),
-                ShuffledIndices(
-                    len(pictures), config.batching.samples_per_step, seed=config.seed
+                Infeed(
+                    ShuffledIndices(
+                        len(pictures), config.batching.samples_per_step, seed=config.seed
+                    )
                 ),
                 schedule.updates_per_execution,
             )

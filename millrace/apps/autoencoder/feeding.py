@@ -100,7 +100,7 @@ def open_infeed(
     stream = Stream(ByUser(source, plan.micro_batch_size), batch_size, seed=config.seed)
     refed = config.refeeding == "detached"
     if plan.num_replicas == 1 and _on_device(ratings, config.data_on_device, device):
-        return ResidentRatings(ratings, source.users, stream, refed=refed)
+        return Infeed(ResidentRatings(ratings, source.users, stream, refed=refed))
     batches = Refed(stream) if refed else stream
     return Infeed(ParallelStream(batches, config.pipeline_num_parallel))
 

@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import Stream
-from millrace.feeds.infeed import Infeed
-from millrace.feeds.stager import Chunk
+from millrace.feeds.device import DeviceDataset
 
 
-class ResidentRatings(Infeed):
+class ResidentRatings(DeviceDataset):
     """The batches of a stream, element for element, made where they are used.
 
     Args:
@@ -31,7 +30,6 @@ class ResidentRatings(Infeed):
     def __init__(
         self, ratings: Ratings, users: np.ndarray, stream: Stream, *, refed: bool
     ) -> None:
-        super().__init__(())
         self._ratings = ratings
         self._users = users.astype(np.int32)
         self._stream = stream
@@ -39,41 +37,18 @@ class ResidentRatings(Infeed):
         self._element = stream.batch(0)
         if refed:
             self._element["refed"] = np.zeros(stream.batch_size, bool)
-        self._served = 0
         self._gathers: dict[Any, Any] = {}
 
     def peek(self) -> Any:
         """Return a batch like those to come."""
         return self._element
 
-    def seek(self, position: int) -> None:
-        """Go to a batch."""
-        self.close()
-        self._position = position
-
-    def chunk(
-        self,
-        capacity: int | tuple[int, ...] | None = None,
-        sharding: Any = None,
-        *,
-        only_full: bool = False,
-    ) -> Chunk:
-        """Return the next batches; gathering them is under way."""
-        del only_full  # all are
-        pattern = capacity if isinstance(capacity, tuple) else (capacity or 1,)
-        if self._chunk is None or self._chunk.start == self._chunk.stop:
-            size = pattern[self._served % len(pattern)]
-            self._served += 1
-            self._chunk = Chunk(self._gathered(size, sharding), 0, size)
-        return self._chunk
-
     def close(self) -> None:
-        """Let the batches and the ratings go; they are placed again if needed."""
-        self._chunk = None
-        self._served = 0
+        """Free the ratings; they are placed again if needed."""
         self._gathers.clear()
 
-    def _gathered(self, size: int, sharding: NamedSharding) -> Any:
+    def make(self, position: int, count: int, sharding: NamedSharding) -> Any:
+        """Return the batches from `position` on, which may still be computed."""
         everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         if sharding not in self._gathers:
             tables = jax.device_put(_tables(self._ratings), everywhere)
@@ -83,7 +58,7 @@ class ResidentRatings(Infeed):
                 out_shardings=sharding,
             )
             self._gathers[sharding] = functools.partial(gather, tables)
-        numbers = range(self._position, self._position + size)
+        numbers = range(position, position + count)
         each = 1 + self._refed
         users = np.stack([self._stream.indices(number // each) for number in numbers])
         is_refed = np.array([number % each for number in numbers], bool)

@@ -18,6 +18,7 @@ from millrace.apps.vcd.program import init, program_of
 from millrace.apps.vcd.shuffle import ShuffledIndices
 from millrace.distributed import coordination
 from millrace.distributed.interrupts import INTERRUPTED
+from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
@@ -40,9 +41,10 @@ def train(config: VcdConfig, run: Run) -> None:
         params, model_state = init(config, pictures.training)
         _describe(config, run, program.devices, pictures, params, schedule)
         state = program.init(params, model_state, seed=config.seed)
-        infeed = ShuffledIndices(
+        batches = ShuffledIndices(
             len(pictures.training), config.batching.samples_per_step, seed=config.seed
         )
+        infeed = Infeed(batches)
         opened = run.checkpoints(best=ELBO, keep=config.keep_checkpoints)
         with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
             state = run.train(

@@ -23,6 +23,7 @@ from millrace.apps.vcd.train import plan_events
 from millrace.checkpoint.store import checkpoints_in, restore
 from millrace.cli import main
 from millrace.config import ConfigurationError, build, load_named
+from millrace.feeds.infeed import Infeed
 from millrace.program.training import training_program
 
 RUNS = Path(vcd_program.__file__).with_name("runs.yml")
@@ -240,7 +241,7 @@ def gradients_over(num_replicas, updates=500):
     params["encoder"]["std"]["output"]["bias"] = jnp.full(2, 1.0)
     params["encoder"]["std"]["output"]["kernel"] *= 0.05
     state = program.init(params, model_state, seed=num_replicas)
-    infeed = ShuffledIndices(16, 16, seed=0)
+    infeed = Infeed(ShuffledIndices(16, 16, seed=0))
     state, info = program.run(state, infeed.chunk(updates, program.chunk_sharding).data)
     total, squares = (
         np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
@@ -267,18 +268,17 @@ def test_four_replicas_of_a_quarter_of_the_batch_are_one_of_all_of_it():
 
 
 def test_an_epoch_has_every_sample_once_in_an_order_of_its_own():
-    infeed = ShuffledIndices(20, 5, seed=3)
-    drawn = np.asarray(infeed.chunk(8, None).data["index"])
+    drawn = np.asarray(ShuffledIndices(20, 5, seed=3).make(0, 8, None)["index"])
     epochs = drawn.reshape(2, 20)
     assert (np.sort(epochs, 1) == np.arange(20)).all()
     assert (epochs[0] != epochs[1]).any()
-    other = np.asarray(ShuffledIndices(20, 5, seed=4).chunk(8, None).data["index"])
+    other = np.asarray(ShuffledIndices(20, 5, seed=4).make(0, 8, None)["index"])
     assert (other != drawn).any()
 
 
 def test_the_order_goes_on_from_any_position_whatever_the_chunks():
-    whole = np.asarray(ShuffledIndices(23, 5, seed=0).chunk(12, None).data["index"])
-    infeed = ShuffledIndices(23, 5, seed=0)
+    whole = np.asarray(ShuffledIndices(23, 5, seed=0).make(0, 12, None)["index"])
+    infeed = Infeed(ShuffledIndices(23, 5, seed=0))
     infeed.seek(3)
     parts = []
     for size in (2, 6, 1):
