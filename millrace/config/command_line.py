@@ -136,12 +136,12 @@ def _sections(config_type: Any) -> dict[str, dict[str, Option]]:
     left = dict(flat_options(config_type))
     sections: dict[str, dict[str, Option]] = {}
     for cls in (*config_type.__mro__, *section_types(config_type).values()):
-        names = [
+        names = dict.fromkeys(  # a section may redefine a field of its base
             name
             for base in ((cls,) if cls in config_type.__mro__ else cls.__mro__)
             for name in inspect.get_annotations(base)
             if name in left
-        ]
+        )
         if names:
             title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")
             title = "" if cls is config_type else title
