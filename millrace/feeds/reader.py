@@ -52,7 +52,7 @@ class Element(NamedTuple):
 
 
 class Pass:
-    """One pass over a dataset that hands out each element once.
+    """One pass over a dataset, in which every element is returned once.
 
     Readers may take turns with chunks of different sizes: elements that one has read ahead
     but not used come back through ``give_back``, and the next reader gets them first.
@@ -60,7 +60,7 @@ class Pass:
     Args:
         open_iterator: Called when the first element is read.
         index: Number of the iterator's first element.
-        start: First element to hand out; earlier ones are skipped.
+        start: First element to return; earlier ones are skipped.
         samples: The samples that the iterator's elements hold.
         reading: Held while the dataset produces an element. A reader that was stopped may
             still be inside the dataset, and a generator cannot be entered twice.
@@ -148,7 +148,7 @@ class Pass:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest element that can still be handed out."""
+        """Number of the oldest element that can still be returned."""
         return self._returned[0].number if self._returned else self.index
 
     def forget_error(self) -> None:
@@ -183,7 +183,7 @@ class Reader:
         self._placing: HostChunk | None = None
         self._outcome: Any = None
         """_ENDED or the exception, once there is nothing more to read."""
-        # Guards all of the above; the thread is never inside the dataset while it holds it.
+        # Guards all of the above; never held while the dataset produces an element.
         self._changed = threading.Condition(threading.Lock())
         self.stop = threading.Event()
         self._thread = threading.Thread(
@@ -250,7 +250,8 @@ class Reader:
         try:
             try:
                 while self._gather_one():
-                    if self._stager is not None and self._stager.is_full:
+                    stager = self._stager  # `retire` may clear it at any time
+                    if stager is not None and stager.is_full:
                         self._stage()
             finally:
                 # Good elements before an error or the end are still used.

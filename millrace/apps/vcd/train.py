@@ -12,6 +12,7 @@ from millrace.apps.vcd.data import ImageSplits, ShuffledIndices, load_images
 from millrace.apps.vcd.evaluate import chosen_devices, measure
 from millrace.apps.vcd.monitoring import ELBO, Monitor
 from millrace.apps.vcd.program import build_program, init_state
+from millrace.checkpoint.store import Checkpoints
 from millrace.config import replace_options
 from millrace.distributed import coordination
 from millrace.distributed.interrupts import INTERRUPTED
@@ -35,22 +36,17 @@ def train(config: VcdConfig, run: Run) -> None:
         program = build_program(config, images.training, devices)
         params, model_state = init_state(config, images.training)
         _describe(config, run, program.devices, images, params, schedule)
-        # The images are part of the program: an infeed of indices selects them.
-        samples_per_step = config.plan.batching.samples_per_step
-        batches = ShuffledIndices(
-            len(images.training), samples_per_step, seed=config.run.seed
-        )
-        checkpoints = run.checkpoints(best=ELBO, keep=config.run.keep_checkpoints)
-        with (
-            checkpoints if config.workflow.checkpoints else contextlib.nullcontext() as kept
-        ):
+        # The images are constants of the program; the infeed only selects them by index.
+        batch_size = config.plan.batching.samples_per_step
+        batches = ShuffledIndices(len(images.training), batch_size, seed=config.run.seed)
+        with _open_checkpoints(config, run) as checkpoints:
             state = run.train(
                 program,
                 program.init(params, model_state, seed=config.run.seed),
                 Infeed(batches),
                 schedule,
                 validate=Monitor(config, images, program.devices, run.directory.path),
-                checkpoints=kept,
+                checkpoints=checkpoints,
             )
         if run.summary["status"] == "completed":
             _test(config, run, images, program.unpack_state(state).params)
@@ -93,6 +89,14 @@ def _describe(
             f"There are no HMC steps, so this trains a plain VAE (standard_kl) instead of "
             f"{model.objective}."
         )
+
+
+def _open_checkpoints(
+    config: VcdConfig, run: Run
+) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    if not config.workflow.checkpoints:
+        return contextlib.nullcontext()
+    return run.checkpoints(best=ELBO, keep=config.run.keep_checkpoints)
 
 
 def _test(config: VcdConfig, run: Run, images: ImageSplits, params: Any) -> None:

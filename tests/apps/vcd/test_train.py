@@ -33,9 +33,9 @@ def millrace_command():
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
 
-    def command(capsys, *words):
+    def command(capsys, *arguments):
         with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
+            main([str(argument) for argument in arguments])
         return left.value.code, capsys.readouterr().err
 
     yield command
@@ -45,7 +45,7 @@ def millrace_command():
 @pytest.fixture
 def command(millrace_command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return lambda *words: millrace_command(capsys, *words)
+    return lambda *arguments: millrace_command(capsys, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_the_report_shows_how_the_images_evolve(trained):
     page = (trained.path / "report.html").read_text()
     assert page.count("<img ") == 12 and "after 56 updates" in page
     assert "http://" not in page and "https://" not in page  # self-contained
-    with Image.open(trained.path / "pictures" / names[0]) as picture:
-        assert picture.mode == "L" and picture.size == (10 * (8 * 7 + 1), 8 * (8 * 7 + 1))
+    with Image.open(trained.path / "pictures" / names[0]) as image:
+        assert image.mode == "L" and image.size == (10 * (8 * 7 + 1), 8 * (8 * 7 + 1))
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, command, tmp_path):
@@ -123,9 +123,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, command
     shutil.copytree(trained.path, again)
     for late in checkpoints_in(again / "checkpoints")[1:]:
         shutil.rmtree(late)
-    words = [*SMALL, "--run-dir", again, "-v", "--n-validation", "37", "--resume"]
-    status, said = command("vcd", "train", *words)
-    assert status == 0 and "Resuming after update 28" in said
+    arguments = [*SMALL, "--run-dir", again, "-v", "--n-validation", "37", "--resume"]
+    status, output = command("vcd", "train", *arguments)
+    assert status == 0 and "Resuming after update 28" in output
     one, other = state_at(trained.path), state_at(again)
     assert int(one.update) == 56
     assert np.unique(one.model_state["control_variate"]["local"]).size > 100
@@ -135,18 +135,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, command
 
 
 def test_evaluate_and_sample_work_on_a_trained_model(trained, command, tmp_path):
-    words = ("-r", trained.path, "--num-importance-samples", "100", "--seed", "0")
+    arguments = ("-r", trained.path, "--num-importance-samples", "100", "--seed", "0")
     chains = ("--num-test-burn-in-steps", "5", "--num-test-hmc-steps", "5")
     batch = ("--test-micro-batch-size", "180")
-    status, said = command(
-        "vcd", "evaluate", *words, *chains, *batch, "--run-dir", tmp_path / "e"
+    status, output = command(
+        "vcd", "evaluate", *arguments, *chains, *batch, "--run-dir", tmp_path / "e"
     )
-    assert status == 0 and "s left" in said
+    assert status == 0 and "s left" in output
     summary = json.loads((tmp_path / "e" / "summary.json").read_text())
     found = summary["metrics"]
     for name, value in found.items():
         assert value == pytest.approx(trained.summary["metrics"][name], abs=1e-4)
-    status, said = command(
+    status, output = command(
         "vcd",
         "sample",
         *("-r", trained.path, "--num-rows", "3", "--num-columns", "4"),
@@ -155,8 +155,8 @@ def test_evaluate_and_sample_work_on_a_trained_model(trained, command, tmp_path)
     assert status == 0
     sizes = {}
     for path in (tmp_path / "s" / "pictures").iterdir():
-        with Image.open(path) as picture:
-            sizes[path.name] = tuple(side // 57 for side in picture.size)
+        with Image.open(path) as image:
+            sizes[path.name] = tuple(side // 57 for side in image.size)
     assert sizes == {
         "prior-000000056.png": (4, 3),
         "reconstructions-000000056.png": (4, 4),
@@ -166,9 +166,9 @@ def test_evaluate_and_sample_work_on_a_trained_model(trained, command, tmp_path)
 
 @pytest.mark.slow
 def test_repeats_have_their_own_seeds_and_directories(command, tmp_path):
-    words = [*SMALL, "--num-epochs", "1", "--no-testing", "--pictures", "False"]
-    words += ["--objective", "standard_kl", "-r", "results", "-n", "two"]
-    status, _ = command("vcd", "train", *words, "-R", "2")
+    arguments = [*SMALL, "--num-epochs", "1", "--no-testing", "--pictures", "False"]
+    arguments += ["--objective", "standard_kl", "-r", "results", "-n", "two"]
+    status, _ = command("vcd", "train", *arguments, "-R", "2")
     assert status == 0
     path = tmp_path / "results" / "two"
     summary = json.loads((path / "summary.json").read_text())
@@ -184,11 +184,11 @@ def test_repeats_have_their_own_seeds_and_directories(command, tmp_path):
 
 
 def test_without_hmc_steps_a_warning_says_that_this_is_a_plain_vae(command, tmp_path):
-    words = [*SMALL, "--num-epochs", "1", "--no-testing", "--pictures", "False"]
-    words += ["--num-burn-in-steps", "0", "--run-dir", "plain"]
-    status, said = command("vcd", "train", *words)
+    arguments = [*SMALL, "--num-epochs", "1", "--no-testing", "--pictures", "False"]
+    arguments += ["--num-burn-in-steps", "0", "--run-dir", "plain"]
+    status, output = command("vcd", "train", *arguments)
     assert status == 0
-    assert "no HMC steps, so this trains a plain VAE (standard_kl) instead of vcd" in said
+    assert "no HMC steps, so this trains a plain VAE (standard_kl) instead of vcd" in output
     metrics = json.loads((tmp_path / "plain" / "summary.json").read_text())["metrics"]
     assert metrics["train_elbo"] < 0 and "train_vcd" not in metrics
 
@@ -197,7 +197,7 @@ def test_without_hmc_steps_a_warning_says_that_this_is_a_plain_vae(command, tmp_
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ("train -c nope", "default, digits_demo"),
         ("train -c bs_experiment -b 64", "16, 100, 128, 512, 1024"),
@@ -221,12 +221,12 @@ def test_without_hmc_steps_a_warning_says_that_this_is_a_plain_vae(command, tmp_
     ],
 )
 def test_a_mistake_prints_one_line_and_exits_with_2(
-    words, said, command, tmp_path, monkeypatch
+    arguments, message, command, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
-    status, errors = command("vcd", *words.split())
+    status, errors = command("vcd", *arguments.split())
     assert status == 2, errors
-    assert said in errors
+    assert message in errors
     assert len(errors.splitlines()) <= 2 and "Traceback" not in errors
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "runs"])
 
