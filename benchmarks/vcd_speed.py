@@ -24,10 +24,11 @@ from profiling import describe
 from reporting import Result, interleave, on_gpu, parser, publish, seconds, spread
 from torch_training import TorchTraining, add_torch_python
 
-from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
-from millrace.apps.vcd.data import binarize
-from millrace.apps.vcd.shuffle import ShuffledIndices
+from millrace.apps.vcd.data import ShuffledIndices, binarize
+from millrace.apps.vcd.program import build_program, init_state
+from millrace.config import build
+from millrace.feeds.infeed import Infeed
 from millrace.program.compiling import compiling
 from millrace.run.process import tune_memory_allocation
 
@@ -55,22 +56,22 @@ class Training:
     def __init__(
         self, sizes: dict[str, Any], updates: int, options: dict[str, Any]
     ) -> None:
-        config = VcdConfig(
-            micro_batch_size=sizes["batch"],
-            num_hidden=sizes["hidden"],
-            z_dim=_CHAINS["z_dim"],
-            num_burn_in_steps=_CHAINS["steps"],
-            num_leapfrog_steps=_CHAINS["leapfrogs"],
-            independent_iterations=0,
-            **options,
-        )
+        values = {
+            "micro_batch_size": sizes["batch"],
+            "num_hidden": sizes["hidden"],
+            "z_dim": _CHAINS["z_dim"],
+            "num_burn_in_steps": _CHAINS["steps"],
+            "num_leapfrog_steps": _CHAINS["leapfrogs"],
+            "independent_iterations": 0,
+        }
+        config = build(VcdConfig, values | options)
         rng = np.random.default_rng(0)
         drawn = rng.integers(0, 2, (sizes["samples"], *sizes["pixels"], 1), np.uint8)
-        pictures = binarize(drawn, 0)
+        images = binarize(drawn, 0)
         self.updates = updates
-        self.program = vcd_program.program_of(config, pictures, jax.devices())
-        self.infeed = ShuffledIndices(sizes["samples"], sizes["batch"], seed=0)
-        self.state = self.program.init(*vcd_program.init(config, pictures))
+        self.program = build_program(config, images, jax.devices())
+        self.infeed = Infeed(ShuffledIndices(sizes["samples"], sizes["batch"], seed=0))
+        self.state = self.program.init(*init_state(config, images))
         self.call()  # compiles
 
     def call(self) -> Any:

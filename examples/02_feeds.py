@@ -1,7 +1,7 @@
-"""Watch a loss fall while the program runs, and measure how fast its data can come.
+"""Watch the loss while a compiled loop runs, and measure how fast its data arrives.
 
-A loop with an outfeed hands its results over as it goes, so another thread can report
-them, draw them, or pass predictions on to whoever waits for them.
+A loop fills its outfeed as it runs, so another thread can log results, plot them, or serve
+predictions.
 """
 
 import json
@@ -14,17 +14,17 @@ import millrace as mr
 
 NUM_STEPS = 20_000
 
-# Points of a noisy plane, in batches of 64, shuffled anew in every epoch, without end.
+# Points of a noisy plane in batches of 64, reshuffled every epoch, forever.
 rng = np.random.default_rng(0)
 x = rng.standard_normal((4096, 16), np.float32)
 y = x @ np.arange(16, dtype=np.float32) + rng.standard_normal(4096, np.float32)
 stream = mr.Stream(mr.ArraySource({"x": x, "y": y}), batch_size=64)
 infeed, outfeed = mr.Infeed(stream), mr.Outfeed()
-losses, read_at = [], []  # and how far the loop had come when each loss was read
+losses, read_at = [], []  # read_at: the step of the loop when a loss was read
 
 
 def body(weights, batch):
-    """Make one step of gradient descent; the output is the loss before it."""
+    """Run one step of gradient descent; the output is the loss before it."""
 
     def loss_fn(weights):
         return ((batch["x"] @ weights - batch["y"]) ** 2).mean()
@@ -34,7 +34,7 @@ def body(weights, batch):
 
 
 def watch():
-    """Read losses in order as they arrive, until the loop ends."""
+    """Read the losses in order as they arrive, until the loop ends."""
     for step, loss in enumerate(outfeed):
         losses.append(loss)
         read_at.append(infeed.position)
@@ -50,7 +50,7 @@ watcher.join()
 assert len(losses) == NUM_STEPS and np.mean(losses[-100:]) < losses[0] / 100
 assert read_at[0] < NUM_STEPS, "the first loss was read only after the loop had ended"
 
-# A loop is no faster than its data: reading alone, then with the way to the device.
+# A loop is no faster than its data: read it alone, then with the copy to the device.
 reports = {"dataset": mr.dataset_benchmark(stream, 3, 1000)}
 with infeed:
     reports["infeed"] = mr.infeed_benchmark(infeed, 3, 1000)

@@ -1,7 +1,7 @@
-"""The same training on one device and on four: the same weights.
+"""Train on one device and on four, with the same resulting weights.
 
-Every replica keeps a copy of the weights and works on its share of the batch; gradients
-are averaged once per update. Only the plan says so: the loss knows nothing of replicas.
+Every replica has a copy of the weights and processes a part of the batch; gradients are
+averaged once per update. Only the plan mentions replicas, the loss does not.
 """
 
 import jax
@@ -11,7 +11,7 @@ import optax
 
 import millrace as mr
 
-# Virtual devices, before any device is used, for machines with fewer than four real ones.
+# Virtual devices for machines with fewer than four; set them before using any device.
 jax.config.update("jax_num_cpu_devices", 4)
 devices = jax.devices() if len(jax.devices()) >= 4 else jax.devices("cpu")
 
@@ -31,11 +31,11 @@ def loss_fn(params, model_state, batch, key):
 
 
 def train(plan):
-    """Make 200 weight updates as `plan` says; return the weights and the losses."""
+    """Run 200 weight updates with `plan`; return the weights and the losses."""
     program = mr.training_program(loss_fn, optax.adam(0.01), plan, devices=devices)
     state = program.init(start)
     outfeed = mr.Outfeed()
-    # An element of the infeed holds one micro-batch for every replica.
+    # An element of the infeed has one micro-batch for every replica.
     stream = mr.Stream(samples, plan.micro_batch_size * plan.num_replicas)
     with mr.Infeed(stream) as infeed:
         state = mr.train(program, state, infeed=infeed, updates=200, outfeed=outfeed)
@@ -45,7 +45,7 @@ def train(plan):
 plain, losses = train(mr.Plan(micro_batch_size=64))
 print(f"1 replica of 64 samples: loss from {losses[0]:.4f} to {losses[-1]:.4f}")
 
-# Two more ways to make an update of the same 64 samples.
+# Two other ways to split an update of 64 samples.
 for plan in (
     mr.Plan(num_replicas=4, micro_batch_size=16),
     mr.Plan(num_replicas=4, micro_batch_size=4, gradient_accumulation_count=4),
@@ -55,4 +55,4 @@ for plan in (
     difference = max(abs(weights[name] - plain[name]).max() for name in plain)
     counts = f"{plan.micro_batch_size} x {plan.gradient_accumulation_count or 1} samples"
     print(f"4 replicas of {counts}: the same weights within {difference:.0e}")
-    assert difference < 1e-4  # sums in another order round differently
+    assert difference < 1e-4  # the order of a sum changes its rounding

@@ -1,7 +1,7 @@
-"""One weight update from 250 micro-batches, and how exactly their gradients add up.
+"""Accumulate the gradients of 250 micro-batches, and compare accumulator types.
 
-With precision 16.16, weights and gradients are bfloat16, which keeps two to three digits.
-A long sum of them wants a wider accumulator, for all variables or for some.
+With precision 16.16, weights and gradients are bfloat16, which has two to three digits. A
+long sum needs a wider accumulator, for all variables or for some.
 """
 
 import jax
@@ -24,7 +24,7 @@ def loss_fn(params, model_state, batch, key):
 
 
 def gradient(dtype, reduction):
-    """Make one update and return the gradient that reached the optimizer."""
+    """Run one update and return the gradient that reached the optimizer."""
     plan = mr.Plan(
         micro_batch_size=4,
         gradient_accumulation_count=250,
@@ -32,7 +32,7 @@ def gradient(dtype, reduction):
         gradient_accumulation_reduction=reduction,
         precision="16.16",
     )
-    # After one update the momentum is the gradient itself; here it is kept in float32.
+    # After one update, the momentum is the gradient; here it is stored in float32.
     optimizer = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)
     program = mr.training_program(loss_fn, optimizer, plan)
     with mr.Infeed(mr.Stream(samples, batch_size=4)) as infeed:
@@ -42,7 +42,7 @@ def gradient(dtype, reduction):
 
 
 def compare(label, dtype, reduction="mean"):
-    """Return how far each variable's gradient is from `exact`, relative to it."""
+    """Return the relative error of the gradient of each variable."""
     found = gradient(dtype, reduction)
     error = {k: abs(found[k] - exact[k]).max() / abs(exact[k]).max() for k in exact}
     print(f"{label:10} {reduction:13} ", *(f"{k} {v:.0e}" for k, v in error.items()))
@@ -50,10 +50,10 @@ def compare(label, dtype, reduction="mean"):
 
 
 exact = gradient(jnp.float32, "mean")
-print("How far from the mean accumulated in float32:")
+print("Relative error compared with the mean accumulated in float32:")
 wide = compare("float32", jnp.float32, "running_mean")
 own = [compare("None", None, how) for how in ("mean", "sum", "running_mean")]  # bfloat16
-# A function of a variable's path in the tree and its value chooses for each variable.
+# A function of a variable's path and value can choose the type of each accumulator.
 mixed = compare("wide bias", lambda path, v: jnp.float32 if path == "bias" else v.dtype)
 assert max(wide["kernel"], wide["bias"], mixed["bias"]) < 1e-5
 assert min(own[0]["kernel"], mixed["kernel"]) > 1e-3

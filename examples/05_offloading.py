@@ -1,7 +1,7 @@
-"""Optimizer state that rests in host memory, and comes to the device for each update.
+"""Keep the optimizer state in host memory and stream it to the device for each update.
 
-Adam keeps two numbers for every weight, and needs them only when weights change. During
-the micro-batches of a long accumulation they need not take up the device's memory.
+Adam has two numbers per weight and needs them only in the update. During the micro-batches
+of a long accumulation they do not have to occupy device memory.
 """
 
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def loss_fn(params, model_state, batch, key):
 
 
 def train(offloading):
-    """Make 50 weight updates of 8 micro-batches each; return weights and Adam's state."""
+    """Run 50 updates of 8 micro-batches; return the weights and the state of Adam."""
     plan = mr.Plan(
         micro_batch_size=16,
         gradient_accumulation_count=8,
@@ -41,7 +41,7 @@ def train(offloading):
 resident, _ = train(offloading=False)
 offloaded, adam = train(offloading=True)
 
-# A variable's state below 4 KiB stays on the device: moving it would save nothing.
+# Arrays under 4 KiB stay on the device: moving them would save nothing.
 for name in start:
     for what, array in (
         ("weights", offloaded[name]),
@@ -53,5 +53,5 @@ for name in start:
 assert adam.mu["hidden"].sharding.memory_kind == "pinned_host"
 
 difference = max(abs(offloaded[name] - resident[name]).max() for name in start)
-print(f"largest difference from the weights of the resident run: {difference:g}")
+print(f"largest difference from the weights without offloading: {difference:g}")
 assert difference < 1e-6

@@ -1,8 +1,8 @@
-"""A network cut into four stages, with the weights of one that is not.
+"""Train a network as a pipeline of four stages, with the same weights as without.
 
-A model is a list of named layers, so a plan can start a stage at any of them. What waits
-between two stages travels by itself; the loss function knows nothing of it. Each stage
-has a device of its own where there are four; with fewer, stages share them.
+A model is a list of named layers, and a plan can start a stage at any of them. Activations
+are passed between stages automatically; the loss stays the same. Each stage gets its own
+device if there are four; otherwise stages share them.
 """
 
 import jax
@@ -11,7 +11,7 @@ import optax
 
 import millrace as mr
 
-jax.config.update("jax_num_cpu_devices", 4)  # divides a CPU; GPUs are as they are
+jax.config.update("jax_num_cpu_devices", 4)  # virtual devices; no effect on GPUs
 jax.config.update("jax_default_matmul_precision", "float32")  # to compare weights
 
 rng = np.random.default_rng(0)
@@ -31,8 +31,8 @@ loss = mr.LayeredLoss(
 params, model_state = mr.layers.init_layers(network, jax.random.key(0), x[:1])
 
 
-def trained(**pipeline):
-    """Make 50 updates of 8 micro-batches and return the weights and the last loss."""
+def train(**pipeline):
+    """Run 50 updates of 8 micro-batches; return the weights and the last loss."""
     plan = mr.Plan(micro_batch_size=16, gradient_accumulation_count=8, **pipeline)
     program = mr.training_program(loss, optax.adam(1e-3), plan)
     outfeed = mr.Outfeed(mode="last")
@@ -42,12 +42,12 @@ def trained(**pipeline):
     return program.unpack_state(state).params, float(outfeed.dequeue()["loss"])
 
 
-plain, last = trained()
+plain, last = train()
 print(f"one device: loss {last:.4f}")
 splits = ["dense1", "dense2", "dense3"]
 mapping = [stage * min(4, jax.device_count()) // 4 for stage in range(4)]
 for schedule in ("grouped", "interleaved", "sequential"):
-    weights, last = trained(
+    weights, last = train(
         pipeline_splits=splits, device_mapping=mapping, pipeline_schedule=schedule
     )
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(plain), strict=True)

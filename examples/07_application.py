@@ -1,6 +1,6 @@
-"""A whole application: options, progress, checkpoints, --resume and a report.
+"""A complete application: options, progress, checkpoints, --resume and a report.
 
-Try --help, or --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume.
+Try --help, --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume.
 """
 
 from dataclasses import dataclass

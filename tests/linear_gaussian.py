@@ -1,6 +1,6 @@
 """A model whose posterior, likelihood and divergence are known in closed form.
 
-x = W z + b + s e with z and e standard normal: all of it is Gaussian.
+x = W z + b + s e, where z and e are standard normal, so everything is Gaussian.
 """
 
 import jax
@@ -43,13 +43,13 @@ MODEL = Model(
 
 
 def posterior() -> tuple[np.ndarray, np.ndarray]:
-    """Mean and precision of p(z|x)."""
+    """Return the mean and the precision of p(z|x)."""
     precision = np.eye(Z_DIM) + W.T @ W / S**2
     return np.linalg.solve(precision, W.T @ (X - B) / S**2), precision
 
 
 def log_marginal() -> float:
-    """log p(x)."""
+    """Return log p(x)."""
     covariance = W @ W.T + S**2 * np.eye(len(X))
     error = X - B
     _, log_determinant = np.linalg.slogdet(2 * np.pi * covariance)

@@ -1,4 +1,4 @@
-"""Every example runs as a newcomer would run it, and says what it should."""
+"""Every example runs as a script and prints what it should."""
 
 import ast
 import os
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAXIMUM_LINES = 60
 
-# The examples check their own claims; this is the part of their output that tells them.
-SAYS = {
-    "01_loop": r"repeat made 10 steps\n  d1: shape \(10, 800\), every value 2\n",
+# The examples check their own results; this is a part of what they print.
+EXPECTED = {
+    "01_loop": r"repeat ran 10 steps\n  d1: shape \(10, 800\), every value 2\n",
     "02_feeds": r"read at step [\d,]+\n(.*\n)*infeed_benchmark: [\d,]+ batches",
     "03_replicas": r"4 replicas of 4 x 4 samples: the same weights within \de[-+]",
     "04_accumulation": r"float32 .* kernel \de-0[5-9]\nNone .* kernel \de-0[12]\n",
@@ -31,7 +31,7 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: pat
 each_run = pytest.mark.parametrize(
     "example",
     [
-        # On a GPU all of them run: one may suit a divided CPU alone.
+        # On a GPU all of them run, because an example may work only on virtual devices.
         pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG))
         for path in EXAMPLES
     ],
@@ -40,19 +40,19 @@ each_run = pytest.mark.parametrize(
 
 
 @each_run
-def test_example_runs_and_says_what_happened(example: Path, tmp_path: Path) -> None:
-    # Not the suite's own eight devices: an example makes those it needs.
+def test_example_runs_and_prints_its_result(example: Path, tmp_path: Path) -> None:
+    # Without the eight devices of the test suite: an example creates its own.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, example],
-        cwd=tmp_path,  # the last one leaves a run directory
+        cwd=tmp_path,  # the last one writes a run directory
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(SAYS[example.stem], done.stdout), done.stdout
+    assert re.search(EXPECTED[example.stem], done.stdout), done.stdout
 
 
 @each_example
@@ -61,7 +61,7 @@ def test_example_fits_on_a_page(example: Path) -> None:
 
 
 @each_example
-def test_example_uses_only_the_public_names_of_the_package(example: Path) -> None:
+def test_example_uses_only_public_names(example: Path) -> None:
     tree = ast.parse(example.read_text())
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     ours = [line for line in map(ast.unparse, imports) if "millrace" in line]
@@ -76,5 +76,5 @@ def test_example_uses_only_the_public_names_of_the_package(example: Path) -> Non
     assert used <= set(mr.__all__)
 
 
-def test_every_example_has_something_to_say() -> None:
-    assert [example.stem for example in EXAMPLES] == list(SAYS)
+def test_every_example_has_an_expected_output() -> None:
+    assert [example.stem for example in EXAMPLES] == list(EXPECTED)

@@ -106,7 +106,7 @@ def _sweep(entry: Entry, config: Any, devices: list[Any]) -> Workload:
 def _vcd(entry: Entry, config: Any, devices: list[Any]) -> Workload:
     from millrace.bench.vcd import VcdTraining
 
-    _enough(config.num_replicas, devices)
+    _enough(config.plan.num_replicas, devices)
     return VcdTraining(config, random_data=entry.random_data)
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 
 from millrace.apps.vcd import data
-from millrace.apps.vcd import program as vcd_program
 from millrace.apps.vcd.config import VcdConfig
-from millrace.apps.vcd.devices import chosen_devices
-from millrace.apps.vcd.shuffle import ShuffledIndices
-from millrace.apps.vcd.train import plan_events
+from millrace.apps.vcd.evaluate import chosen_devices
+from millrace.apps.vcd.program import build_program, init_state
+from millrace.apps.vcd.train import build_schedule
 from millrace.bench.workload import Training
+from millrace.feeds.infeed import Infeed
 from millrace.program.compiling import Options
 
 
@@ -17,29 +17,29 @@ class VcdTraining(Training):
 
     def __init__(self, config: VcdConfig, *, random_data: bool = False) -> None:
         self._config = config
-        pictures = _random() if random_data else _training_pictures(config)
-        schedule = plan_events(config, len(pictures))
-        with chosen_devices(config) as devices:
+        images = _random() if random_data else _training_images(config)
+        schedule = build_schedule(config, len(images))
+        batch_size = config.plan.batching.samples_per_step
+        batches = data.ShuffledIndices(len(images), batch_size, seed=config.run.seed)
+        with chosen_devices(config.devices) as devices:
             super().__init__(
-                vcd_program.program_of(config, pictures, devices),
-                vcd_program.init(config, pictures),
-                ShuffledIndices(
-                    len(pictures), config.batching.samples_per_step, seed=config.seed
-                ),
+                build_program(config, images, devices),
+                init_state(config, images),
+                Infeed(batches),
                 schedule.updates_per_execution,
             )
 
     def compile(self, options: Options | None = None) -> None:
-        with chosen_devices(self._config):
+        with chosen_devices(self._config.devices):
             super().compile(options)
 
 
-def _training_pictures(config: VcdConfig) -> data.BinaryPictures:
-    held_out = config.num_validation if config.validation else 0
-    return data.load(config, num_validation=held_out).training
+def _training_images(config: VcdConfig) -> data.BinaryImages:
+    num_held_out = config.workflow.num_held_out
+    return data.load_images(config.data, num_validation=num_held_out).training
 
 
-def _random() -> data.BinaryPictures:
+def _random() -> data.BinaryImages:
     """Return as many pictures of as many pixels as binarized MNIST has to train with."""
     drawn = np.random.default_rng(0).integers(0, 2, (50_000, 28, 28, 1), np.uint8)
     return data.binarize(drawn, 0)

@@ -79,13 +79,13 @@ COMMANDS = {
         named_configs="millrace.apps.vcd:runs.yml",
     ),
     "vcd evaluate": Command(
-        "millrace.apps.vcd.config.commands:EvaluateConfig",
+        "millrace.apps.vcd.config:EvaluateConfig",
         "millrace.apps.vcd.evaluate:evaluate",
         "estimate the log-likelihood of a trained model",
     ),
     "vcd sample": Command(
-        "millrace.apps.vcd.config.commands:SampleConfig",
-        "millrace.apps.vcd.sample:sample",
+        "millrace.apps.vcd.config:SampleConfig",
+        "millrace.apps.vcd.images:sample",
         "draw images from a trained model",
     ),
     "autoencoder train": Command(

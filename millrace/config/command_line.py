@@ -147,13 +147,13 @@ def _group_options(config_type: Any) -> dict[str, dict[str, Option]]:
     left = dict(flat_options(config_type))
     groups: dict[str, dict[str, Option]] = {}
     for cls in (*config_type.__mro__, *section_types(config_type).values()):
-        names = [
+        names = dict.fromkeys(  # a section may redefine a field of its base
             name
             for base in ((cls,) if cls in config_type.__mro__ else cls.__mro__)
             for name in inspect.get_annotations(base)
             # A section may have an option of its own name, such as data in data.
             if name in left and (left[name].section is None) == (cls in config_type.__mro__)
-        ]
+        )
         if names:
             title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")
             title = "" if cls is config_type else title

@@ -1,1 +1,1 @@
-"""The race: all that crosses between host and device, inwards and outwards."""
+"""Feeds between host and device: infeeds bring elements in, outfeeds bring results out."""

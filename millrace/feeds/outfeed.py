@@ -1,4 +1,4 @@
-"""The queue out: results reach the host while the loop still runs."""
+"""The outfeed: results of a compiled loop reach the host while it is running."""
 
 import collections
 import contextlib
@@ -17,21 +17,20 @@ _log = logging.getLogger("millrace")
 
 
 class OutfeedFull(RuntimeError):
-    """The outfeed's buffer is full and nobody reads it."""
+    """The buffer of an outfeed is full and nobody reads it."""
 
 
 class Outfeed:
     """Collects one element per step of a compiled loop, in order.
 
-    Read it from the thread that ran the loop, afterwards, or from another thread while
-    the loop runs. Nothing is lost: when the buffer is full the loop waits for the
-    reader, and says so.
+    Read it after the loop, or from another thread while the loop runs. Nothing is lost:
+    when the buffer is full, the loop logs a warning and waits for the reader.
 
     Args:
         mode: "all" keeps every element, "last" only the newest.
         capacity_bytes: Size of the buffer.
-        patience_seconds: How long a loop waits for a reader of a full buffer before it
-            fails, since it began to wait or since something was last read.
+        patience_seconds: How long a loop waits for room in a full buffer before it raises
+            ``OutfeedFull``. The time starts again whenever something is read.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class Outfeed:
         self._last_read = -math.inf
 
     def dequeue(self, wait: bool = False) -> Any:
-        """Return what has arrived since the last call.
+        """Return the elements that have arrived since the last call.
 
-        In mode "all" the elements are stacked along a new leading dim, and None means
-        that nothing has arrived. In mode "last" it is the newest element.
+        In mode "all" they are stacked along a new leading dim, or None if there are none.
+        In mode "last" only the newest element is returned.
 
         Args:
-            wait: Wait for the loop that is running to end first.
+            wait: Wait for the running loop to end first.
         """
         with self._changed:
             while wait and self._state == "running":
@@ -83,13 +82,13 @@ class Outfeed:
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield elements as they arrive, until the loop that fills it has ended.
+        """Yield elements as they arrive, until the loop ends.
 
-        Started before the loop, this waits for it. To watch a second loop, make a
-        second outfeed: one whose loop has ended has nothing more to wait for.
+        Iteration may start before the loop does. Use a new outfeed for every loop that is
+        watched this way: iterating over one whose loop has ended does not wait.
         """
         if self.mode != "all":
-            raise RuntimeError("Only an outfeed of mode 'all' can be iterated.")
+            raise RuntimeError("Only an outfeed with mode 'all' can be iterated over.")
         while True:
             with self._changed:
                 while not self._blocks and self._state != "finished":
@@ -107,7 +106,7 @@ class Outfeed:
 
     @contextlib.contextmanager
     def feeding(self) -> Iterator["Outfeed"]:
-        """Mark the time in which a loop fills this outfeed."""
+        """Mark the outfeed as running while a loop fills it."""
         with self._changed:
             if self._state == "running":
                 raise RuntimeError("This outfeed is being filled by another loop.")
@@ -118,17 +117,17 @@ class Outfeed:
             self.close()
 
     def close(self) -> None:
-        """Let readers go whose loop will never start."""
+        """Release readers that wait for a loop that will not start or has ended."""
         with self._changed:
             self._state = "finished"
             self._changed.notify_all()
 
     def put(self, stack: Any, count: int) -> None:
-        """Add `count` elements, the first ones along dim 0 of every leaf of `stack`."""
+        """Add the first `count` elements along dim 0 of every leaf of `stack`."""
         if count == 0:
             return
-        stack = _trimmed(stack, count)
-        # The caller's transfer guard would take this copy for one that nobody asked for.
+        stack = _trim(stack, count)
+        # Loops run under a transfer guard, which would reject this copy.
         with jax.transfer_guard_device_to_host("allow"):
             jax.copy_to_host_async(stack)
         block = _Block(stack, count)
@@ -140,28 +139,28 @@ class Outfeed:
             self._changed.notify_all()
 
     def _wait_for_room(self, size: int) -> None:
-        said, began = False, time.monotonic()
+        warned, began = False, time.monotonic()
         held = sum(block.bytes for block in self._blocks)
-        # A block larger than the buffer still passes, alone.
+        # A block that is larger than the buffer is let in when the buffer is empty.
         while self._blocks and held + size > self._capacity:
-            if not said:
+            if not warned:
                 _log.warning(
                     "The outfeed is full (%s bytes); the loop waits for its reader.",
                     f"{self._capacity:,}",
                 )
-                said = True
+                warned = True
             deadline = max(began, self._last_read) + self._patience
             if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())):
                 raise OutfeedFull(
-                    f"The outfeed's buffer of {self._capacity} bytes has been full for "
+                    f"The outfeed buffer of {self._capacity} bytes has been full for "
                     f"{self._patience:g} s and nobody reads it. Read it from another "
-                    "thread, use mode='last', or raise capacity_bytes."
+                    "thread, use mode='last', or increase capacity_bytes."
                 )
             held = sum(block.bytes for block in self._blocks)
 
 
-def _trimmed(stack: Any, count: int) -> Any:
-    """Leave out what is padding, to a power of two: few shapes, so few compilations."""
+def _trim(stack: Any, count: int) -> Any:
+    """Cut off padding, to a power of two: few shapes mean few compilations."""
     kept = 1 << (count - 1).bit_length()
     return jax.tree.map(
         lambda x: lax.slice_in_dim(x, 0, kept) if kept < x.shape[0] else x, stack
@@ -169,7 +168,7 @@ def _trimmed(stack: Any, count: int) -> Any:
 
 
 class _Block:
-    """Elements of one execution, fetched from the device when first read."""
+    """Elements of one execution, copied from the device when first read."""
 
     def __init__(self, stack: Any, count: int) -> None:
         self._stack = stack
@@ -177,12 +176,12 @@ class _Block:
         self._lock = threading.Lock()
         self.start, self.stop = 0, count
         self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
-        """Held until its last element is read."""
+        """Bytes in the buffer until the last element is read."""
 
     def _numpy(self) -> Any:
         with self._lock:
             if self._fetched is None:
-                # Copied, so that an element does not keep the whole block alive.
+                # On a CPU, device_get returns a view that keeps the JAX array alive.
                 self._fetched = jax.tree.map(np.array, jax.device_get(self._stack))
                 self._stack = None
             return self._fetched

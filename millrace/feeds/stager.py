@@ -1,4 +1,4 @@
-"""Elements gathered into chunks, each like the first, and moved to the devices."""
+"""Gather elements into chunks on the host and copy them to the devices."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+# A chunk large enough to amortize a transfer, small enough to arrive soon.
 _CHUNK_BYTES = 16 << 20
 _CHUNK_ELEMENTS = 256
 
 
 class ElementError(ValueError):
-    """An element of the dataset does not look like the first one."""
+    """An element of the dataset differs from the first one in structure, shape or type."""
 
 
 class Chunk(NamedTuple):
@@ -19,62 +20,69 @@ class Chunk(NamedTuple):
 
     data: Any
     start: int
-    """The first element that has not been used."""
+    """The first unused element."""
     stop: int
-    """The end of the elements; what follows is padding."""
+    """The end of the elements; the rest is padding."""
 
 
-class Rows(NamedTuple):
-    """The samples of an element that are this process's to read."""
+class SampleSlice(NamedTuple):
+    """The samples of every element that this process stages."""
 
-    places: slice
-    of: int
+    own: slice
+    total: int
     """Samples in the whole element."""
 
 
-class GradientResult(NamedTuple):
-    """Elements on the host, in the order of the dataset."""
+class HostChunk(NamedTuple):
+    """Consecutive elements of the dataset on the host."""
 
     first: int
-    """The number of the first one in the dataset."""
+    """Number of the first element in the dataset."""
     size: int
     buffers: list[np.ndarray]
-    """One per leaf: (capacity, ...)."""
+    """One array per leaf: (capacity, ...)."""
     treedef: Any
 
-    def element(self, place: int) -> Any:
-        """Return one of them; it shares the memory of all."""
-        return jax.tree.unflatten(self.treedef, [buffer[place] for buffer in self.buffers])
+    def element(self, index: int) -> Any:
+        """Return one element; it shares memory with the chunk."""
+        return jax.tree.unflatten(self.treedef, [buffer[index] for buffer in self.buffers])
 
 
 class Stager:
-    """Gathers elements into one array per leaf and moves it to the devices."""
+    """Gathers elements into one array per leaf and copies them to the devices.
+
+    Args:
+        first: An element that all others must look like.
+        capacities: Sizes of successive chunks, repeated forever; None chooses one.
+        sharding: Where chunks go; the default device if None.
+        samples: The samples of each element that this process stages; None for all.
+    """
 
     def __init__(
         self,
         first: Any,
-        pattern: tuple[int, ...] | None,
+        capacities: tuple[int, ...] | None,
         sharding: Any,
-        rows: Rows | None = None,
+        samples: SampleSlice | None,
     ) -> None:
         leaves, self._treedef = jax.tree.flatten(first)
         if not leaves:
-            raise ElementError("The dataset's elements hold no arrays.")
+            raise ElementError("The elements of the dataset contain no arrays.")
         self._specs = [(np.shape(x), np.asarray(x).dtype) for x in leaves]
-        self._limits = [_narrowed(dtype) for _, dtype in self._specs]
+        self._limits = [_device_limits(dtype) for _, dtype in self._specs]
         self._names = [
             jax.tree_util.keystr(path) or "the element"
             for path, _ in jax.tree_util.tree_leaves_with_path(first)
         ]
-        size = sum(np.asarray(x).nbytes for x in leaves)
-        chosen = max(1, min(_CHUNK_ELEMENTS, _CHUNK_BYTES // max(1, size)))
-        self._capacities = itertools.cycle(pattern or (chosen,))
+        num_bytes = sum(np.asarray(x).nbytes for x in leaves)
+        default = max(1, min(_CHUNK_ELEMENTS, _CHUNK_BYTES // max(1, num_bytes)))
+        self._capacities = itertools.cycle(capacities or (default,))
         self._sharding = sharding
-        self._rows = rows
-        self._begin()
+        self._samples = samples
+        self._start_chunk()
 
-    def _begin(self) -> None:
-        # A fresh buffer each time: on CPU the device may use this memory in place.
+    def _start_chunk(self) -> None:
+        # New buffers for every chunk: a CPU device may use this memory without copying.
         self._capacity = next(self._capacities)
         self._buffers = [
             np.empty((self._capacity, *shape), dtype) for shape, dtype in self._specs
@@ -82,75 +90,72 @@ class Stager:
         self.count = self._first = 0
 
     @property
-    def full(self) -> bool:
-        """Whether another element would not fit."""
+    def is_full(self) -> bool:
+        """Whether the chunk has no room for another element."""
         return self.count == self._capacity
 
-    def add(self, element: Any, index: int) -> None:
-        """Take element number `index` of the dataset, if it looks like the first."""
+    def add(self, element: Any, number: int) -> None:
+        """Copy element `number` of the dataset into the chunk; it must match the first."""
         leaves, treedef = jax.tree.flatten(element)
         if treedef != self._treedef:
             raise ElementError(
-                f"Element {index} of the dataset has the structure {treedef}; the "
-                f"first had {self._treedef}."
+                f"Element {number} of the dataset has the structure {treedef}; the "
+                f"first has {self._treedef}."
             )
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             array = np.asarray(leaf)
-            shape, dtype = self._specs[place]
-            if array.shape != shape or array.dtype != dtype:
-                raise ElementError(
-                    f"Element {index} of the dataset: {self._names[place]} is "
-                    f"{array.dtype}{list(array.shape)}; in the first element it was "
-                    f"{dtype}{list(shape)}. Every element must have the same shape "
-                    "and type (drop a short last batch)."
-                )
-            limits = self._limits[place]
-            if limits and array.size and not _is_within(array, limits):
-                raise ElementError(
-                    f"Element {index} of the dataset: {self._names[place]} has numbers "
-                    f"from {array.min()} to {array.max()}, which {limits.dtype} does not "
-                    "hold. JAX has 64 bits only after "
-                    'jax.config.update("jax_enable_x64", True).'
-                )
-            self._buffers[place][self.count] = array
+            self._check_leaf(array, index, number)
+            self._buffers[index][self.count] = array
         if not self.count:
-            self._first = index
+            self._first = number
         self.count += 1
 
-    def take(self) -> GradientResult:
-        """Return what was gathered, and start the next chunk."""
-        gathered = GradientResult(self._first, self.count, self._buffers, self._treedef)
-        self._begin()
-        return gathered
+    def _check_leaf(self, array: np.ndarray, index: int, number: int) -> None:
+        shape, dtype = self._specs[index]
+        if array.shape != shape or array.dtype != dtype:
+            raise ElementError(
+                f"Element {number} of the dataset: {self._names[index]} is "
+                f"{array.dtype}{list(array.shape)}; in the first element it is "
+                f"{dtype}{list(shape)}. All elements must have the same shapes and types "
+                "(drop a short last batch)."
+            )
+        limits = self._limits[index]
+        if limits is None or not array.size:
+            return
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ElementError(
+                f"Element {number} of the dataset: {self._names[index]} has values from "
+                f"{array.min()} to {array.max()}, which {limits.dtype} cannot hold. Enable "
+                '64-bit types with jax.config.update("jax_enable_x64", True).'
+            )
 
-    def placed(self, gathered: GradientResult) -> Chunk:
-        """Move what was gathered to the devices."""
-        for buffer in gathered.buffers:
-            buffer[gathered.size :] = 0
-        data = jax.tree.unflatten(gathered.treedef, gathered.buffers)
-        return Chunk(self._placed(data), 0, gathered.size)
+    def take(self) -> HostChunk:
+        """Return the gathered elements and start the next chunk."""
+        chunk = HostChunk(self._first, self.count, self._buffers, self._treedef)
+        self._start_chunk()
+        return chunk
 
-    def _placed(self, data: Any) -> Any:
-        sharding, rows = self._sharding, self._rows
+    def place(self, chunk: HostChunk) -> Chunk:
+        """Copy a chunk to the devices."""
+        for buffer in chunk.buffers:
+            buffer[chunk.size :] = 0
+        data = jax.tree.unflatten(chunk.treedef, chunk.buffers)
+        sharding, samples = self._sharding, self._samples
         if sharding is None or sharding.is_fully_addressable:
-            return jax.device_put(data, sharding)
+            return Chunk(jax.device_put(data, sharding), 0, chunk.size)
 
-        def of_all(own: np.ndarray) -> jax.Array:
-            samples = own.shape[1] if rows is None else rows.of
-            shape = (own.shape[0], samples, *own.shape[2:])
-            # No copy between processes: each puts its samples on its own devices.
+        def place_own(own: np.ndarray) -> jax.Array:
+            num_samples = own.shape[1] if samples is None else samples.total
+            shape = (own.shape[0], num_samples, *own.shape[2:])
+            # Nothing crosses between processes: each fills its own devices.
             own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
             return jax.make_array_from_process_local_data(sharding, own, shape)
 
-        return jax.tree.map(of_all, data)
+        return Chunk(jax.tree.map(place_own, data), 0, chunk.size)
 
 
-def _narrowed(dtype: np.dtype) -> np.iinfo | None:
-    """Return the limits of what an integer type becomes on the device, where it differs."""
-    becomes = jax.dtypes.canonicalize_dtype(dtype)
+def _device_limits(dtype: np.dtype) -> np.iinfo | None:
+    """Return the limits of an integer type on the device where it is narrower there."""
+    on_device = jax.dtypes.canonicalize_dtype(dtype)
     is_integer = np.issubdtype(dtype, np.integer)
-    return np.iinfo(becomes) if is_integer and becomes != dtype else None
-
-
-def _is_within(array: np.ndarray, limits: np.iinfo) -> bool:
-    return limits.min <= array.min() and array.max() <= limits.max
+    return np.iinfo(on_device) if is_integer and on_device != dtype else None

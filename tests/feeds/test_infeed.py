@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import millrace as mr
-from millrace.feeds.stager import Rows
+from millrace.feeds.stager import SampleSlice
 
 
 def add(carry, x):
@@ -28,8 +28,8 @@ def test_elements_arrive_in_order_and_none_is_lost():
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(600))
 
 
-def test_a_second_loop_goes_on_where_the_first_stopped():
-    with mr.Infeed(iter(numbers(20))) as infeed:  # an iterator cannot be read again
+def test_a_second_loop_continues_where_the_first_stopped():
+    with mr.Infeed(iter(numbers(20))) as infeed:  # an iterator cannot restart
         outfeed = mr.Outfeed()
         for count in (3, 7):
             mr.repeat(count, lambda c, x: (c, x[0]), 0.0, infeed=infeed, outfeed=outfeed)
@@ -69,12 +69,12 @@ def test_good_elements_before_an_exception_are_used_first():
     assert len(outfeed.dequeue()) == 5
 
 
-def test_a_dataset_that_ends_early_says_how_many_elements_came():
+def test_the_error_for_a_short_dataset_says_how_many_elements_it_had():
     with pytest.raises(mr.DatasetEnded, match=r"ended after 7 .*7 of 10 steps"):
         mr.repeat(10, add, 0.0, infeed=mr.Infeed(numbers(7)))
 
 
-def test_a_loop_may_be_asked_to_stop_where_the_dataset_ends():
+def test_on_end_stop_ends_the_loop_with_the_dataset():
     outfeed = mr.Outfeed()
     infeed = mr.Infeed(numbers(7), on_end="stop")
     total = mr.repeat(10, add, 0.0, infeed=infeed, outfeed=outfeed)
@@ -89,21 +89,21 @@ def test_a_loop_may_be_asked_to_stop_where_the_dataset_ends():
         ({"x": np.zeros(3, np.float32)}, "Element 5 .* structure"),
     ],
 )
-def test_an_element_unlike_the_first_is_named(odd, message):
+def test_an_error_names_the_element_that_differs_from_the_first(odd, message):
     with pytest.raises(mr.ElementError, match=message):
         mr.repeat(10, add, 0.0, infeed=mr.Infeed([*numbers(5), odd]))
 
 
-def test_a_number_that_needs_64_bits_is_named_and_not_cut():
+def test_a_value_that_needs_64_bits_is_an_error_and_not_truncated():
     def elements(last):
         return mr.Infeed([np.array([1, 2]), np.array([-(2**31), last])])
 
     assert int(mr.repeat(2, add, 0, infeed=elements(2**31 - 1))) == 2
-    with pytest.raises(mr.ElementError, match=r"Element 1 .* 2147483648, which int32 does"):
+    with pytest.raises(mr.ElementError, match=r"Element 1 .* 2147483648, which int32"):
         mr.repeat(2, add, 0, infeed=elements(2**31))
 
 
-def test_the_position_can_be_reported_and_restored():
+def test_the_position_can_be_saved_and_restored():
     data = numbers(50)
     first, second = mr.Infeed(data), mr.Infeed(data)
     mr.repeat(17, add, 0.0, infeed=first)
@@ -133,7 +133,7 @@ def test_a_seekable_dataset_is_not_read_from_its_start():
     assert min(data.read) == 9000
 
 
-def test_an_iterator_can_go_forward_but_not_back():
+def test_an_iterator_can_seek_forward_but_not_back():
     with mr.Infeed(iter(numbers(20))) as infeed:
         infeed.seek(5)
         outfeed = mr.Outfeed()
@@ -144,7 +144,7 @@ def test_an_iterator_can_go_forward_but_not_back():
             infeed.seek(0)
 
 
-def test_what_an_iterator_read_ahead_is_not_lost_when_chunks_change_their_size():
+def test_prefetched_elements_survive_a_change_of_chunk_size():
     def endless():
         yield from numbers(10_000)
 
@@ -162,7 +162,7 @@ def test_what_an_iterator_read_ahead_is_not_lost_when_chunks_change_their_size()
     np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10))
 
 
-def test_whoever_fills_the_same_array_again_and_again_loses_nothing():
+def test_a_dataset_may_reuse_one_array_for_all_elements():
     def reusing():
         buffer = np.zeros(1, np.float32)
         for number in range(1000):
@@ -184,7 +184,7 @@ def test_whoever_fills_the_same_array_again_and_again_loses_nothing():
 
 
 class Shuffling:
-    """A loader that gives its elements in another order each time, and counts reads."""
+    """A loader with a new order in every pass; it records what is read."""
 
     def __init__(self, count):
         self.rng, self.count = np.random.default_rng(0), count
@@ -198,7 +198,7 @@ class Shuffling:
 
 
 def taken(infeed, *sizes):
-    """Take chunks of these capacities, each one of its own kind."""
+    """Return the elements of chunks with these capacities, requested one at a time."""
     found = []
     for size in sizes:
         chunk = infeed.chunk(size, only_full=True)
@@ -208,7 +208,7 @@ def taken(infeed, *sizes):
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_chunks_of_any_sizes_are_cut_from_one_pass(closing):
+def test_chunks_of_all_sizes_come_from_one_pass(closing):
     loader = Shuffling(400)
     with mr.Infeed(loader, prefetch_depth=1 + closing) as infeed:
         assert infeed.peek().shape == (3,)
@@ -222,17 +222,17 @@ def test_chunks_of_any_sizes_are_cut_from_one_pass(closing):
     np.testing.assert_array_equal(found, loader.read[:64])
 
 
-def test_no_more_is_kept_than_was_read_ahead():
+def test_memory_is_bounded_by_the_prefetch_depth():
     loader = Shuffling(100_000)
     with mr.Infeed(loader, prefetch_depth=2) as infeed:
         for size in (50, 3, 50, 7) * 20:
             taken(infeed, size)
-    # Three chunks of 50: two staged, one gathered. A small chunk adds nothing to them.
+    # Three chunks of 50: two staged, one being gathered. Small chunks add nothing.
     assert infeed.position == 110 * 20
     assert len(loader.read) <= infeed.position + 3 * 50 + 1
 
 
-def test_a_part_of_a_chunk_that_was_not_used_is_not_lost():
+def test_the_unused_part_of_a_chunk_is_not_lost():
     with mr.Infeed(iter(numbers(40))) as infeed:
         infeed.chunk(8)
         infeed.took(3)
@@ -243,7 +243,7 @@ def test_a_part_of_a_chunk_that_was_not_used_is_not_lost():
 
 
 class Resetting:
-    """An iterator that starts from its first element whenever it is asked for itself."""
+    """An iterator that starts over whenever ``iter`` is called on it."""
 
     def __iter__(self):
         self.next = 0
@@ -254,7 +254,7 @@ class Resetting:
         return np.full(3, self.next - 1, np.float32)
 
 
-def test_an_iterator_that_resets_itself_is_asked_once():
+def test_iter_is_called_only_once_on_an_iterator_that_resets_itself():
     with mr.Infeed(Resetting()) as infeed:
         assert infeed.peek()[0] == 0
         assert taken(infeed, 3, 2, 4) == list(range(9))
@@ -270,13 +270,13 @@ def test_a_slow_generator_is_never_entered_by_two_readers():
             yield np.full(3, number, np.float32)
 
     with mr.Infeed(slow()) as infeed:
-        # Each change finds the reader inside next().
+        # At each change of size, the reader is inside next().
         started = time.perf_counter()
         assert taken(infeed, 2, 1, 3, 1, 2) == list(range(9))
         assert time.perf_counter() - started < 5
 
 
-def test_what_was_read_is_used_while_a_stopped_reader_waits_for_the_dataset():
+def test_elements_already_read_are_used_while_a_stopped_reader_is_blocked():
     released = threading.Event()
 
     def stalling():
@@ -292,7 +292,7 @@ def test_what_was_read_is_used_while_a_stopped_reader_waits_for_the_dataset():
 
 
 @pytest.mark.parametrize("kind", [list, iter], ids=["iterable", "iterator"])
-def test_one_can_seek_forward_from_any_position(kind):
+def test_seeking_forward_works_from_any_position(kind):
     with mr.Infeed(kind(numbers(60))) as infeed:
         assert taken(infeed, 3) == [0, 1, 2]
         infeed.seek(7)
@@ -313,14 +313,14 @@ def test_seeking_forward_stays_within_the_pass():
     assert found == loader.read[:3] + loader.read[50:52]
 
 
-def test_an_iterable_can_be_gone_back_in():
+def test_an_iterable_can_seek_back():
     with mr.Infeed(numbers(30)) as infeed:
         assert taken(infeed, 12) == list(range(12))
         infeed.seek(4)
         assert taken(infeed, 3) == [4, 5, 6]
 
 
-def test_an_error_that_was_read_ahead_comes_after_the_elements_before_it():
+def test_a_prefetched_error_is_raised_after_the_elements_before_it():
     def failing():
         yield from numbers(5)
         raise OSError("disk")
@@ -333,7 +333,7 @@ def test_an_error_that_was_read_ahead_comes_after_the_elements_before_it():
         assert infeed.chunk(1) is None  # the generator has ended
 
 
-def test_an_odd_element_is_named_again_when_asked_again():
+def test_the_error_for_an_odd_element_is_raised_again_on_retry():
     infeed = mr.Infeed(iter([*numbers(3), np.zeros(4, np.float32)]))
     for _ in range(2):
         with pytest.raises(mr.ElementError, match="Element 3 of the dataset"):
@@ -342,7 +342,7 @@ def test_an_odd_element_is_named_again_when_asked_again():
     infeed.close()
 
 
-def test_elements_left_at_the_end_make_smaller_chunks():
+def test_elements_left_at_the_end_fit_smaller_chunks():
     with mr.Infeed(Shuffling(11)) as infeed:
         assert len(taken(infeed, 4, 4)) == 8
         assert infeed.chunk(4, only_full=True) is None
@@ -352,7 +352,7 @@ def test_elements_left_at_the_end_make_smaller_chunks():
 
 
 class FailsOnce:
-    """A dataset that can be read again after an error."""
+    """A dataset that raises in the first pass and works in the second."""
 
     def __init__(self):
         self.has_failed = False
@@ -361,21 +361,21 @@ class FailsOnce:
         for number in range(20):
             if number == 5 and not self.has_failed:
                 self.has_failed = True
-                raise OSError("the disk is away")
+                raise OSError("the disk is gone")
             yield np.float32(number)
 
 
 @pytest.mark.parametrize("on_end", ["error", "stop"])
-def test_after_an_error_the_dataset_is_read_again_from_where_it_stopped(on_end):
+def test_a_retry_after_an_error_continues_where_the_loop_stopped(on_end):
     with mr.Infeed(FailsOnce(), on_end=on_end) as infeed:
-        with pytest.raises(OSError, match="the disk is away"):
+        with pytest.raises(OSError, match="the disk is gone"):
             mr.repeat(10, add, 0.0, infeed=infeed)
         position = infeed.position
         total = mr.repeat(10, add, 0.0, infeed=infeed)
     assert total == sum(range(position, position + 10))
 
 
-def test_a_dataset_that_fails_at_its_first_element_is_asked_again():
+def test_a_dataset_that_failed_at_its_first_element_can_be_retried():
     class Waking:
         has_failed = False
 
@@ -392,7 +392,7 @@ def test_a_dataset_that_fails_at_its_first_element_is_asked_again():
     assert taken(infeed, 4) == [0, 1, 2, 3]
 
 
-def test_an_iterable_that_hands_out_one_generator_is_read_once_too():
+def test_an_iterable_that_always_returns_the_same_generator_works():
     class Shared:
         def __init__(self):
             self.generator = iter(numbers(9))
@@ -405,7 +405,7 @@ def test_an_iterable_that_hands_out_one_generator_is_read_once_too():
     assert float(mr.repeat(3, add, 0.0, infeed=infeed)) == 9.0
 
 
-def test_elements_that_are_there_are_used_when_the_dataset_stalls(caplog):
+def test_a_partial_chunk_is_used_when_the_dataset_stalls(caplog):
     released = threading.Event()
 
     def stalling():
@@ -418,20 +418,20 @@ def test_elements_that_are_there_are_used_when_the_dataset_stalls(caplog):
     released.set()
 
 
-def test_peeking_takes_nothing_even_from_an_iterator():
+def test_peeking_uses_no_element_even_of_an_iterator():
     infeed = mr.Infeed(iter(numbers(3)))
     assert infeed.peek()[0] == 0
     assert float(mr.repeat(3, add, 0.0, infeed=infeed)) == 9.0
 
 
-def test_an_empty_dataset_is_named():
+def test_an_empty_dataset_is_an_error():
     with pytest.raises(mr.DatasetEnded, match="no elements"):
         mr.Infeed([]).peek()
     with pytest.raises(mr.DatasetEnded, match="ended after 0 elements"):
         mr.repeat(1, add, 0.0, infeed=mr.Infeed([]))
 
 
-def test_closing_does_not_hang_on_a_dataset_without_end():
+def test_closing_does_not_hang_on_an_endless_dataset():
     def endless():
         while True:
             yield np.zeros(1000, np.float32)
@@ -446,9 +446,9 @@ def test_closing_does_not_hang_on_a_dataset_without_end():
 
 
 def test_reading_overlaps_with_the_loop():
-    """A host that takes 10 ms and a device that takes 10 ms make 10 ms a step, not 20.
+    """10 ms on the host and 10 ms on the device take 10 ms per step, not 20.
 
-    Someone else may take the machine's time: once in a few attempts is enough.
+    The machine may be busy with something else: one success in a few attempts is enough.
     """
     assert any(overlaps() for _ in range(5))
 
@@ -461,7 +461,7 @@ def overlaps() -> bool:
 
     fed = seconds_of_40_steps(slow())
     device = seconds_of_40_steps([np.ones((40, 40), np.float32)] * 43)
-    # Serial would be device + 40 x 10 ms; leave half of the smaller one as margin.
+    # Serial execution takes device + 40 x 10 ms; the margin is half of the smaller part.
     return fed < device + 0.4 - 0.5 * min(device, 0.4)
 
 
@@ -480,13 +480,13 @@ def seconds_of_40_steps(dataset) -> float:
         return time.perf_counter() - began
 
 
-def test_chunks_follow_the_pattern_of_capacities_and_are_full():
+def test_full_chunks_cycle_through_the_capacities():
     infeed = mr.Infeed(numbers(20))
     sizes = []
     while (chunk := infeed.chunk((3, 3, 2), only_full=True)) is not None:
         sizes.append(chunk.stop)
         infeed.took(chunk.stop)
-    assert sizes == [3, 3, 2, 3, 3, 2, 3]  # the last element makes no full chunk
+    assert sizes == [3, 3, 2, 3, 3, 2, 3]  # the last element does not fill a chunk
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_chunks_follow_the_pattern_of_capacities_and_are_full():
         ({"on_end": "loop"}, "on_end must be 'error' or 'stop'"),
     ],
 )
-def test_wrong_options_are_named(arguments, error):
+def test_invalid_options_are_errors(arguments, error):
     with pytest.raises(ValueError, match=error):
         mr.Infeed(numbers(3), **arguments)
     with pytest.raises(TypeError, match="iterable of pytrees"):
@@ -512,7 +512,6 @@ def left():
 atexit.register(lambda: print("left", left()))  # registered first, called last
 import jax, numpy as np
 import millrace as mr
-from millrace.feeds.stager import Rows
 
 infeed = mr.Infeed({"x": np.zeros(200_000)} for _ in itertools.count())
 infeed.chunk(2, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -520,7 +519,7 @@ print("open", left(), flush=True)
 """
 
 
-def test_python_can_be_left_with_an_infeed_still_open():
+def test_python_can_exit_with_an_open_infeed():
     done = subprocess.run(
         [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=60
     )
@@ -529,7 +528,7 @@ def test_python_can_be_left_with_an_infeed_still_open():
 
 
 class Sharing:
-    """A dataset that reads only the samples it is asked for, and can seek."""
+    """A seekable dataset that can read a part of the samples."""
 
     def __init__(self, rows=slice(0, 4)):
         self.rows, self.start, self.samples_read = rows, 0, []
@@ -551,12 +550,12 @@ class Sharing:
 
 @pytest.mark.parametrize("kind", ["iterable", "iterator", "sharing"])
 def test_a_process_stages_only_its_samples_of_every_element(kind, monkeypatch):
-    """Other processes' devices cannot be had here, so one device stands for a share."""
+    """One device stands in for the devices of one process of several."""
     own = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    rows = Rows(slice(1, 3), 4)
+    samples = SampleSlice(slice(1, 3), 4)
     monkeypatch.setattr(
-        "millrace.feeds.infeed._own_rows",
-        lambda sharding, infeed: (infeed.peek(), rows)[1] if sharding is own else None,
+        "millrace.feeds.infeed._own_samples",
+        lambda sharding, infeed: (infeed.peek(), samples)[1] if sharding is own else None,
     )
     sharing = Sharing()
     dataset = {"iterable": list, "iterator": iter, "sharing": lambda x: x}[kind](sharing)
@@ -571,5 +570,5 @@ def test_a_process_stages_only_its_samples_of_every_element(kind, monkeypatch):
         assert staged(infeed, 2, own) == [[21, 22], [31, 32]]
         assert staged(infeed, 1, own) == [[41, 42]]
         assert infeed.peek().shape == (4,)
-        if kind != "iterator":  # which cannot read again the samples that were cut off
+        if kind != "iterator":  # it cannot read the samples again that were cut off
             assert staged(infeed, 1, None) == [[50, 51, 52, 53]]

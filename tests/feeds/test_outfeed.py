@@ -21,7 +21,7 @@ def test_all_elements_are_kept_in_order_across_loops():
     assert outfeed.dequeue() is None
 
 
-def test_mode_last_keeps_the_newest_only():
+def test_mode_last_keeps_only_the_newest_element():
     outfeed = mr.Outfeed(mode="last")
     mr.repeat(300, count_up, 0, outfeed=outfeed)
     assert outfeed.dequeue() == 299
@@ -60,7 +60,7 @@ def test_another_thread_reads_elements_while_the_program_runs(steps):
     assert before_the_end > 20
 
 
-def test_waiting_returns_everything_once_the_loop_has_ended():
+def test_dequeue_with_wait_returns_everything_when_the_loop_ends():
     outfeed, got = mr.Outfeed(), []
     started = threading.Event()
 
@@ -112,7 +112,7 @@ def test_a_full_outfeed_that_nobody_reads_is_an_error_not_a_hang():
         mr.repeat(600, count_up, 0, outfeed=outfeed)
 
 
-def test_one_that_was_read_once_is_not_waited_for_without_end():
+def test_having_been_read_once_does_not_make_a_full_outfeed_wait_forever():
     outfeed = mr.Outfeed(capacity_bytes=100, patience_seconds=0.2)
     mr.repeat(3, count_up, 0, outfeed=outfeed)
     outfeed.dequeue()
@@ -120,8 +120,8 @@ def test_one_that_was_read_once_is_not_waited_for_without_end():
         mr.repeat(600, count_up, 0, outfeed=outfeed)
 
 
-def test_a_reader_that_is_slow_but_there_is_waited_for():
-    """It takes longer over a block than the loop's patience, but never between elements."""
+def test_the_loop_waits_for_a_slow_reader_that_keeps_reading():
+    """A block takes it longer than patience_seconds, an element does not."""
     outfeed, seen = mr.Outfeed(capacity_bytes=4 * 8, patience_seconds=0.4), []
 
     def read():
@@ -136,7 +136,7 @@ def test_a_reader_that_is_slow_but_there_is_waited_for():
     assert seen == list(range(24))
 
 
-def test_a_reader_is_not_left_waiting_when_the_loop_fails():
+def test_a_reader_stops_waiting_when_the_loop_fails():
     def failing():
         yield np.zeros(1, np.float32)
         raise OSError("disk")
@@ -151,7 +151,7 @@ def test_a_reader_is_not_left_waiting_when_the_loop_fails():
     assert len(seen) == 1
 
 
-def test_reading_what_was_never_filled_is_an_error():
+def test_reading_an_unused_outfeed_is_an_error():
     with pytest.raises(ValueError, match="No loop has filled this outfeed"):
         mr.Outfeed().dequeue()
     with pytest.raises(RuntimeError, match="mode 'all'"):
@@ -159,12 +159,12 @@ def test_reading_what_was_never_filled_is_an_error():
 
 
 @pytest.mark.parametrize("options", [{"mode": "some"}, {"capacity_bytes": 0}])
-def test_wrong_options_are_refused(options):
+def test_invalid_options_are_errors(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         mr.Outfeed(**options)
 
 
-def test_a_reader_is_let_go_when_a_loop_refuses_its_arguments():
+def test_a_reader_stops_waiting_when_the_loop_rejects_its_arguments():
     outfeed = mr.Outfeed()
     reader = threading.Thread(target=lambda: list(outfeed))
     reader.start()
@@ -174,7 +174,7 @@ def test_a_reader_is_let_go_when_a_loop_refuses_its_arguments():
     assert not reader.is_alive()
 
 
-def test_a_loop_of_no_steps_leaves_nothing_and_that_is_no_error():
+def test_a_loop_of_no_steps_leaves_the_outfeed_empty():
     outfeed = mr.Outfeed()
     mr.repeat(0, count_up, 0, outfeed=outfeed)
     assert outfeed.dequeue() is None
@@ -186,8 +186,8 @@ def test_two_loops_cannot_fill_one_outfeed_at_once():
         mr.repeat(1, count_up, 0, outfeed=outfeed)
 
 
-def test_the_buffer_counts_what_it_holds():
-    """A loop that comes by ones hands over stacks of which only one place is used."""
+def test_the_buffer_counts_the_bytes_it_holds():
+    """A loop that runs one step at a time passes stacks that are mostly padding."""
 
     def slowly():
         for _ in range(12):

@@ -234,7 +234,7 @@ def open_infeed(
     stream = Stream(rows, config.resolved_batch_size, seed=seed)
     refed = config.training.refeeding == "detached"
     if plan.num_replicas == 1 and _fits_on_device(ratings, config.data, device):
-        return ResidentRatings(ratings, source.users, stream, refed=refed)
+        return Infeed(ResidentRatings(ratings, source.users, stream, refed=refed))
     batches = RefedStream(stream) if refed else stream
     return Infeed(ParallelStream(batches, config.data.pipeline_num_parallel))
 

@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import Stream
-from millrace.feeds.infeed import Infeed
-from millrace.feeds.stager import Chunk
+from millrace.feeds.device import DeviceDataset
 
 
-class ResidentRatings(Infeed):
+class ResidentRatings(DeviceDataset):
     """The same batches as a stream, built on the device that uses them.
 
     Args:
@@ -31,7 +30,6 @@ class ResidentRatings(Infeed):
     def __init__(
         self, ratings: Ratings, users: np.ndarray, stream: Stream, *, refed: bool
     ) -> None:
-        super().__init__(())
         self._ratings = ratings
         self._users = users.astype(np.int32)
         self._stream = stream
@@ -39,41 +37,18 @@ class ResidentRatings(Infeed):
         self._element = stream.batch(0)
         if refed:
             self._element["refed"] = np.zeros(stream.batch_size, bool)
-        self._served = 0
         self._gathers: dict[Any, Any] = {}
 
     def peek(self) -> Any:
         """Return a batch with the shapes of those to come."""
         return self._element
 
-    def seek(self, position: int) -> None:
-        """Continue at the batch with this number."""
-        self.close()
-        self._position = position
-
-    def chunk(
-        self,
-        capacity: int | tuple[int, ...] | None = None,
-        sharding: Any = None,
-        *,
-        only_full: bool = False,
-    ) -> Chunk:
-        """Return the next batches; the device may still be gathering them."""
-        del only_full  # every chunk is full
-        pattern = capacity if isinstance(capacity, tuple) else (capacity or 1,)
-        if self._chunk is None or self._chunk.start == self._chunk.stop:
-            size = pattern[self._served % len(pattern)]
-            self._served += 1
-            self._chunk = Chunk(self._gather(size, sharding), 0, size)
-        return self._chunk
-
     def close(self) -> None:
-        """Release batches and ratings; a later chunk puts them on the device again."""
-        self._chunk = None
-        self._served = 0
+        """Free the ratings; a later batch puts them on the device again."""
         self._gathers.clear()
 
-    def _gather(self, size: int, sharding: NamedSharding) -> Any:
+    def make(self, position: int, count: int, sharding: NamedSharding) -> Any:
+        """Return the batches from `position` on; the device may still compute them."""
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
         if sharding not in self._gathers:
             tables = jax.device_put(_build_tables(self._ratings), replicated)
@@ -83,7 +58,7 @@ class ResidentRatings(Infeed):
                 out_shardings=sharding,
             )
             self._gathers[sharding] = functools.partial(gather, tables)
-        numbers = range(self._position, self._position + size)
+        numbers = range(position, position + count)
         per_batch = 1 + self._refed
         users = np.stack([self._stream.indices(number // per_batch) for number in numbers])
         is_refed = np.array([number % per_batch for number in numbers], bool)

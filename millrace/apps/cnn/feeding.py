@@ -12,8 +12,8 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData, synthetic_preparation
 from millrace.data.parallel import ParallelStream
 from millrace.data.source import PIXEL_MEAN, PIXEL_STD, PIXEL_TRUNCATION
+from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
-from millrace.feeds.resident import ResidentInfeed
 from millrace.run.run import Run
 
 _MAX_NAMES_SHOWN = 3
@@ -23,7 +23,8 @@ def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) ->
     """Return the training batches, on their way to the devices or there already."""
     samples = config.batching.samples_per_step
     if config.synthetic == "device":
-        return ResidentInfeed(functools.partial(_generate, images, config, samples))
+        generate = functools.partial(_generate, images, config, samples)
+        return Infeed(ResidentDataset(generate))
     stream = images.stream(
         samples,
         batches_per_epoch=batches_per_epoch,

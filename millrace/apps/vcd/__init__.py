@@ -1,1 +1,1 @@
-"""VCD: a variational autoencoder whose posterior is refined by Markov chains."""
+"""Variational contrastive divergence: a VAE whose posterior is refined by HMC."""

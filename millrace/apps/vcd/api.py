@@ -12,26 +12,26 @@ __all__ = ["evaluate", "load", "sample", "train"]
 
 
 def train(**options: Any) -> "RunResult[Generator]":
-    """Train a VAE refined by Markov chains; options as of ``millrace vcd train``.
+    """Train a VAE refined by Markov chains, like ``millrace vcd train``.
 
     Args:
-        options: With underscores: ``config="digits_demo", num_epochs=20``.
+        options: Options with underscores: ``config="digits_demo", num_epochs=20``.
     """
     return call_command("vcd train", options, load)
 
 
 def evaluate(**options: Any) -> RunResult[None]:
-    """Estimate a log-likelihood; the options are those of ``millrace vcd evaluate``."""
+    """Estimate the log-likelihood of a trained model, like ``millrace vcd evaluate``."""
     return call_command("vcd evaluate", options, lambda _: None)
 
 
 def sample(**options: Any) -> RunResult[None]:
-    """Draw pictures into a run directory, as ``millrace vcd sample`` does."""
+    """Save images of a trained model, like ``millrace vcd sample``."""
     return call_command("vcd sample", options, lambda _: None)
 
 
 def load(run: Path | str) -> "Generator":
-    """Return the model that a run has trained."""
+    """Load the model of a run directory or a checkpoint."""
     from millrace.apps.vcd.predictor import load_generator
 
     return load_generator(run)

@@ -1,4 +1,4 @@
-"""Binary pictures, eight pixels to a byte: few enough bytes to lie on the device whole."""
+"""Binary images, packed into bits so that a whole data set fits on the device."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,29 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.vcd.config.common import DataOptions
+from millrace.apps.vcd.config.sections import DataOptions
 from millrace.config import ConfigurationError
 from millrace.data import mnist
 from millrace.data.catalog import DatasetNotFound, download_folder
 from millrace.data.source import ArraySource, DatasetError
+from millrace.feeds.device import DeviceDataset
 
-_SHIFTS = np.arange(8, dtype=np.uint8)[::-1]  # as np.packbits: the highest bit comes first
-_HALF_OF_BYTE = 127  # pixels above it are above a half
+Loader = Callable[[Path], tuple[ArraySource, ArraySource]]
+"""``folder -> (training, test)``."""
 
-_LOADERS: dict[str, tuple[Callable[[Path], tuple[ArraySource, ArraySource]], int]] = {
+_SHIFTS = np.arange(8, dtype=np.uint8)[::-1]  # np.packbits puts the highest bit first
+_HALF_OF_BYTE = 127
+
+_LOADERS: dict[str, tuple[Loader, int]] = {
     "binarized-mnist": (mnist.load_binarized_mnist, 0),
     "fashion-mnist": (mnist.load_fashion_mnist, _HALF_OF_BYTE),
     "mnist": (mnist.load_mnist, _HALF_OF_BYTE),
     "digits": (lambda _: mnist.load_digits(), mnist.DIGITS_MAX_PIXEL // 2),
 }
-"""For each data set what loads it, and the value above which a pixel is 1."""
+"""The loader of each data set, and the value above which a pixel is 1."""
 
 
-class BinaryPictures(NamedTuple):
-    """Some pictures of zeros and ones."""
+class BinaryImages(NamedTuple):
+    """Images of zeros and ones."""
 
     packed: np.ndarray
-    """(pictures, bytes)."""
+    """(images, bytes), uint8."""
     shape: tuple[int, int]
     """Height and width."""
 
@@ -40,82 +44,130 @@ class BinaryPictures(NamedTuple):
 
     @property
     def num_pixels(self) -> int:
-        """Pixels in a picture."""
+        """Pixels per image."""
         return self.shape[0] * self.shape[1]
 
-    def at(self, index: Any) -> jax.Array:
-        """Gather pictures on the device: float32, one row of pixels each."""
+    def gather(self, index: Any) -> jax.Array:
+        """Return the images at `index` on the device: float32, (images, pixels)."""
         return unpack(jnp.asarray(self.packed)[index], self.num_pixels)
 
-    def some(self, which: slice | np.ndarray) -> "BinaryPictures":
-        """Return a part of the pictures."""
-        return BinaryPictures(self.packed[which], self.shape)
+    def subset(self, which: slice | np.ndarray) -> "BinaryImages":
+        """Return some of the images."""
+        return BinaryImages(self.packed[which], self.shape)
 
 
-class PictureData(NamedTuple):
-    """A data set, split."""
+class ImageSplits(NamedTuple):
+    """A data set and its splits."""
 
-    training: BinaryPictures
-    validation: BinaryPictures | None
-    test: BinaryPictures
+    training: BinaryImages
+    validation: BinaryImages | None
+    test: BinaryImages
     name: str
     folder: Path | None
+    """Where it was loaded from; None if it is embedded."""
 
     def describe(self) -> str:
-        """Name the data set and its sizes in a line."""
+        """Return the name and the sizes of the data set in one line."""
         held_out = f", {len(self.validation):,} validation" if self.validation else ""
-        place = f" from {self.folder.resolve()}" if self.folder else ""
+        source = f" from {self.folder.resolve()}" if self.folder else ""
         return (
-            f"{self.name}{place}, {len(self.training):,} training{held_out} and "
-            f"{len(self.test):,} test pictures of {self.training.num_pixels} pixels"
+            f"{self.name}{source}, {len(self.training):,} training{held_out} and "
+            f"{len(self.test):,} test images of {self.training.num_pixels} pixels"
         )
 
 
-def load(options: DataOptions, *, num_validation: int = 0) -> PictureData:
-    """Load the data set that the options name; the last pictures may be held out."""
+def load_images(options: DataOptions, *, num_validation: int = 0) -> ImageSplits:
+    """Load a data set; the last `num_validation` training images are held out."""
     name = options.resolved_dataset
-    load_from, threshold = _LOADERS[name]
-    sources, folder = _find(name, options.dataset_path, load_from)
+    loader, threshold = _LOADERS[name]
+    sources, folder = _load(name, options.dataset_path, loader)
     training, test = (binarize(source.arrays["image"], threshold) for source in sources)
     validation = None
     if num_validation:
         if num_validation >= len(training):
             raise ConfigurationError(
                 f"num_validation is {num_validation}, but {name} has only {len(training)} "
-                "training pictures. Give a smaller --num-validation."
+                "training images. Lower --num-validation."
             )
-        validation = training.some(slice(-num_validation, None))
-        training = training.some(slice(-num_validation))
-    return PictureData(training, validation, test, name, folder)
+        validation = training.subset(slice(-num_validation, None))
+        training = training.subset(slice(-num_validation))
+    return ImageSplits(training, validation, test, name, folder)
 
 
-def _find(
-    name: str,
-    given: Path,
-    load_from: Callable[[Path], tuple[ArraySource, ArraySource]],
+def _load(
+    name: str, folder: Path, loader: Loader
 ) -> tuple[tuple[ArraySource, ArraySource], Path | None]:
-    """Load from the folder given or, where it has no such data set, from the cache."""
+    """Load from `folder`, or from the download cache if the data set is not there."""
     if name == "digits":
-        return load_from(given), None
+        return loader(folder), None
     try:
-        return load_from(given), given
+        return loader(folder), folder
     except DatasetNotFound as error:
         cached = download_folder(name)
         with contextlib.suppress(DatasetNotFound):
-            return load_from(cached), cached
+            return loader(cached), cached
         raise error
 
 
-def binarize(images: np.ndarray, threshold: int) -> BinaryPictures:
-    """Make (pictures, height, width, 1) binary: 1 where above the threshold."""
+def binarize(
+    images: np.ndarray,  # (images, height, width, 1)
+    threshold: int,
+) -> BinaryImages:
+    """Return binary images that are 1 where a pixel is above the threshold."""
     if not len(images):
-        raise DatasetError("There are no pictures in the data set.")
+        raise DatasetError("The data set has no images.")
     pixels = (images > threshold).reshape(len(images), -1)
-    return BinaryPictures(np.packbits(pixels, axis=1), images.shape[1:3])
+    return BinaryImages(np.packbits(pixels, axis=1), images.shape[1:3])
 
 
-def unpack(packed: jax.Array, num_pixels: int) -> jax.Array:
-    """Turn bytes into pixels, on the device."""
+def unpack(
+    packed: jax.Array,  # (..., bytes)
+    num_pixels: int,
+) -> jax.Array:
+    """Unpack bytes into pixels on the device: (..., num_pixels)."""
     bits = (packed[..., None] >> jnp.asarray(_SHIFTS)) & jnp.uint8(1)
     pixels = bits.reshape(*packed.shape[:-1], -1)[..., :num_pixels]
     return pixels.astype(jnp.float32)
+
+
+class ShuffledIndices(DeviceDataset):
+    """Batches of indices, ``{"index": (samples,)}``, in a new order every epoch.
+
+    The order depends only on the seed and the epoch, so a resumed run continues with the
+    batches of the interrupted one. An epoch drops the samples that do not fill a batch,
+    different ones each time.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, *, seed: int) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._batches_per_epoch = num_samples // batch_size
+        self._seed = seed
+        assert self._batches_per_epoch, "checked by schedule_events"
+        self._compiled: dict[Any, Any] = {}
+
+    def peek(self) -> Any:
+        """Return a batch of zeros."""
+        return {"index": np.zeros(self._batch_size, np.int32)}
+
+    def make(self, position: int, count: int, sharding: Any) -> Any:
+        """Return `count` batches from `position` on."""
+        if sharding not in self._compiled:
+            self._compiled[sharding] = jax.jit(
+                self._batches, static_argnums=1, out_shardings=sharding
+            )
+        return self._compiled[sharding](jnp.int32(position), count)
+
+    def _batches(self, position: jax.Array, count: int) -> dict[str, jax.Array]:
+        epoch, first = jnp.divmod(position, self._batches_per_epoch)
+        # One epoch more than `count` batches fill: they may start in the middle of one.
+        num_epochs = -(-count // self._batches_per_epoch) + 1
+        orders = jax.lax.map(self._shuffle, epoch + jnp.arange(num_epochs))
+        batches = orders.reshape(-1, self._batch_size)
+        return {"index": jax.lax.dynamic_slice_in_dim(batches, first, count)}
+
+    def _shuffle(self, epoch: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(self._seed), epoch)
+        order = jax.random.permutation(key, self._num_samples).astype(jnp.int32)
+        used = order[: self._batches_per_epoch * self._batch_size]
+        return used.reshape(self._batches_per_epoch, self._batch_size)

@@ -1,4 +1,4 @@
-"""Grids of pictures as PNG files: samples, reconstructions, and chains at work."""
+"""``millrace vcd sample``: grids of samples, reconstructions and chains."""
 
 import functools
 from pathlib import Path
@@ -8,42 +8,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.vcd import objective
-from millrace.apps.vcd.data import BinaryPictures
+from millrace.apps.vcd.config import SampleConfig, VcdConfig
+from millrace.apps.vcd.data import BinaryImages
+from millrace.apps.vcd.evaluate import chosen_devices
 from millrace.apps.vcd.model import bernoulli_vae, decode
+from millrace.apps.vcd.objective import draw, reconstruction_path
+from millrace.apps.vcd.predictor import load_generator
+from millrace.apps.vcd.program import hmc_settings
 from millrace.apps.vcd.sampler import HmcSettings
+from millrace.plan import Plan
 from millrace.program.compiling import jit
+from millrace.run.run import Run
 
 FOLDER = "pictures"
-"""In the run directory; the report shows what is there."""
+"""Folder in the run directory; the report shows its content."""
 
-_SMALLEST_SIDE = 56  # pixels that a picture of 28 x 28, or a smaller one, is drawn with
-_FRAME = 0.35  # the gray between pictures
+_MIN_SIDE = 56  # smaller images are enlarged to at least this many pixels
+_FRAME = 0.35  # gray between images
 
 Grid = np.ndarray
 """(rows, columns, height, width), from 0 to 1."""
 
 
-@functools.partial(jit, static_argnames=("hmc",))
-def _decoded(
-    params: Any, x: jax.Array, z: jax.Array, step_size: Any, key: jax.Array, hmc: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Decode latents, pictures' means, and the pictures' chains."""
-    draws = objective.draw(key, "vcd", hmc, (x.shape[0], z.shape[-1]))
-    q, path = objective.reconstruction_path(
-        bernoulli_vae(), params, x, draws, step_size, hmc
-    )
-    decoder = params["decoder"]
+def sample(config: SampleConfig, run: Run) -> None:
+    """Save grids of samples, reconstructions and chains in the run directory."""
+    with chosen_devices(config.devices) as devices:
+        model = load_generator(
+            config.checkpoint_dir, split=config.split, dataset_path=config.dataset_path
+        )
+        run.describe(
+            devices[:1],
+            Plan(),
+            None,
+            model=f"{model.checkpoint}, {model.update} updates",
+            dataset=model.dataset,
+        )
+        grids = compute_grids(
+            model.params,
+            model.images,
+            num_rows=config.num_rows,
+            num_columns=config.num_columns,
+            hmc=shown_chains(model.config, config.num_steps),
+            step_size=model.step_size,
+            seed=config.run.seed,
+        )
+    for path in save_grids(grids, run.directory.path / FOLDER, model.update):
+        run.closing_notes[path.stem] = str(path)
+    run.summary["updates"] = model.update
+    run.summary["status"] = "completed"
 
-    def pixels(z: jax.Array) -> jax.Array:
-        return jax.nn.sigmoid(decode(decoder, z))
 
-    return pixels(z), pixels(q.mean), pixels(path)
+def shown_chains(config: VcdConfig, num_steps: int) -> HmcSettings:
+    """Return the settings of chains to look at: a constant step size from the start."""
+    return hmc_settings(config)._replace(num_burn_in_steps=0, num_steps=num_steps)
 
 
-def grids(
+def compute_grids(
     params: Any,
-    pictures: BinaryPictures,
+    images: BinaryImages,
     *,
     num_rows: int,
     num_columns: int,
@@ -51,54 +73,75 @@ def grids(
     step_size: float,
     seed: int = 0,
 ) -> dict[str, Grid]:
-    """Draw pixels' probabilities, always for the same latents and pictures.
+    """Compute grids of pixel probabilities, for the same latents and images every time.
 
-    - prior: decoded draws from the prior.
-    - reconstructions: rows of originals, each above what q(z|x)'s mean decodes to.
+    - prior: decoded samples from the prior.
+    - reconstructions: rows of originals, each above the decoded means of q(z|x).
     - chain: in each row an original, then its chain from q(z|x) on, step by step.
     """
     num_pairs = -(-num_rows // 2)
-    some = max(num_pairs * num_columns, num_rows)
-    where = np.linspace(0, len(pictures) - 1, some).round().astype(int)
-    x = pictures.at(where)
+    count = max(num_pairs * num_columns, num_rows)
+    x = images.gather(_evenly_spaced(len(images), count))
     z_dim = params["decoder"]["hidden1"]["kernel"].shape[0]
     z_key, key = jax.random.split(jax.random.key(seed))
     z = jax.random.normal(z_key, (num_rows * num_columns, z_dim))
-    prior, means, path = _decoded(params, x, z, jnp.float32(step_size), key, hmc)
-    spread = np.linspace(0, some - 1, num_rows).round().astype(int)
-    chain = jnp.concatenate([x[None], path])[:, spread].swapaxes(0, 1)
+    prior, means, path = _decode_all(params, x, z, jnp.float32(step_size), key, hmc)
+    shown = _evenly_spaced(count, num_rows)
+    chain = jnp.concatenate([x[None], path])[:, shown].swapaxes(0, 1)
     pairs = jnp.stack([x, means])[:, : num_pairs * num_columns]
     pairs = pairs.reshape(2, num_pairs, num_columns, -1).swapaxes(0, 1)
-    made = {
+    grids = {
         "prior": prior.reshape(num_rows, num_columns, -1),
         "reconstructions": pairs.reshape(2 * num_pairs, num_columns, -1),
         "chain": chain,
     }
     return {
-        name: np.asarray(grid).reshape(*grid.shape[:2], *pictures.shape)
-        for name, grid in made.items()
+        name: np.asarray(grid).reshape(*grid.shape[:2], *images.shape)
+        for name, grid in grids.items()
     }
 
 
-def save_grid(grid: Grid, path: Path) -> None:
-    """Write a grid as a PNG; 1 is white."""
+def _evenly_spaced(length: int, count: int) -> np.ndarray:
+    return np.linspace(0, length - 1, count).round().astype(int)
+
+
+@functools.partial(jit, static_argnames=("hmc",))
+def _decode_all(
+    params: Any,
+    x: jax.Array,  # (images, pixels)
+    z: jax.Array,  # (samples, z_dim)
+    step_size: jax.Array,  # ()
+    key: jax.Array,
+    hmc: HmcSettings,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Decode latents, the means of q(z|x), and the chains of the images."""
+    draws = draw(key, "vcd", hmc, (x.shape[0], z.shape[-1]))
+    q, path = reconstruction_path(bernoulli_vae(), params, x, draws, step_size, hmc)
+
+    def pixels(z: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(decode(params["decoder"], z))
+
+    return pixels(z), pixels(q.mean), pixels(path)
+
+
+def save_grids(grids: dict[str, Grid], folder: Path, update: int) -> list[Path]:
+    """Save each grid as ``<name>-<update>.png``."""
+    paths = []
+    for name, grid in grids.items():
+        paths.append(folder / f"{name}-{update:09d}.png")
+        _save_grid(grid, paths[-1])
+    return paths
+
+
+def _save_grid(grid: Grid, path: Path) -> None:
     from PIL import Image
 
     rows, columns, height, width = grid.shape
-    factor = max(1, -(-_SMALLEST_SIDE // max(height, width)))
-    large = grid.repeat(factor, 2).repeat(factor, 3)
-    framed = np.pad(large, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=_FRAME)
+    factor = max(1, -(-_MIN_SIDE // max(height, width)))
+    enlarged = grid.repeat(factor, 2).repeat(factor, 3)
+    framed = np.pad(enlarged, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=_FRAME)
     whole = framed.transpose(0, 2, 1, 3).reshape(
         rows * (height * factor + 1), columns * (width * factor + 1)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray((whole * 255).round().astype(np.uint8)).save(path, optimize=True)
-
-
-def save_grids(made: dict[str, Grid], folder: Path, update: int) -> list[Path]:
-    """Write ``<kind>-<update>.png`` for each grid."""
-    paths = []
-    for name, grid in made.items():
-        paths.append(folder / f"{name}-{update:09d}.png")
-        save_grid(grid, paths[-1])
-    return paths

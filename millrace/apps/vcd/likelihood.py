@@ -1,7 +1,7 @@
-"""The log-likelihood of pictures by importance sampling, streamed: memory stays flat.
+"""The log-likelihood of images by importance sampling, in constant memory.
 
-log p(x) is estimated by log (1/S) sum_s p(x, z_s) / r(z_s|x), which on average is a lower
-bound. Three normal proposals r are tried, each a little wider than what it is made from.
+log p(x) is estimated by log (1/S) sum_s p(x, z_s) / r(z_s|x), which is a lower bound on
+average. There are three normal proposals r, each somewhat wider than its source.
 """
 
 import functools
@@ -13,50 +13,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from millrace.apps.vcd.config.common import TestOptions
-from millrace.apps.vcd.data import BinaryPictures, unpack
-from millrace.apps.vcd.model import Gaussian, Model, bernoulli_vae, log_prior
-from millrace.apps.vcd.sampler import HmcSettings, draw_noise, sample, start
+from millrace.apps.vcd.config.sections import LikelihoodOptions
+from millrace.apps.vcd.data import BinaryImages, unpack
+from millrace.apps.vcd.model import (
+    SMALLEST_STD,
+    Gaussian,
+    Model,
+    bernoulli_vae,
+    log_prior,
+)
+from millrace.apps.vcd.sampler import HmcSettings, draw_noise, run_chains, start_chains
 from millrace.data.source import ArraySource
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
 
 PROPOSALS = ("encoder", "hmc_mean", "hmc")
-"""Mean and standard deviation: both the encoder's; the chain's and the encoder's; both
-the chain's."""
+"""Sources of mean and std: the encoder for both; the chain and the encoder; the chain."""
 
-_OVERDISPERSION = 1.2
-_SMALLEST_STD = 1e-4
-_GROUPS_PER_CALL = 20
-"""Groups of samples between two looks at the clock."""
+_OVERDISPERSION = 1.2  # too narrow a proposal has weights of huge variance
+_GROUPS_PER_CALL = 20  # between two progress reports
 
 Progress = Callable[[int, int], None]
-"""Told how many calls are done, of how many."""
+"""Called with the number of finished calls and of all calls."""
 
 
 class LogLikelihoods(NamedTuple):
-    """Estimates for each picture by each proposal."""
+    """Log-likelihood estimates of every image by every proposal."""
 
     values: dict[str, np.ndarray]
+    """(images,) by proposal."""
     num_batches: int
 
     @property
     def best(self) -> np.ndarray:
-        """Each picture's highest estimate: all are lower bounds on average."""
+        """The highest estimate of each image; all are lower bounds on average."""
         return np.max(list(self.values.values()), axis=0)
 
     def metrics(self, split: str) -> dict[str, float]:
-        """Return the means: of the best estimates, and of each proposal's."""
+        """Return the means of the best estimates and of each proposal."""
         return {f"{split}_log_likelihood": float(self.best.mean())} | {
             f"{split}_log_likelihood_{name}": float(values.mean())
             for name, values in self.values.items()
         }
 
     def statistics(self) -> dict[str, Any]:
-        """Return what a results file keeps."""
+        """Return the content of the results file."""
         count = len(self.best)
 
-        def of(values: np.ndarray) -> dict[str, float]:
+        def summarize(values: np.ndarray) -> dict[str, float]:
             return {
                 "mean": float(values.mean()),
                 "std": float(values.std()),
@@ -66,74 +70,53 @@ class LogLikelihoods(NamedTuple):
         return {
             "num_pictures": count,
             "num_batches": self.num_batches,
-            "best": of(self.best),
-            **{name: of(values) for name, values in self.values.items()},
+            "best": summarize(self.best),
+            **{name: summarize(values) for name, values in self.values.items()},
         }
 
 
-def log_likelihoods(
+def estimate_log_likelihoods(
     params: Any,
-    pictures: BinaryPictures,
-    options: TestOptions,
+    images: BinaryImages,
+    options: LikelihoodOptions,
     *,
     seed: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> LogLikelihoods:
-    """Estimate the log-likelihood of every picture.
-
-    Args:
-        params: The model's weights.
-        pictures: Whose likelihood.
-        options: How many samples, and how chains are run.
-        seed: Of all randomness.
-        progress: Called now and then.
-    """
-    hmc = _hmc(options)
-    num_pixels, group_size = pictures.num_pixels, options.importance_group_size
+    """Estimate the log-likelihood of every image."""
+    model, hmc = bernoulli_vae(), _hmc_settings(options)
+    num_pixels, group_size = images.num_pixels, options.importance_group_size
     batches = EvaluationBatches(
-        ArraySource({"packed": pictures.packed}), options.test_micro_batch_size
+        ArraySource({"packed": images.packed}), options.test_micro_batch_size
     )
     calls = list(_calls(options))
     total, done = len(batches) * len(calls), 0
     key = jax.random.key(seed)
-    found = []
-    # All of it in 32 bits: a likelihood is compared to a hundredth of a nat.
+    results = []
+    # In full float32: likelihoods are compared to a hundredth of a nat.
     with jax.default_matmul_precision("float32"):
         for number, batch in enumerate(batches):
             packed, valid = batch["batch"]["packed"], batch["valid"]
             chain_key, sample_key = jax.random.split(jax.random.fold_in(key, number))
             x = unpack(jnp.asarray(packed), num_pixels)
             size = options.test_step_size
-            proposed = _propose(params, x, valid, size, chain_key, hmc)
-            so_far = jnp.full((len(PROPOSALS), len(valid)), -jnp.inf)
+            proposals = build_proposals(model, params, x, valid, hmc, size, chain_key)
+            log_sum = jnp.full((len(PROPOSALS), len(valid)), -jnp.inf)
             for first, count in calls:
                 groups = jnp.arange(first, first + count)
                 keys = jax.vmap(lambda n, k=sample_key: jax.random.fold_in(k, n))(groups)
-                before = so_far
-                so_far = _add(params, x, proposed, so_far, keys, group_size)
-                jax.block_until_ready(before)  # so that what is shown is done
+                previous = log_sum
+                log_sum = add_groups(model, params, x, proposals, log_sum, keys, group_size)
+                # Dispatch is asynchronous; without this, progress would run ahead.
+                jax.block_until_ready(previous)
                 done += 1
                 progress(done, total)
-            found.append(np.asarray(so_far)[:, valid])
-    values = np.concatenate(found, 1) - np.log(options.num_importance_samples)
+            results.append(np.asarray(log_sum)[:, valid])
+    values = np.concatenate(results, 1) - np.log(options.num_importance_samples)
     return LogLikelihoods(dict(zip(PROPOSALS, values, strict=True)), len(batches))
 
 
-@functools.partial(jit, static_argnames="hmc")
-def _propose(
-    params: Any, x: Any, valid: Any, step_size: float, key: Any, hmc: HmcSettings
-) -> Gaussian:
-    return proposals(bernoulli_vae(), params, x, valid, hmc, step_size, key)
-
-
-@functools.partial(jit, static_argnames="group_size")
-def _add(
-    params: Any, x: Any, proposed: Gaussian, so_far: Any, keys: Any, group_size: int
-) -> jax.Array:
-    return add_groups(bernoulli_vae(), params, x, proposed, so_far, keys, group_size)
-
-
-def _hmc(options: TestOptions) -> HmcSettings:
+def _hmc_settings(options: LikelihoodOptions) -> HmcSettings:
     return HmcSettings(
         num_burn_in_steps=options.num_test_burn_in_steps,
         num_steps=options.num_test_hmc_steps,
@@ -143,65 +126,58 @@ def _hmc(options: TestOptions) -> HmcSettings:
     )
 
 
-def _calls(options: TestOptions) -> Iterator[tuple[int, int]]:
-    """Cut the groups of samples into calls: the first group of each, and how many."""
+def _calls(options: LikelihoodOptions) -> Iterator[tuple[int, int]]:
+    """Yield the first group of samples and the number of groups of each call."""
     groups = options.num_importance_samples // options.importance_group_size
     for first in range(0, groups, _GROUPS_PER_CALL):
         yield first, min(_GROUPS_PER_CALL, groups - first)
 
 
-def proposals(
+@functools.partial(jit, static_argnames=("model", "hmc"))
+def build_proposals(
     model: Model,
     params: Any,
-    x: jax.Array,
-    valid: jax.Array,
+    x: jax.Array,  # (images, pixels)
+    valid: jax.Array,  # (images,): False for padding
     hmc: HmcSettings,
     step_size: float,
     key: jax.Array,
 ) -> Gaussian:
-    """Return the three proposals for each row of `x`, stacked along dim 0."""
+    """Return the three proposals of each image: (proposals, images, z_dim)."""
     q = model.encode(params["encoder"], x)
     target = model.log_joint(params["decoder"], x)
     num_valid = valid.sum()
-    shape = (q.mean.shape[0], q.mean.shape[1])
-    chains = sample(
+    num_images, z_dim = q.mean.shape
+    result = run_chains(
         target,
-        start(target, q.mean),
-        draw_noise(key, hmc.total_steps, shape),
+        start_chains(target, q.mean),
+        draw_noise(key, hmc.total_steps, (num_images, z_dim)),
         jnp.float32(step_size),
         hmc,
+        # Padding must not influence the step size of the other chains.
         average=lambda accepted: jnp.where(valid, accepted, 0).sum() / num_valid,
     )
-    kept = chains.positions[hmc.num_burn_in_steps :]
-    mean, std = kept.mean(0), jnp.maximum(kept.std(0), _SMALLEST_STD)
+    kept = result.positions[hmc.num_burn_in_steps :]
+    mean, std = kept.mean(0), jnp.maximum(kept.std(0), SMALLEST_STD)
     return Gaussian(
         jnp.stack([q.mean, mean, mean]),
         _OVERDISPERSION * jnp.stack([q.std, q.std, std]),
     )
 
 
+@functools.partial(jit, static_argnames=("model", "group_size"))
 def add_groups(
     model: Model,
     params: Any,
-    x: jax.Array,
-    proposed: Gaussian,
-    so_far: jax.Array,
-    keys: jax.Array,
+    x: jax.Array,  # (images, pixels)
+    proposals: Gaussian,  # (proposals, images, z_dim)
+    log_sum: jax.Array,  # (proposals, images), -inf at first
+    keys: jax.Array,  # (groups,)
     group_size: int,
 ) -> jax.Array:
-    """Add groups of samples to the log of the sum of weights.
+    """Add groups of importance samples to the log of the sum of their weights."""
 
-    Args:
-        model: Its decoder's likelihood is what counts.
-        params: The model's weights.
-        x: (pictures, pixels).
-        proposed: (proposals, pictures, dims).
-        so_far: (proposals, pictures), -inf at first.
-        keys: One for each group.
-        group_size: Samples in a group.
-    """
-
-    def one_proposal(item: tuple[Gaussian, jax.Array]) -> jax.Array:
+    def sum_group(item: tuple[Gaussian, jax.Array]) -> jax.Array:
         q, key = item
         noise = jax.random.normal(key, (group_size, *q.mean.shape))
         z = q.at(noise)
@@ -210,8 +186,10 @@ def add_groups(
         )
         return jax.nn.logsumexp(weights, axis=0)
 
-    def group(so_far: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
-        own = jax.random.split(key, proposed.mean.shape[0])
-        return jnp.logaddexp(so_far, lax.map(one_proposal, (proposed, own))), None
+    def add_group(log_sum: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+        proposal_keys = jax.random.split(key, proposals.mean.shape[0])
+        # One proposal at a time: three groups at once would need three times the memory.
+        group = lax.map(sum_group, (proposals, proposal_keys))
+        return jnp.logaddexp(log_sum, group), None
 
-    return lax.scan(group, so_far, keys)[0]
+    return lax.scan(add_group, log_sum, keys)[0]

@@ -1,7 +1,7 @@
-"""The model: latent Gaussian z, binary pixels x, a decoder, and two encoders for q(z|x).
+"""The model: a Gaussian latent z, binary pixels x, a decoder, and two encoders for q(z|x).
 
-Weights are plain dictionaries. Their first two names are the scopes that have learning
-rates of their own: ``encoder/mean``, ``encoder/std`` and ``decoder``.
+Weights are plain dictionaries. The first names of their paths are the scopes that have
+learning rates of their own: ``encoder/mean``, ``encoder/std`` and ``decoder``.
 """
 
 import functools
@@ -16,9 +16,9 @@ from jax import lax
 Tree = dict[str, Any]
 
 Target = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-"""``position -> (log density, its gradient)``, one row per chain."""
+"""``position (chains, z_dim) -> (log density (chains,), gradient (chains, z_dim))``."""
 
-_SMALLEST_STD = 1e-4
+SMALLEST_STD = 1e-4
 _LOG_2_PI = math.log(2 * math.pi)
 
 
@@ -26,10 +26,12 @@ class Gaussian(NamedTuple):
     """A normal distribution with independent dims, one row per sample."""
 
     mean: jax.Array
+    """(..., z_dim)."""
     std: jax.Array
+    """(..., z_dim)."""
 
     def at(self, noise: jax.Array) -> jax.Array:
-        """Turn standard normal noise into a draw."""
+        """Transform standard normal noise into samples."""
         return self.mean + self.std * noise
 
     def scaled_distance(self, z: jax.Array) -> jax.Array:
@@ -47,21 +49,21 @@ class Gaussian(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What the objective and the evaluation need to know of a model."""
+    """The functions of a model that the objective and the evaluation need."""
 
     encode: Callable[[Any, jax.Array], Gaussian]
-    """``(encoder's weights, x) -> q(z|x)``."""
+    """``(encoder weights, x) -> q(z|x)``."""
     log_likelihood: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    """``(decoder's weights, x, z) -> log p(x|z)``, differentiable in the weights."""
+    """``(decoder weights, x, z) -> log p(x|z)``, differentiable in the weights."""
     log_joint: Callable[[Any, jax.Array], Target]
-    """``(decoder's weights, x) -> target``: log p(x, z) and its gradient in z."""
+    """``(decoder weights, x) -> target``: log p(x, z) and its gradient in z."""
 
 
 @functools.partial(jax.jit, static_argnames=("num_pixels", "z_dim", "num_hidden"))
 def init_params(
     key: jax.Array, *, num_pixels: int, z_dim: int, num_hidden: int = 200
 ) -> Tree:
-    """Draw weights as the references do, biases included."""
+    """Draw weights and biases as the reference implementations do."""
     mean_key, std_key, decoder_key = jax.random.split(key, 3)
     hidden = (num_hidden, num_hidden)
     return {
@@ -76,13 +78,13 @@ def init_params(
 def _init_mlp(key: jax.Array, sizes: tuple[int, ...]) -> Tree:
     layers = {}
     last = len(sizes) - 2
-    for place, num_in in enumerate(sizes[:-1]):
-        num_out = sizes[place + 1]
-        # By the number of outputs, and 1 for the last layer: so it is published.
-        std = 1.0 if place == last else num_out**-0.5
+    for index, num_in in enumerate(sizes[:-1]):
+        num_out = sizes[index + 1]
+        # By fan-out, and 1 for the last layer, as in the published code.
+        std = 1.0 if index == last else num_out**-0.5
         key, own = jax.random.split(key)
         drawn = std * jax.random.normal(own, (num_in + 1, num_out))
-        layers["output" if place == last else f"hidden{place + 1}"] = {
+        layers["output" if index == last else f"hidden{index + 1}"] = {
             "kernel": drawn[:-1],
             "bias": drawn[-1],
         }
@@ -90,34 +92,47 @@ def _init_mlp(key: jax.Array, sizes: tuple[int, ...]) -> Tree:
 
 
 def bernoulli_vae() -> Model:
-    """Return the model of the paper; sizes are in the weights."""
+    """Return the model of the paper; the weights determine its sizes."""
     return Model(encode, log_likelihood, log_joint)
 
 
-def encode(encoder: Tree, x: jax.Array) -> Gaussian:
+def encode(
+    encoder: Tree,
+    x: jax.Array,  # (samples, pixels)
+) -> Gaussian:
     """Return q(z|x); its standard deviations are above 1e-4."""
     mean, _ = _mlp(encoder["mean"], x)
     activation, _ = _mlp(encoder["std"], x)
-    return Gaussian(mean, jnp.logaddexp(activation, _SMALLEST_STD))
+    return Gaussian(mean, jnp.logaddexp(activation, SMALLEST_STD))
 
 
-def decode(decoder: Tree, z: jax.Array) -> jax.Array:
+def decode(
+    decoder: Tree,
+    z: jax.Array,  # (..., z_dim)
+) -> jax.Array:
     """Return the logits of all pixels."""
     logits, _ = _mlp(decoder, z)
     return logits
 
 
-def log_likelihood(decoder: Tree, x: jax.Array, z: jax.Array) -> jax.Array:
-    """Return log p(x|z) of each row, summed over pixels."""
+def log_likelihood(
+    decoder: Tree,
+    x: jax.Array,  # (samples, pixels)
+    z: jax.Array,  # (..., samples, z_dim)
+) -> jax.Array:
+    """Return log p(x|z) of each sample, summed over its pixels."""
     return _bernoulli(decode(decoder, z), x)
 
 
-def log_joint(decoder: Tree, x: jax.Array) -> Target:
+def log_joint(
+    decoder: Tree,
+    x: jax.Array,  # (samples, pixels)
+) -> Target:
     """Return the target of the chains: log p(x, z) as a function of z.
 
-    The gradient is written out. It needs only the signs of the activations, which the
-    forward pass has; and where a caller drops the log density, all that it alone needs
-    is dropped by the compiler.
+    The gradient is written out: it needs only the signs of the activations, which the
+    forward pass has. If a caller ignores the log density, the compiler drops whatever
+    only the density needs.
     """
 
     def target(z: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +147,7 @@ def log_joint(decoder: Tree, x: jax.Array) -> Target:
 
 
 def log_prior(z: jax.Array) -> jax.Array:
-    """Return the log density of each row under the standard normal prior."""
+    """Return the log density of each row of `z` under the standard normal prior."""
     return -0.5 * (jnp.square(z) + _LOG_2_PI).sum(-1)
 
 
@@ -141,7 +156,7 @@ def _bernoulli(logits: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _mlp(layers: Tree, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the output, and the hidden layers' activations by name."""
+    """Return the output, and the activations of the hidden layers by name."""
     hidden = {}
     for name, layer in layers.items():
         if name != "output":
@@ -158,7 +173,7 @@ def _times_transposed(x: jax.Array, layer: Tree) -> jax.Array:
 
 
 def _product(x: jax.Array, kernel: jax.Array, dim: int) -> jax.Array:
-    """Multiply in the weights' type, 16 bits maybe; the result is float32."""
+    """Multiply in the type of the weights, which may have 16 bits, into float32."""
     contracted = (((x.ndim - 1,), (dim,)), ((), ()))
     return lax.dot_general(
         x.astype(kernel.dtype), kernel, contracted, preferred_element_type=jnp.float32

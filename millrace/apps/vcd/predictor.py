@@ -1,43 +1,92 @@
-"""A trained VAE in the hand: pictures from the prior, and reconstructions."""
+"""A trained model: load it, draw samples, reconstruct images."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.vcd.config import VcdConfig
-from millrace.apps.vcd.config.commands import SampleConfig
+from millrace.apps.vcd.data import BinaryImages, load_images
 from millrace.apps.vcd.model import decode, encode
-from millrace.apps.vcd.trained import load_trained
+from millrace.apps.vcd.program import init_weights
+from millrace.checkpoint.store import restore_part
+from millrace.config import ConfigurationError, replace_options
+from millrace.program.step import Weights
+from millrace.run.saved import find_run
 
 
 class Generator(NamedTuple):
-    """A trained model; pictures are arrays (number, height, width) from 0 to 1."""
+    """A trained model; images are arrays (images, height, width) from 0 to 1."""
 
     config: VcdConfig
+    """The configuration of its training."""
     params: Any
-    picture_shape: tuple[int, int]
+    images: BinaryImages
+    """A split of its data set."""
+    dataset: str
+    """Name and size of the split."""
     checkpoint: Path
+    update: int
+    """The number of updates it was trained for."""
+    step_size: float
+    """HMC step size, as last reported in training."""
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        return self.images.shape
 
     def sample(self, count: int = 16, *, seed: int = 0) -> np.ndarray:
-        """Return the probability of each pixel in pictures drawn from the prior."""
-        z = jax.random.normal(jax.random.key(seed), (count, self.config.z_dim))
-        return self._pixels(z)
+        """Return the pixel probabilities of images drawn from the prior."""
+        z_dim = self.config.model.z_dim
+        return self._pixels(jax.random.normal(jax.random.key(seed), (count, z_dim)))
 
-    def reconstruct(self, pictures: Any) -> np.ndarray:
-        """Return what the model makes of pictures, by the mean of q(z|x)."""
-        flat = jnp.asarray(pictures, jnp.float32).reshape(len(pictures), -1)
+    def reconstruct(self, images: Any) -> np.ndarray:
+        """Return reconstructions of images, decoded from the mean of q(z|x)."""
+        flat = jnp.asarray(images, jnp.float32).reshape(len(images), -1)
         return self._pixels(encode(self.params["encoder"], flat).mean)
 
     def _pixels(self, z: jax.Array) -> np.ndarray:
         pixels = jax.nn.sigmoid(decode(self.params["decoder"], z))
-        return np.asarray(pixels).reshape(-1, *self.picture_shape)
+        return np.asarray(pixels).reshape(-1, *self.image_shape)
 
 
-def load_generator(path: Path | str) -> Generator:
-    """Read the newest checkpoint of a ``vcd train`` run, or the one that is named."""
-    trained = load_trained(SampleConfig(checkpoint_dir=Path(path)))
-    shape = trained.pictures.shape
-    return Generator(trained.config, trained.params, (shape[0], shape[1]), trained.path)
+def load_generator(
+    path: Path | str,
+    *,
+    split: Literal["test", "validation", "training"] = "test",
+    dataset_path: Path | None = None,
+) -> Generator:
+    """Load the newest checkpoint of a ``vcd train`` run, or the one at `path`.
+
+    Args:
+        path: A run directory or a checkpoint.
+        split: The images to load with it.
+        dataset_path: Where the data set is now; by default, where it was in training.
+    """
+    saved = find_run(Path(path), command="vcd train")
+    saved.check_command("vcd-train")
+    config = saved.build_config(VcdConfig, without=("results_dir",))
+    if dataset_path is not None:
+        config = replace_options(config, dataset_path=dataset_path)
+    splits = load_images(config.data, num_validation=config.workflow.num_held_out)
+    images: BinaryImages | None = getattr(splits, split)
+    if images is None:
+        raise ConfigurationError(
+            "There is no validation split: the model was trained without --validation."
+        )
+    like = jax.eval_shape(lambda: init_weights(config, images.num_pixels))
+    checkpoint = saved.newest()
+    restored = restore_part(checkpoint, Weights(like))
+    metrics = restored.manifest["metrics"]
+    return Generator(
+        config,
+        jax.device_put(restored.state.params),
+        images,
+        f"{splits.name}, {len(images):,} {split} images",
+        checkpoint,
+        restored.manifest["update"],
+        float(metrics.get("train_step_size", config.model.step_size)),
+    )

@@ -1,7 +1,7 @@
-"""Hamiltonian Monte Carlo as pure functions: many chains at once, one step size.
+"""Hamiltonian Monte Carlo as pure functions: many chains, one step size.
 
-Nothing here draws random numbers but ``draw_noise``: given the same noise, a chain is a
-deterministic function of where it starts.
+Only ``draw_noise`` draws random numbers: given the noise, a chain is a deterministic
+function of its start.
 """
 
 import functools
@@ -19,39 +19,42 @@ from millrace.apps.vcd.model import Target
 _ABOVE_MINUS_1 = float(np.nextafter(np.float32(-1.0), np.float32(0.0)))
 
 Average = Callable[[jax.Array], jax.Array]
-"""Turns one number per chain into their mean, over all chains that share a step size."""
+"""``(chains,) -> ()``: the mean over all chains that share a step size."""
 
 
 class Chain(NamedTuple):
-    """Where the chains are, and what is known of the target there: never computed anew."""
+    """Positions of the chains, and the target there, so that it is computed only once."""
 
     position: jax.Array
+    """(chains, z_dim)."""
     log_density: jax.Array
+    """(chains,)."""
     gradient: jax.Array
+    """(chains, z_dim)."""
 
 
 class Noise(NamedTuple):
-    """All randomness of a number of steps."""
+    """The random numbers of some HMC steps."""
 
     momentum: jax.Array
-    """(steps, chains, dims), standard normal."""
+    """(steps, chains, z_dim), standard normal."""
     uniform: jax.Array
-    """(steps, chains), between 0 and 1: what a proposal's probability must exceed."""
+    """(steps, chains), in (0, 1): a proposal with a higher probability is accepted."""
 
 
 class HmcSettings(NamedTuple):
-    """How chains are run."""
+    """Settings of the chains."""
 
     num_burn_in_steps: int = 8
-    """Steps after each of which the step size is adapted."""
+    """Steps that adapt the step size."""
     num_steps: int = 0
-    """Steps after them, with the step size they have led to."""
+    """Steps after burn-in, with a constant step size."""
     num_leapfrog_steps: int = 5
     acceptance_target: float = 0.9
     adaption_rate: float = 0.01
-    """By how much the step size follows the acceptance; 0 keeps it constant."""
+    """How fast the step size follows the acceptance rate; 0 keeps it constant."""
     unroll: bool = False
-    """Compile all steps one after the other instead of as loops."""
+    """Compile the steps one after the other instead of as loops."""
 
     @property
     def total_steps(self) -> int:
@@ -59,96 +62,97 @@ class HmcSettings(NamedTuple):
         return self.num_burn_in_steps + self.num_steps
 
 
-class Sampled(NamedTuple):
-    """What became of the chains."""
+class ChainResult(NamedTuple):
+    """The chains after their last step."""
 
     chain: Chain
     step_size: jax.Array
     acceptance: jax.Array
-    """The mean over all steps."""
+    """Mean acceptance rate over all steps."""
     positions: jax.Array
-    """(steps, chains, dims), those of burn-in first."""
+    """(steps, chains, z_dim), burn-in first."""
 
 
-Follow = Callable[[Chain, jax.Array, jax.Array], tuple[Chain, jax.Array]]
-"""``(chain, momentum, step size) -> (chain, momentum)``: the end of a trajectory."""
+Trajectory = Callable[[Chain, jax.Array, jax.Array], tuple[Chain, jax.Array]]
+"""``(chain, momentum, step size) -> (chain, momentum)`` at the end of a trajectory."""
 
 
 def draw_noise(key: jax.Array, num_steps: int, shape: tuple[int, int]) -> Noise:
-    """Draw what `num_steps` steps of (chains, dims) need.
+    """Draw the noise for `num_steps` steps of (chains, z_dim).
 
-    All in one call, which on a GPU is one kernel: normal and uniform numbers are both
-    made from the same uniform ones.
+    One call draws everything, which is a single kernel on a GPU: the normal numbers are
+    transformed uniform ones.
     """
-    num_chains, num_dims = shape
-    # Above -1, where the inverse error function is still finite.
+    num_chains, z_dim = shape
+    # The inverse error function is infinite at -1.
     drawn = jax.random.uniform(
-        key, (num_steps, num_chains, num_dims + 1), minval=_ABOVE_MINUS_1, maxval=1.0
+        key, (num_steps, num_chains, z_dim + 1), minval=_ABOVE_MINUS_1, maxval=1.0
     )
     return Noise(
-        math.sqrt(2) * lax.erf_inv(drawn[..., :num_dims]),
-        0.5 * (drawn[..., num_dims] + 1),
+        math.sqrt(2) * lax.erf_inv(drawn[..., :z_dim]), 0.5 * (drawn[..., z_dim] + 1)
     )
 
 
-def start(target: Target, position: jax.Array) -> Chain:
-    """Begin chains at `position`."""
+def start_chains(target: Target, position: jax.Array) -> Chain:
+    """Start chains at `position`."""
     return Chain(position, *target(position))
 
 
-def sample(
+def run_chains(
     target: Target,
     chain: Chain,
     noise: Noise,
-    step_size: jax.Array,
+    step_size: jax.Array,  # ()
     settings: HmcSettings,
     average: Average = jnp.mean,
-) -> Sampled:
-    """Run chains through all their steps.
+) -> ChainResult:
+    """Run the chains for all their steps.
 
     Args:
         target: The log density to sample from, and its gradient.
-        chain: From ``start`` or an earlier call.
+        chain: From ``start_chains`` or an earlier call.
         noise: For `settings.total_steps` steps.
-        step_size: A scalar.
-        settings: How many steps of which kind.
-        average: Means the acceptance over all chains that share the step size.
+        step_size: Shared by all chains.
+        settings: The number and kind of steps.
+        average: Averages the acceptance over all chains that share the step size.
     """
-    follow = functools.partial(
+    trajectory = functools.partial(
         leapfrog, target, num_steps=settings.num_leapfrog_steps, unroll=settings.unroll
     )
-
-    # One loop for both kinds of steps: after burn-in the rate is 0.
-    burns_in = np.arange(settings.total_steps) < settings.num_burn_in_steps
-    rates = np.where(burns_in, settings.adaption_rate, 0.0).astype(np.float32)
+    # One loop for both kinds of steps: after burn-in the adaption rate is 0.
+    is_burn_in = np.arange(settings.total_steps) < settings.num_burn_in_steps
+    rates = np.where(is_burn_in, settings.adaption_rate, 0.0).astype(np.float32)
 
     def step(
         carry: tuple[Chain, jax.Array], item: tuple[Noise, jax.Array]
     ) -> tuple[tuple[Chain, jax.Array], tuple[jax.Array, jax.Array]]:
         chain, step_size = carry
         noise, rate = item
-        chain, accepted = hmc_step(follow, chain, noise, step_size)
+        chain, accepted = hmc_step(trajectory, chain, noise, step_size)
         acceptance = average(accepted.astype(jnp.float32))
-        step_size = adapt(step_size, acceptance, rate, settings.acceptance_target)
+        step_size = adapt_step_size(step_size, acceptance, rate, settings.acceptance_target)
         return (chain, step_size), (chain.position, acceptance)
 
     carry, (positions, acceptance) = lax.scan(
         step, (chain, step_size), (noise, jnp.asarray(rates)), unroll=settings.unroll or 1
     )
-    return Sampled(*carry, acceptance.mean(), positions)
+    return ChainResult(*carry, acceptance.mean(), positions)
 
 
 def hmc_step(
-    follow: Follow, chain: Chain, noise: Noise, step_size: jax.Array
+    trajectory: Trajectory,
+    chain: Chain,
+    noise: Noise,  # of one step
+    step_size: jax.Array,  # ()
 ) -> tuple[Chain, jax.Array]:
-    """Propose a move along a trajectory; return the new state and who accepted it."""
-    proposal, momentum = follow(chain, noise.momentum, step_size)
+    """Propose the end of a trajectory; return the chains and which of them accepted."""
+    proposal, momentum = trajectory(chain, noise.momentum, step_size)
     log_probability = (
         (proposal.log_density - chain.log_density)
         + 0.5 * jnp.square(noise.momentum).sum(-1)
         - 0.5 * jnp.square(momentum).sum(-1)
     )
-    # A trajectory that ran away gives NaN, which compares false.
+    # A trajectory that diverged gives NaN, which compares false: it is rejected.
     accepted = jnp.log(noise.uniform) < log_probability
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -160,15 +164,16 @@ def hmc_step(
 def leapfrog(
     target: Target,
     chain: Chain,
-    momentum: jax.Array,
-    step_size: jax.Array,
+    momentum: jax.Array,  # (chains, z_dim)
+    step_size: jax.Array,  # ()
     *,
     num_steps: int,
     unroll: bool = True,
 ) -> tuple[Chain, jax.Array]:
-    """Follow the dynamics; the gradient at the start is the chain's own.
+    """Integrate the dynamics with the leapfrog method.
 
-    The log density is used of the last position only.
+    The gradient at the start is taken from the chain. The log density is used only at the
+    end; the compiler drops the rest.
     """
 
     def move(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -184,12 +189,12 @@ def leapfrog(
     elif num_steps > 1:
         state = lax.fori_loop(0, num_steps - 1, move, state)
     position, momentum = state
-    chain = start(target, position + step_size * momentum)
+    chain = start_chains(target, position + step_size * momentum)
     return chain, momentum + 0.5 * step_size * chain.gradient
 
 
-def adapt(
+def adapt_step_size(
     step_size: jax.Array, acceptance: jax.Array, rate: jax.Array | float, target: float
 ) -> jax.Array:
-    """Apply the rule of Ruiz and Titsias: in proportion to what the acceptance is off."""
+    """Apply the rule of Ruiz and Titsias: in proportion to the deviation from `target`."""
     return step_size * (1 + rate * (acceptance - target) / target)

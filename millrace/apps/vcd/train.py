@@ -1,69 +1,64 @@
-"""Train a VCD model, then measure it. Read from top to bottom: this is the application."""
+"""``millrace vcd train``: train a model, then estimate its log-likelihood."""
 
 import contextlib
-import dataclasses
 import json
 import statistics
 from typing import Any
 
 import jax
 
-from millrace.apps.vcd import data
 from millrace.apps.vcd.config import VcdConfig
-from millrace.apps.vcd.data import PictureData
-from millrace.apps.vcd.devices import chosen_devices
-from millrace.apps.vcd.evaluate import measure
-from millrace.apps.vcd.monitoring import ELBO, Watch
-from millrace.apps.vcd.program import init, program_of
-from millrace.apps.vcd.shuffle import ShuffledIndices
+from millrace.apps.vcd.data import ImageSplits, ShuffledIndices, load_images
+from millrace.apps.vcd.evaluate import chosen_devices, measure
+from millrace.apps.vcd.monitoring import ELBO, Monitor
+from millrace.apps.vcd.program import build_program, init_state
+from millrace.checkpoint.store import Checkpoints
+from millrace.config import replace_options
 from millrace.distributed import coordination
 from millrace.distributed.signals import INTERRUPTED
+from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.nn.layers import num_parameters
-from millrace.program.step import TrainState
 from millrace.run.run import Run, run_command
 
 
 class RepeatFailed(RuntimeError):
-    """One of the repeats of a run did not come to its end."""
+    """One of the repeats of a run failed."""
 
 
 def train(config: VcdConfig, run: Run) -> None:
-    """Train and test as `config` says; results go to the run directory."""
-    if config.repeats > 1:
-        return _repeat(config, run)
-    with chosen_devices(config) as devices:
-        held_out = config.num_validation if config.validation else 0
-        pictures = data.load(config, num_validation=held_out)
-        schedule = plan_events(config, len(pictures.training))
-        program = program_of(config, pictures.training, devices)
-        params, model_state = init(config, pictures.training)
-        _describe(config, run, program.devices, pictures, params, schedule)
-        state = program.init(params, model_state, seed=config.seed)
-        infeed = ShuffledIndices(
-            len(pictures.training), config.batching.samples_per_step, seed=config.seed
-        )
-        opened = run.checkpoints(best=ELBO, keep=config.keep_checkpoints)
-        with opened if config.checkpoints else contextlib.nullcontext() as checkpoints:
+    """Train and test a model; results go to the run directory."""
+    if config.workflow.repeats > 1:
+        return _train_repeatedly(config, run)
+    with chosen_devices(config.devices) as devices:
+        images = load_images(config.data, num_validation=config.workflow.num_held_out)
+        schedule = build_schedule(config, len(images.training))
+        program = build_program(config, images.training, devices)
+        params, model_state = init_state(config, images.training)
+        _describe(config, run, program.devices, images, params, schedule)
+        # The images are constants of the program; the infeed only selects them by index.
+        batch_size = config.plan.batching.samples_per_step
+        batches = ShuffledIndices(len(images.training), batch_size, seed=config.run.seed)
+        with _open_checkpoints(config, run) as checkpoints:
             state = run.train(
                 program,
-                state,
-                infeed,
+                program.init(params, model_state, seed=config.run.seed),
+                Infeed(batches),
                 schedule,
-                validate=Watch(config, pictures, program.devices, run.directory.path),
+                validate=Monitor(config, images, program.devices, run.directory.path),
                 checkpoints=checkpoints,
             )
         if run.summary["status"] == "completed":
-            _measure(config, run, pictures, program.unpack_state(state))
+            _test(config, run, images, program.unpack_state(state).params)
 
 
-def plan_events(config: VcdConfig, num_samples: int) -> EventSchedule:
-    """Work out the run in whole updates."""
+def build_schedule(config: VcdConfig, num_samples: int) -> EventSchedule:
+    """Return the schedule of the run, in whole updates."""
     return schedule_events(
-        updates_per_epoch=config.batching.updates_per_epoch(num_samples),
-        num_epochs=config.num_epochs,
+        updates_per_epoch=config.plan.batching.updates_per_epoch(num_samples),
+        num_epochs=config.training.num_epochs,
         events_per_epoch=config.events_per_epoch,
-        updates_per_execution=config.updates_per_execution,
+        updates_per_execution=config.plan.updates_per_execution,
     )
 
 
@@ -71,62 +66,72 @@ def _describe(
     config: VcdConfig,
     run: Run,
     devices: list[Any],
-    pictures: PictureData,
+    images: ImageSplits,
     params: Any,
     schedule: EventSchedule,
 ) -> None:
+    model = config.model
+    objective = model.resolved_objective
     chains = (
-        f"{config.num_burn_in_steps} + {config.num_hmc_steps} HMC steps of "
-        f"{config.num_leapfrog_steps} leapfrog steps"
+        f"{model.num_burn_in_steps} + {model.num_hmc_steps} HMC steps of "
+        f"{model.num_leapfrog_steps} leapfrog steps"
     )
-    name = config.resolved_objective
     run.describe(
         devices,
-        config,
+        config.plan,
         schedule,
-        model=f"z of {config.z_dim} dims, {num_parameters(params):,} parameters",
-        objective=name if name == "standard_kl" else f"{name}, {chains}",
-        dataset=pictures.describe(),
+        model=f"z of {model.z_dim} dims, {num_parameters(params):,} parameters",
+        objective=objective if objective == "standard_kl" else f"{objective}, {chains}",
+        dataset=images.describe(),
     )
-    if name != config.objective:
+    if objective != model.objective:
         run.console.warning(
-            f"There are no HMC steps: instead of {config.objective} this is the plain VAE "
-            "(standard_kl)."
+            f"There are no HMC steps, so this trains a plain VAE (standard_kl) instead of "
+            f"{model.objective}."
         )
 
 
-def _measure(config: VcdConfig, run: Run, pictures: PictureData, state: TrainState) -> None:
-    """Estimate log-likelihoods of what was not trained on."""
+def _open_checkpoints(
+    config: VcdConfig, run: Run
+) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    if not config.workflow.checkpoints:
+        return contextlib.nullcontext()
+    return run.checkpoints(best=ELBO, keep=config.run.keep_checkpoints)
+
+
+def _test(config: VcdConfig, run: Run, images: ImageSplits, params: Any) -> None:
+    """Estimate the log-likelihoods of the test and validation images."""
     if not coordination.is_first():
-        return  # on one device, and the result is the first process's to write
-    params = jax.device_put(jax.device_get(state.params))  # of many replicas' copies, one
-    wanted = {
-        "test": pictures.test if config.testing else None,
-        "validation": pictures.validation,
+        return  # one device is enough, and only the first process writes results
+    params = jax.device_put(jax.device_get(params))  # from all replicas to one device
+    splits = {
+        "test": images.test if config.workflow.testing else None,
+        "validation": images.validation,
     }
-    for split, some in wanted.items():
-        if some is None:
+    for split, split_images in splits.items():
+        if split_images is None:
             continue
-        run.summary["status"] = "failed"  # until it is done
-        found = measure(params, some, config, config.seed, run, split)
-        run.summary["metrics"] |= found.metrics(split)
+        run.summary["status"] = "failed"  # until this is done
+        result = measure(
+            params, split_images, config.likelihood, config.run.seed, run, split
+        )
+        run.summary["metrics"] |= result.metrics(split)
         run.summary["status"] = "completed"
 
 
-def _repeat(config: VcdConfig, run: Run) -> None:
-    """Run with one seed after the other, each in a directory of its own."""
-    found: list[dict[str, float]] = []
-    for number in range(config.repeats):
+def _train_repeatedly(config: VcdConfig, run: Run) -> None:
+    """Train with one seed after the other, each in a run directory of its own."""
+    results: list[dict[str, float]] = []
+    for number in range(config.workflow.repeats):
         path = run.directory.home / f"repeat-{number}"
-        again = config.resume and (path / "config.yml").exists()
-        own = dataclasses.replace(
+        own = replace_options(
             config,
             repeats=1,
-            seed=config.seed + number,
+            seed=config.run.seed + number,
             run_dir=path,
             results_dir=None,
-            resume=again,
-            virtual_devices=None,  # this process has them already
+            resume=config.run.resume and (path / "config.yml").exists(),
+            virtual_devices=None,  # this process already has them
         )
         command = f"{run.summary['command']} (repeat {number})"
         status = run_command(train, own, command="vcd-train", command_line=command)
@@ -134,20 +139,20 @@ def _repeat(config: VcdConfig, run: Run) -> None:
             run.summary["status"] = "interrupted"
             return
         if status:
-            raise RepeatFailed(f"Repeat {number} failed; what there is lies in {path}.")
+            raise RepeatFailed(f"Repeat {number} failed; partial results are in {path}.")
         summary = json.loads((path / "summary.json").read_text())
         run.summary["device"] = summary["device"]
-        found.append(summary["metrics"])
-        _report_repeats(run, found)
+        results.append(summary["metrics"])
+        _summarize_repeats(run, results)
     run.summary["status"] = "completed"
 
 
-def _report_repeats(run: Run, found: list[dict[str, float]]) -> None:
-    """Report means and standard deviations of the metrics over the repeats so far."""
-    run.summary["repeats"] = found
-    names = [name for name, value in found[0].items() if isinstance(value, float)]
+def _summarize_repeats(run: Run, results: list[dict[str, float]]) -> None:
+    """Write means and standard deviations over the repeats so far to the summary."""
+    run.summary["repeats"] = results
+    names = [name for name, value in results[0].items() if isinstance(value, float)]
     for name in names:
-        values = [metrics[name] for metrics in found]
+        values = [metrics[name] for metrics in results]
         run.summary["metrics"][name] = statistics.fmean(values)
         if len(values) > 1:
             run.summary["metrics"][f"{name}_std"] = statistics.stdev(values)

@@ -41,7 +41,8 @@ def read_chunks(infeed, count, capacities=(4, 3)):
 def test_ratings_on_the_device_give_the_batches_of_the_host(ratings, refed):
     fed = build_infeed(ratings, detached_refeeding=refed, data_on_device=False)
     resident = build_infeed(ratings, detached_refeeding=refed, data_on_device=True)
-    assert isinstance(resident, ResidentRatings) != isinstance(fed, ResidentRatings)
+    assert isinstance(resident.dataset, ResidentRatings)
+    assert not isinstance(fed.dataset, ResidentRatings)
     element, other = fed.peek(), resident.peek()
     assert {n: (a.shape, a.dtype) for n, a in element.items()} == {
         n: (a.shape, a.dtype) for n, a in other.items()

@@ -1,6 +1,4 @@
-"""Importance sampling against likelihoods that are known exactly."""
-
-import dataclasses
+"""Importance sampling against exact likelihoods."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +7,18 @@ import numpy as np
 import pytest
 
 from millrace.apps.vcd import likelihood
-from millrace.apps.vcd.config.common import TestOptions
-from millrace.apps.vcd.data import BinaryPictures, binarize
-from millrace.apps.vcd.likelihood import PROPOSALS, add_groups, log_likelihoods, proposals
+from millrace.apps.vcd.config.sections import LikelihoodOptions
+from millrace.apps.vcd.data import BinaryImages, binarize
+from millrace.apps.vcd.likelihood import (
+    PROPOSALS,
+    add_groups,
+    build_proposals,
+    estimate_log_likelihoods,
+)
 from millrace.apps.vcd.model import Gaussian, init_params
 from millrace.apps.vcd.sampler import HmcSettings
 
-OPTIONS = TestOptions(
+OPTIONS = LikelihoodOptions(
     num_importance_samples=3000,
     importance_group_size=100,
     test_micro_batch_size=4,
@@ -25,18 +28,20 @@ OPTIONS = TestOptions(
 )
 
 
-def some_pictures(count, shape=(2, 3)) -> BinaryPictures:
+def random_images(count, shape=(2, 3)) -> BinaryImages:
     drawn = np.random.default_rng(0).integers(0, 2, (count, *shape, 1))
     return binarize(drawn.astype(np.uint8), 0)
 
 
-def test_it_agrees_with_the_exact_likelihood_of_a_linear_model():
+def test_the_estimate_agrees_with_the_exact_likelihood_of_a_linear_model():
     encoder = {"mean": jnp.full((4, 2), 0.2), "std": jnp.full((4, 2), 0.8)}
     params = {"encoder": encoder, "decoder": exact.DECODER}
     x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
     valid = jnp.array([True, True, True, False])
     hmc = HmcSettings(num_burn_in_steps=60, num_steps=200)
-    propose = jax.jit(lambda key: proposals(exact.MODEL, params, x, valid, hmc, 0.3, key))
+    propose = jax.jit(
+        lambda key: build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
+    )
     proposed = propose(jax.random.key(0))
     mean, precision = exact.posterior()
     std = np.sqrt(np.diag(np.linalg.inv(precision)))
@@ -46,13 +51,13 @@ def test_it_agrees_with_the_exact_likelihood_of_a_linear_model():
     )
     np.testing.assert_allclose(proposed.std[0], 1.2 * encoder["std"], rtol=1e-6)
     keys = jax.random.split(jax.random.key(1), 200)
-    found = jax.jit(add_groups, static_argnums=(0, 6))(
+    found = add_groups(
         exact.MODEL, params, x, proposed, jnp.full((3, 4), -jnp.inf), keys, 100
     )
     np.testing.assert_allclose(found - np.log(20_000), exact.log_marginal(), atol=0.03)
 
 
-def test_samples_streamed_in_groups_are_all_of_them_at_once():
+def test_streaming_groups_of_samples_equals_using_them_at_once():
     q = Gaussian(jnp.zeros((1, 4, 2)), jnp.ones((1, 4, 2)))
     params = {"decoder": exact.DECODER}
     x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
@@ -70,21 +75,21 @@ def test_samples_streamed_in_groups_are_all_of_them_at_once():
     np.testing.assert_allclose(streamed, at_once, rtol=1e-5)
 
 
-def test_a_decoder_that_ignores_its_latents_has_a_likelihood_of_its_own():
+def test_the_likelihood_of_a_decoder_that_ignores_its_latents_is_exact():
     params = init_params(jax.random.key(0), num_pixels=6, z_dim=2, num_hidden=4)
     kernel = params["decoder"]["output"]["kernel"]
     params["decoder"]["output"]["kernel"] = jnp.zeros_like(kernel)
-    pictures = some_pictures(7)  # two batches, the second one not full
+    images = random_images(7)  # two batches, the second one partial
     seen = []
-    found = log_likelihoods(
-        params, pictures, OPTIONS, progress=lambda *progress: seen.append(progress)
+    found = estimate_log_likelihoods(
+        params, images, OPTIONS, progress=lambda *progress: seen.append(progress)
     )
     metrics, statistics = found.metrics("test"), found.statistics()
     logits = np.asarray(params["decoder"]["output"]["bias"], np.float64)
-    signs = 2.0 * np.unpackbits(pictures.packed, axis=1, count=6) - 1
+    signs = 2.0 * np.unpackbits(images.packed, axis=1, count=6) - 1
     expected = -np.log1p(np.exp(-signs * logits)).sum(1)
     assert list(found.values) == list(PROPOSALS)
-    # The chains sample the prior here: the only proposal that fits it is theirs.
+    # The chains sample the prior here, so only their proposal fits it.
     np.testing.assert_allclose(found.values["hmc"], expected, atol=0.15)
     assert found.best.shape == (7,)
     np.testing.assert_array_equal(found.best, np.max(list(found.values.values()), 0))
@@ -95,7 +100,7 @@ def test_a_decoder_that_ignores_its_latents_has_a_likelihood_of_its_own():
     assert statistics["best"]["mean"] == pytest.approx(best)
 
 
-def test_what_pads_a_batch_does_not_steer_the_chains_of_the_others():
+def test_padding_does_not_influence_the_chains_of_the_other_images():
     encoder = {"mean": jnp.full((4, 2), 0.2), "std": jnp.full((4, 2), 0.8)}
     params = {"encoder": encoder, "decoder": exact.DECODER}
     hmc = HmcSettings(num_burn_in_steps=20, num_steps=5, adaption_rate=0.5)
@@ -103,47 +108,30 @@ def test_what_pads_a_batch_does_not_steer_the_chains_of_the_others():
     @jax.jit
     def means(x, valid):
         key = jax.random.key(0)
-        return proposals(exact.MODEL, params, x, valid, hmc, 0.3, key).mean
+        return build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key).mean
 
     rows = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
     valid = jnp.array([True, True, True, False])
-    # The chain of the second padding accepts next to nothing.
+    # The chain of the second padding accepts almost nothing.
     found = [np.asarray(means(rows.at[3].set(value), valid)) for value in (0.0, 100.0)]
     np.testing.assert_array_equal(found[0][:, :3], found[1][:, :3])
     counted = means(rows.at[3].set(100.0), jnp.ones(4, bool))
     assert not np.array_equal(counted[:, :3], found[1][:, :3])
 
 
-def test_the_acceptance_is_the_mean_over_the_pictures_that_count(monkeypatch):
+def test_the_acceptance_is_averaged_over_valid_images(monkeypatch):
     class Seen(Exception):
         pass
 
-    def sample(*arguments, average, **options):
+    def run_chains(*arguments, average, **options):
         raise Seen(average(jnp.array([0.5, 0.75, 1.0, 0.0])))
 
-    monkeypatch.setattr(likelihood, "sample", sample)
+    monkeypatch.setattr(likelihood, "run_chains", run_chains)
     encoder = {"mean": jnp.zeros((4, 2)), "std": jnp.ones((4, 2))}
     params = {"encoder": encoder, "decoder": exact.DECODER}
     valid = jnp.array([True, True, True, False])
     x, key = jnp.zeros((4, 3)), jax.random.key(0)
     hmc = HmcSettings(num_burn_in_steps=1, num_steps=1)
-    with pytest.raises(Seen) as caught:
-        proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
+    with jax.disable_jit(), pytest.raises(Seen) as caught:
+        build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
     assert caught.value.args[0] == 0.75
-
-
-def test_the_defaults_of_the_test_are_the_references():
-    ours = TestOptions()
-    assert (ours.num_importance_samples, ours.importance_group_size) == (20_000, 50)
-    assert (ours.num_test_burn_in_steps, ours.num_test_hmc_steps) == (300, 300)
-    assert (ours.num_test_leapfrog_steps, ours.test_acceptance_target) == (5, 0.9)
-
-
-def test_one_of_everything_is_enough_and_none_is_not():
-    names = ["num_importance_samples", "importance_group_size", "test_micro_batch_size"]
-    names += [f"num_test_{kind}_steps" for kind in ("burn_in", "hmc", "leapfrog")]
-    one = TestOptions(**dict.fromkeys(names, 1))
-    one.check_test()
-    for name in names:
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            dataclasses.replace(one, **{name: 0}).check_test()

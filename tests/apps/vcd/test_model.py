@@ -1,4 +1,4 @@
-"""The model: its sizes, its densities, and the gradient that is written out by hand."""
+"""The model: its sizes, its densities, and its hand-written gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ X = jnp.asarray(np.random.default_rng(0).integers(0, 2, (5, 20)), jnp.float32)
 Z = jax.random.normal(jax.random.key(1), (5, 3))
 
 
-def test_it_has_the_papers_sizes_and_spread():
+def test_sizes_and_initial_weights_match_the_paper():
     params = init_params(jax.random.key(0), num_pixels=784, z_dim=10)
     assert num_parameters(params["decoder"]) == 199_984
     assert num_parameters(params["encoder"]["mean"]) == 199_210
@@ -33,7 +33,7 @@ def test_it_has_the_papers_sizes_and_spread():
     assert params["decoder"]["output"]["bias"].std() == pytest.approx(1.0, rel=0.1)
 
 
-def test_the_gradient_written_out_is_that_of_the_density():
+def test_the_hand_written_gradient_matches_autodiff():
     def total(z):
         return (log_likelihood(PARAMS["decoder"], X, z) + log_prior(z)).sum()
 
@@ -44,7 +44,7 @@ def test_the_gradient_written_out_is_that_of_the_density():
     assert log_density.sum() == pytest.approx(float(value), rel=1e-5)
 
 
-def test_half_precision_weights_multiply_in_16_bits_and_add_up_in_32():
+def test_16_bit_weights_multiply_in_16_bits_and_accumulate_in_32():
     halves = jax.tree.map(lambda w: w.astype(jnp.bfloat16), PARAMS)
     both = jax.jit(lambda *some: [log_joint(each["decoder"], X)(Z) for each in some])
     (log_density, gradient), (whole, slope) = both(halves, PARAMS)
@@ -61,7 +61,7 @@ def test_the_likelihood_is_that_of_independent_pixels():
     np.testing.assert_allclose(log_likelihood(decoder, X, Z), expected, rtol=1e-5)
 
 
-def test_the_encoder_keeps_standard_deviations_above_their_limit():
+def test_the_encoder_keeps_standard_deviations_above_the_limit():
     encoder = jax.tree.map(lambda w: -50 * jnp.abs(w), PARAMS["encoder"])
     low = encode(encoder, X).std
     assert (low > 0).all() and jnp.isfinite(jnp.log(low)).all()
@@ -71,7 +71,7 @@ def test_the_encoder_keeps_standard_deviations_above_their_limit():
     np.testing.assert_allclose(encode(encoder, X).std, expected, rtol=1e-6)
 
 
-def test_a_gaussians_density_and_entropy_are_scipys():
+def test_density_and_entropy_of_a_gaussian_match_scipy():
     mean, std = np.array([[0.5, -1.0]]), np.array([[0.3, 2.0]])
     q = Gaussian(jnp.asarray(mean, jnp.float32), jnp.asarray(std, jnp.float32))
     z = np.array([[0.1, 0.7]])

@@ -1,4 +1,7 @@
-"""The gradient estimator against closed forms: a linear decoder makes all Gaussian."""
+"""The gradient estimator against closed forms, and the control variate against NumPy.
+
+A linear decoder makes all distributions Gaussian.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +11,30 @@ import pytest
 
 from millrace.apps.vcd import objective
 from millrace.apps.vcd.model import bernoulli_vae, init_params
-from millrace.apps.vcd.objective import Draws
-from millrace.apps.vcd.sampler import HmcSettings, draw_noise, start
+from millrace.apps.vcd.objective import (
+    ControlVariateSettings,
+    Draws,
+    control_variate_values,
+    init_control_variate,
+    update_control_variate,
+)
+from millrace.apps.vcd.sampler import HmcSettings, draw_noise, start_chains
 
 MEAN, STD = np.array([0.1, -0.4]), np.array([0.9, 0.6])
 STEP_SIZE = 0.2
 SAMPLES = 50_000
+NUM_SAMPLES, BATCH, UPDATES, SHARED = 12, 4, 9, 4  # of the control variate
 
 
 def estimates(name="vcd", *, hmc, accept_all=False, control_variate=0.0, seed=0):
-    """One-sample gradients in q's mean and std, one row per sample; and the estimate."""
+    """Return one-sample gradients in the mean and std of q, a row each, and the terms."""
     draws = objective.draw(jax.random.key(seed), name, hmc, (SAMPLES, 2))
     if accept_all:
         draws = draws._replace(
             steps=draws.steps._replace(uniform=jnp.zeros_like(draws.steps.uniform))
         )
     x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (SAMPLES, 3))
-    # A row of its own for every sample, so that the gradient has one, too.
+    # One row per sample, so that the gradient has one per sample too.
     encoder = {
         "mean": jnp.broadcast_to(jnp.asarray(MEAN, jnp.float32), (SAMPLES, 2)),
         "std": jnp.broadcast_to(jnp.asarray(STD, jnp.float32), (SAMPLES, 2)),
@@ -52,7 +62,7 @@ def estimates(name="vcd", *, hmc, accept_all=False, control_variate=0.0, seed=0)
 
 
 def chain_map(hmc):
-    """z_t = A z_0 + c + noise of covariance V, where every move is accepted."""
+    """Return A, c, V of z_t = A z_0 + c + noise if every move is accepted."""
     mean, precision = exact.posterior()
     eye = np.eye(2)
     half_kick = np.block([[eye, 0 * eye], [-STEP_SIZE / 2 * precision, eye]])
@@ -66,7 +76,7 @@ def chain_map(hmc):
 
 
 def expected_log_joint(mean, covariance):
-    """Of z with this mean and covariance, less a constant."""
+    """Return E[log p(x, z)] for z with this mean and covariance, up to a constant."""
     error = exact.X - exact.W @ mean - exact.B
     spread = np.trace(exact.W @ covariance @ exact.W.T)
     likelihood = -0.5 * (error @ error + spread) / exact.S**2
@@ -74,7 +84,7 @@ def expected_log_joint(mean, covariance):
 
 
 def divergence(theta, chain):
-    """The VCD in closed form, as a function of q's mean and std."""
+    """Return the VCD in closed form as a function of the mean and std of q."""
     a, c, v = chain
     mean, std = theta[:2], theta[2:]
     first = np.diag(std**2)
@@ -84,7 +94,7 @@ def divergence(theta, chain):
 
 
 def closed_form(function):
-    """Its gradient at q's parameters, by central differences in float64."""
+    """Return the gradient of a function at q, by central differences in float64."""
     theta, width = np.concatenate([MEAN, STD]), 1e-5
     steps = width * np.eye(4)
     return np.array([function(theta + d) - function(theta - d) for d in steps]) / (
@@ -98,12 +108,12 @@ def check(slopes, expected):
     )
     error = rows.std(0) / np.sqrt(SAMPLES)
     np.testing.assert_array_less(np.abs(rows.mean(0) - expected), 4 * error)
-    assert (error < 0.05 * np.abs(expected).max()).all()  # or it would say nothing
+    assert (error < 0.05 * np.abs(expected).max()).all()  # otherwise the test is too weak
     return rows
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_mean_of_one_sample_gradients_is_the_closed_forms(steps):
+def test_the_mean_of_one_sample_gradients_is_the_closed_form(steps):
     hmc = HmcSettings(
         num_burn_in_steps=0, num_steps=steps, num_leapfrog_steps=2, adaption_rate=0.0
     )
@@ -111,13 +121,13 @@ def test_the_mean_of_one_sample_gradients_is_the_closed_forms(steps):
     expected = closed_form(lambda theta: divergence(theta, chain))
     slopes, found = estimates(hmc=hmc, accept_all=True, control_variate=-2.0)
     check(slopes, expected)
-    # The constants of log p(x, z) are in both of its terms, and go.
+    # The constants of log p(x, z) cancel.
     value = divergence(np.concatenate([MEAN, STD]), chain) - exact.Z_DIM / 2
     mean, error = found.vcd.mean(), found.vcd.std() / SAMPLES**0.5
     assert abs(float(mean - value)) < 4 * float(error)
 
 
-def test_without_its_score_term_the_gradient_would_be_seen_to_be_wrong():
+def test_the_check_fails_without_the_score_term():
     hmc = HmcSettings(num_burn_in_steps=0, num_steps=1, num_leapfrog_steps=2)
     chain = chain_map(hmc)
     expected = closed_form(lambda theta: divergence(theta, chain))
@@ -136,27 +146,27 @@ def test_without_its_score_term_the_gradient_would_be_seen_to_be_wrong():
 
 
 def test_each_gradient_has_the_published_form():
-    """-s + (G - C) e / std - d / std, and the like for the std."""
+    """It is -s + (G - C) e / std - d / std, and similar for the std."""
     hmc = HmcSettings(num_burn_in_steps=2, num_leapfrog_steps=3)
     slopes, found = estimates(hmc=hmc, control_variate=1.5)
     draws = objective.draw(jax.random.key(0), "vcd", hmc, (SAMPLES, 2))
     x = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (SAMPLES, 3))
     e = np.asarray(draws.start)
     target = exact.log_joint(exact.DECODER, x)
-    begun = start(target, jnp.asarray(MEAN + STD * e, jnp.float32))
-    s = np.asarray(begun.gradient)
-    # What is left of the mean's gradient must be -d / std, and of the std's -d^2 / std.
+    start = start_chains(target, jnp.asarray(MEAN + STD * e, jnp.float32))
+    s = np.asarray(start.gradient)
+    # The rest is -d / std in the gradient of the mean and -d^2 / std in that of the std.
     weight = np.asarray(found.g - 1.5)[:, None]
     d = -STD * (np.asarray(slopes["encoder"]["mean"]) + s - weight * e / STD)
     expected = -s * e + weight * (e**2 - 1) / STD - d**2 / STD
     np.testing.assert_allclose(slopes["encoder"]["std"], expected, rtol=2e-3, atol=2e-3)
-    # And d is where the chain has ended, which is not where it began.
+    # d is the end of the chain, which differs from its start.
     log_joint = target(jnp.asarray(MEAN + STD * d, jnp.float32))[0]
     np.testing.assert_allclose(log_joint, found.log_joint_end, rtol=1e-2, atol=2e-3)
     assert np.abs(d - e).mean() > 0.1
 
 
-def test_the_decoders_gradient_is_that_of_the_chains_end():
+def test_the_decoder_gradient_is_taken_at_the_end_of_the_chain():
     hmc = HmcSettings(num_burn_in_steps=0, num_steps=2, num_leapfrog_steps=2)
     a, c, v = chain_map(hmc)
     slopes, _ = estimates(hmc=hmc, accept_all=True)
@@ -171,7 +181,7 @@ def test_the_decoders_gradient_is_that_of_the_chains_end():
 
 
 @pytest.mark.parametrize("name", ["hoffman", "standard_kl"])
-def test_the_baselines_encoders_descend_the_negative_elbo(name):
+def test_the_encoders_of_the_baselines_minimize_the_negative_elbo(name):
     hmc = HmcSettings(num_burn_in_steps=2, num_leapfrog_steps=2)
 
     def negative_elbo(theta):
@@ -183,7 +193,7 @@ def test_the_baselines_encoders_descend_the_negative_elbo(name):
     assert (found.acceptance == 1.0) == (name == "standard_kl")
 
 
-def test_a_control_variate_lowers_the_variance_and_leaves_the_mean():
+def test_a_control_variate_reduces_the_variance_and_keeps_the_mean():
     hmc = HmcSettings(num_burn_in_steps=0, num_steps=2, num_leapfrog_steps=2)
     expected = closed_form(lambda theta: divergence(theta, chain_map(hmc)))
     plain, found = estimates(hmc=hmc, accept_all=True)
@@ -195,7 +205,7 @@ def test_a_control_variate_lowers_the_variance_and_leaves_the_mean():
 
 
 def test_no_gradient_passes_through_the_chain():
-    """Moving the decoder's weights moves the chain, but the encoder's loss ignores it."""
+    """The weights of the decoder move the chain, but the encoder loss ignores that."""
     params = init_params(jax.random.key(0), num_pixels=6, z_dim=2, num_hidden=5)
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 6)), jnp.float32)
     hmc = HmcSettings(num_burn_in_steps=2, num_leapfrog_steps=2, unroll=True)
@@ -227,3 +237,62 @@ def test_no_gradient_passes_through_the_chain():
 
     assert largest(of_encoder["decoder"]) == largest(of_decoder["encoder"]) == 0
     assert largest(of_encoder["encoder"]) > 0 and largest(of_decoder["decoder"]) > 0
+
+
+# The control variate
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(UPDATES):
+        index = rng.permutation(NUM_SAMPLES)[:BATCH]
+        yield index, rng.standard_normal(BATCH).astype(np.float32) * 10
+
+
+def run_updates(settings):
+    """Return the values of all samples before and after each update."""
+    state = init_control_variate(settings, NUM_SAMPLES)
+    everyone = jnp.arange(NUM_SAMPLES)
+    values = [np.asarray(control_variate_values(state, everyone))]
+    for index, g in batches():
+        state = update_control_variate(state, jnp.asarray(index), jnp.asarray(g), settings)
+        values.append(np.asarray(control_variate_values(state, everyone)))
+    return np.array(values)
+
+
+def test_a_local_control_variate_is_shared_at_first_and_per_sample_later():
+    c = np.zeros(NUM_SAMPLES)
+    expected = [c.copy()]
+    for number, (index, g) in enumerate(batches(), 1):
+        if number <= SHARED:
+            c[:] = 0.9 * c[0] + 0.1 * g.mean()
+        else:
+            c[index] = 0.9 * c[index] + 0.1 * g
+        expected.append(c.copy())
+    found = run_updates(ControlVariateSettings("local", 0.9, SHARED))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.unique(found[SHARED]).size == 1 < np.unique(found[-1]).size
+
+
+def test_a_global_control_variate_tracks_the_batch_means():
+    expected = [0.0]
+    for _, g in batches():
+        expected.append(0.8 * expected[-1] + 0.2 * g.mean())
+    found = run_updates(ControlVariateSettings("global", 0.8))
+    np.testing.assert_allclose(
+        found, np.repeat(np.array(expected)[:, None], NUM_SAMPLES, 1), rtol=1e-5
+    )
+
+
+def test_control_variate_none_is_zero_without_state():
+    settings = ControlVariateSettings("none")
+    assert jax.tree.leaves(init_control_variate(settings, NUM_SAMPLES)) == []
+    assert not run_updates(settings).any()
+
+
+def test_counting_updates_stops_when_it_no_longer_matters():
+    settings = ControlVariateSettings("local", 0.9, SHARED)
+    state = init_control_variate(settings, NUM_SAMPLES)
+    for index, g in batches():
+        state = update_control_variate(state, jnp.asarray(index), jnp.asarray(g), settings)
+    assert state["updates"] == pytest.approx(SHARED)

@@ -17,8 +17,8 @@ from millrace.apps.cnn.feeding import open_infeed
 from millrace.apps.cnn.inference.network import Inference, drain
 from millrace.data.parallel import ParallelStream
 from millrace.data.stream import Stream
+from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
-from millrace.feeds.resident import ResidentInfeed
 from millrace.loop.evaluate import evaluate
 from millrace.nn.losses import correct, cross_entropy
 from millrace.program.evaluate import EvaluationProgram
@@ -104,7 +104,7 @@ class OnDevice(Feed):
     def __init__(self, config: ValidateConfig, images: ImageData, size: int) -> None:
         training = config.for_batch(size)
         self._infeed = open_infeed(images, training, batches_per_epoch=1)
-        assert isinstance(self._infeed, ResidentInfeed)
+        assert isinstance(self._infeed.dataset, ResidentDataset)
         self.batch = _arriving(images, training)
         samples = self.batch.shape[0]
         wanted = config.num_batches or max(1, len(images.validation) // samples)
