@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-PHONE, DESK = 380, 1100
+PHONE, DESKTOP = 380, 1100
 _PATIENCE = 120  # seconds; a page takes a fraction of one
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _HARNESS = """<!doctype html><meta charset="utf-8"><title>harness</title><body><script>

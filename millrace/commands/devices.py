@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from millrace.commands.devices_options import DevicesConfig
-from millrace.drawing.numbers import byte_size
+from millrace.numbers import format_bytes
 from millrace.program.roofline import CopyRates, MatmulRate, measure_copy, measure_matmul
 from millrace.run.process import use_virtual_devices
 from millrace.run.provenance import machine
@@ -110,11 +110,11 @@ def _devices(found: Found) -> dict[str, str]:
     for (kind, platform), some in by_kind.items():
         numbers = _range([device["number"] for device in some])
         memory = some[0]["memory_bytes"]
-        room = f", {byte_size(memory)} each" if memory and platform != "cpu" else ""
+        room = f", {format_bytes(memory)} each" if memory and platform != "cpu" else ""
         rows[f"device {numbers}"] = f"{kind} ({platform}){room}"
     memory = found.devices[0]["memory_bytes"]
     if memory and found.devices[0]["platform"] == "cpu":
-        rows["memory"] = byte_size(memory)
+        rows["memory"] = format_bytes(memory)
     return rows | found.machine
 
 

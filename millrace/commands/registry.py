@@ -129,7 +129,7 @@ COMMANDS = {
         needs_run=False,
     ),
     "report": Command(
-        "millrace.commands.report_options:ReportConfig",
+        "millrace.commands.report:ReportConfig",
         "millrace.commands.report:report",
         "write the report of a run again, or compare several runs on one page",
         needs_run=False,

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from millrace.numbers import format_number
 from millrace.output import DroppingStream
 
 _METRICS_SHARE = 4
@@ -142,7 +143,7 @@ class Console:
         if self._progress is None or self._task is None:
             return
         chosen = metrics if self.verbose else _most_telling(metrics)
-        shown = [f"{_short(name)} {figure(value)}" for name, value in chosen.items()]
+        shown = [f"{_short(name)} {format_number(value)}" for name, value in chosen.items()]
         if speed:
             shown.append(f"{speed:,.0f} samples/s")
         self._metrics.ratio = _METRICS_SHARE if shown else 0
@@ -153,7 +154,9 @@ class Console:
         if self.live:
             return
         metrics = {k: v for k, v in event.items() if k not in ("update", "epoch", "time")}
-        shown = "  ".join(f"{name} {figure(value)}" for name, value in metrics.items())
+        shown = "  ".join(
+            f"{name} {format_number(value)}" for name, value in metrics.items()
+        )
         self.line(f"epoch {event['epoch']:g}  update {event['update']}  {shown}")
 
     def stop(self) -> None:
@@ -175,11 +178,6 @@ class Console:
     def _print(self, text: str, style: str | None = None) -> None:
         console = self._progress.console if self._progress is not None else self._rich
         console.print(text, style=style, markup=False)
-
-
-def figure(value: float) -> str:
-    """Write a metric with four digits, or as a whole number where that is longer."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _most_telling(metrics: Mapping[str, float], most: int = 2) -> dict[str, float]:

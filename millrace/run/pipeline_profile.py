@@ -1,4 +1,4 @@
-"""A pipeline as it ran, beside the prediction from its own stages' times."""
+"""Measure one update through a pipeline, and compare it with the prediction."""
 
 import statistics
 from collections import defaultdict
@@ -10,26 +10,26 @@ import jax
 import numpy as np
 
 from millrace.config import ConfigurationError
-from millrace.drawing.timelines import draw_timelines, themed_svg
+from millrace.drawing.timelines import draw_timelines, timelines_svg
 from millrace.feeds.infeed import Infeed
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
-from millrace.report.sections import Drawing
+from millrace.report.sections import SvgFigure
 from millrace.schedule.costs import Costs
 from millrace.schedule.simulate import Simulation, simulate
 from millrace.schedule.table import Table
 from millrace.schedule.timeline import (
     Span,
     Timeline,
-    begin_and_end,
     device_uses,
     idle_share,
+    time_range,
 )
 
 
 class PipelineProfile(NamedTuple):
-    """What one update through a pipeline looked like."""
+    """One update through a pipeline, measured and predicted."""
 
     measured: list[Span]
     predicted: Simulation
@@ -37,8 +37,8 @@ class PipelineProfile(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The figures that a summary reports."""
-        start, end = begin_and_end(self.measured)
+        """The entries of the summary."""
+        start, end = time_range(self.measured)
         return {
             "forward_seconds": list(self.costs.forward),
             "backward_seconds": list(self.costs.backward),
@@ -52,16 +52,16 @@ class PipelineProfile(NamedTuple):
 def profile_pipeline(
     program: TrainingProgram, state: TrainState, infeed: Infeed
 ) -> PipelineProfile:
-    """Watch the passes of one update on the infeed's next element; nothing changes."""
+    """Measure one update on the next element of the infeed, without changing anything."""
     if not isinstance(program, PipelineProgram):
         raise ConfigurationError(
-            "profile_pipeline draws what devices do side by side; this plan has no "
+            "profile_pipeline needs a pipeline over several devices; this plan has no "
             "pipeline, or has all of its stages on one device."
         )
     count = program.plan.batching.gradient_accumulation_count
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * count), infeed.peek())
     measured = program.measured(state, jax.device_put(chunk, program.chunk_sharding))
-    costs = _costs(program.table, measured)
+    costs = _median_costs(program.table, measured)
     return PipelineProfile(measured, simulate(program.table, costs), costs)
 
 
@@ -70,20 +70,19 @@ def draw_profile(profile: PipelineProfile, path: Path, title: str) -> None:
     draw_timelines(_timelines(profile), path, title=title)
 
 
-def profile_part(profile: PipelineProfile, title: str) -> Drawing:
-    """Return the same drawing for the report."""
-    svg, style = themed_svg(_timelines(profile), title=title, within=".pipeline")
-    return Drawing(title="Pipeline", svg=svg, style=style, within="pipeline")
+def profile_section(profile: PipelineProfile, title: str) -> SvgFigure:
+    """Return the same drawing as a section of the report."""
+    return SvgFigure(title="Pipeline", svg=timelines_svg(_timelines(profile), title=title))
 
 
 def _timelines(profile: PipelineProfile) -> list[tuple[str, Timeline]]:
     return [
-        ("predicted from the stages' median times", profile.predicted.timeline),
+        ("predicted from median stage times", profile.predicted.timeline),
         ("measured", profile.measured),
     ]
 
 
-def _costs(table: Table, measured: Sequence[Span]) -> Costs:
+def _median_costs(table: Table, measured: Sequence[Span]) -> Costs:
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in measured:
         seconds[span.kind, span.stage].append(span.end - span.start)

@@ -21,18 +21,18 @@ from millrace.distributed.environment import (
 )
 from millrace.distributed.heartbeat import communication_failed, watch_launcher, watch_peers
 from millrace.distributed.interrupts import INTERRUPTED, interruptible
-from millrace.drawing.numbers import byte_size, duration
 from millrace.feeds.infeed import Infeed
 from millrace.loop.async_validation import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.runner import Runner, Validate, Writer
+from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
 from millrace.program.compiling import compiling, deterministic
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
-from millrace.run.console import Console, figure
+from millrace.run.console import Console
 from millrace.run.directory import RunDirectory, open_for_all
 from millrace.run.options import RunOptions, run_options
 from millrace.run.process import (
@@ -366,7 +366,8 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
         run.console.line(f"failed; what there is lies in {path}")
         return
     shown = {
-        name.replace("_", " "): figure(value) for name, value in summary["metrics"].items()
+        name.replace("_", " "): format_number(value)
+        for name, value in summary["metrics"].items()
     }
     said = f"in {summary['wall_seconds']:.1f} s"
     if summary["updates"]:
@@ -389,9 +390,9 @@ def _say_how_it_ended(run: Run, path: Path) -> None:
 
 def _time_and_memory(summary: dict[str, Any]) -> dict[str, str]:
     """What ``--verbose`` adds to the table at the end."""
-    times = {name: duration(seconds) for name, seconds in summary["seconds"].items()}
+    times = {name: format_duration(seconds) for name, seconds in summary["seconds"].items()}
     sizes = {
-        name.removesuffix("_bytes").replace("_", " ") + " memory": byte_size(size)
+        name.removesuffix("_bytes").replace("_", " ") + " memory": format_bytes(size)
         for name, size in summary["memory"].items()
     }
     return times | sizes

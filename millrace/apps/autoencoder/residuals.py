@@ -14,7 +14,7 @@ from millrace.data.ratings.matrix import Biases
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
 from millrace.program.step import narrow
-from millrace.report.sections import Histogram, save_part
+from millrace.report.sections import Histogram, save_section
 
 _MOST_RATINGS = 1_000_000
 """Ratings that are looked at; the shape of their distribution is known long before."""
@@ -94,7 +94,7 @@ def keep_residuals(run: Path, errors: np.ndarray, ratings: np.ndarray) -> None:
         by_name="rating",
         quantiles=_by_rating(errors, ratings),
     )
-    save_part(run, "residuals", part)
+    save_section(run, "residuals", part)
 
 
 def _by_rating(errors: np.ndarray, ratings: np.ndarray) -> list[list[Any]]:

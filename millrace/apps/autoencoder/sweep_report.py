@@ -16,8 +16,8 @@ from millrace.apps.autoencoder.joint_training import Means, label
 from millrace.config import as_plain
 from millrace.durable import finite_json, write_atomically
 from millrace.loop.nan_guard import NonFiniteError
-from millrace.report.plots import Picture
-from millrace.report.sections import Points, save_part
+from millrace.report.plots import Plot
+from millrace.report.sections import Points, save_section
 from millrace.run.run import Run
 
 
@@ -82,8 +82,8 @@ def report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
     folder = run.directory.path
-    save_part(folder, "sweep", drawn := sweep_part(trials))
-    path = Picture(drawn.title, drawn.drawing()).save(folder / "sweep.svg")
+    save_section(folder, "sweep", drawn := sweep_part(trials))
+    path = Plot(drawn.title, drawn.render()).save(folder / "sweep.svg")
     run.closing_facts["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
