@@ -32,6 +32,7 @@ MOST_CLASSES = 100
 _MOST_COUNTED_CLASSES = 12
 """The most classes for which the counts are written into the matrix."""
 _MOST_POINTS, _MOST_DOTS, _MOST_HINTS = 400, 40, 150
+"""The most points of a curve, and of a curve with dots and with hints at its points."""
 _START_SHARE, _FLATTENED, _FEWEST_LATER = 0.05, 12.0, 20
 _CURVE_WIDTH = 1.75
 
@@ -53,8 +54,11 @@ def linear_axis(
     room = padding * (high - low)
     # An axis that starts at 0 stays there.
     low, high = low - (room if low else 0.0), high + room
-    scale = (end - start) / (high - low)
-    return Axis(lambda value: start + (value - low) * scale, linear_ticks(low, high))
+
+    def place(value: float) -> float:
+        return start + (value - low) / (high - low) * (end - start)
+
+    return Axis(place, linear_ticks(low, high))
 
 
 def value_axis(values: Sequence[float], start: float, end: float) -> Axis:

@@ -88,7 +88,7 @@ def test_the_command_compares_runs_in_the_given_file(tmp_path, runs, capsys):
     assert "cnn train · first" in out.read_text()
 
 
-def test_a_folder_of_runs_stands_for_all_of_them(tmp_path, runs, monkeypatch):
+def test_a_folder_of_runs_compares_all_of_them(tmp_path, runs, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert millrace(str(tmp_path)) == 0
     assert "2 runs: first, second" in (tmp_path / "comparison.html").read_text()

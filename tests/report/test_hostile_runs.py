@@ -147,7 +147,8 @@ def test_a_drawing_that_is_more_than_shapes_is_rejected(inside):
 
 def test_a_drawing_may_have_a_style_but_no_tags_in_it():
     svg = '<svg xmlns="http://www.w3.org/2000/svg"><rect fill="url(#idle)"/></svg>'
-    SvgFigure(title="Pipeline", svg=svg, style=".pipeline { color: red }")
+    styled = SvgFigure(title="Pipeline", svg=svg, style=".pipeline { color: red }")
+    assert "<style>.pipeline { color: red }</style>" in styled.render()
     with pytest.raises(ValueError, match="style"):
         SvgFigure(title="Pipeline", svg=svg, style="</style><b>")
 

@@ -53,8 +53,8 @@ def test_the_text_of_charts_is_large_enough_on_a_phone(light):
 
 def test_all_text_can_be_selected_including_that_of_charts(light, pages):
     full = light.pages[2 * pages.index("full/report.html")]
-    for words in ("validation accuracy", "0.9611", "steady state", "pip install"):
-        assert words in full.selected
+    for text in ("validation accuracy", "0.9611", "steady state", "pip install"):
+        assert text in full.selected
 
 
 def test_dark_is_dark_and_light_is_light(folder, light, tmp_path):
