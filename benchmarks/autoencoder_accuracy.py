@@ -29,9 +29,9 @@ from millrace.apps.autoencoder.train import train
 from millrace.config import build, load_named
 from millrace.data.ratings.matrix import align
 from millrace.data.ratings.reading import load_aligned, load_ratings
-from millrace.drawing.chart import line_chart
+from millrace.drawing.charts import Series, line_chart
+from millrace.report.metrics import metric_series
 from millrace.report.record import read_run
-from millrace.report.series import Series, metric_series
 from millrace.run.options import RunOptions
 from millrace.run.process import tune_memory_allocation
 from millrace.run.run import run_command

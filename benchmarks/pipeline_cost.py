@@ -45,7 +45,8 @@ from millrace.nn.losses import cross_entropy
 from millrace.nn.norms import batch_norm
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import Step
-from millrace.schedule.table import build_table, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table
 
 _SCHEDULES = ("grouped", "interleaved", "sequential")
 _CPU = {"micro_batch": 16, "pixels": 32, "accumulation": 8, "updates": 1}

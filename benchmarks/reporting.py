@@ -17,7 +17,7 @@ import numpy as np
 
 import millrace as mr
 from millrace.bench.facts import session_facts
-from millrace.report.plots import Picture
+from millrace.report.plots import Plot
 
 _RESULTS = Path(__file__).parent / "results"
 _PAUSE = 0.3
@@ -165,7 +165,7 @@ def publish(
         path.parent.mkdir(exist_ok=True)
         text = _markdown(result, facts, table)
         if result.drawing:
-            drawn = Picture(result.name, result.drawing).save(path.with_suffix(".svg"))
+            drawn = Plot(result.name, result.drawing).save(path.with_suffix(".svg"))
             text += f"\n![{result.name}]({drawn.name})\n"
         path.write_text(text)
         print(f"\nwritten to {path}")

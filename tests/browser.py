@@ -1,4 +1,4 @@
-"""Pages as a person meets them: opened in a real Chromium, at a phone's width."""
+"""Open pages in a real Chromium, at the width of a phone or a desktop."""
 
 import functools
 import json
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-PHONE, DESK = 380, 1100
-_PATIENCE = 120  # seconds; a page takes a fraction of one
+PHONE, DESKTOP = 380, 1100
+_TIMEOUT_SECONDS = 120  # a page takes a fraction of a second
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _HARNESS = """<!doctype html><meta charset="utf-8"><title>harness</title><body><script>
 const pages = %s;
@@ -50,7 +50,7 @@ async function look() {
     const loaded = new Promise(resolve => frame.onload = resolve);
     frame.src = page; document.body.append(frame);
     await loaded;
-    await new Promise(resolve => setTimeout(resolve, 150));  // let its scripts run
+    await new Promise(resolve => setTimeout(resolve, 150));  // its scripts may run
     found.push(facts(frame));
     frame.remove();
   }
@@ -61,70 +61,70 @@ look().then(tell, error => tell(JSON.stringify(String(error))));
 </script>"""
 
 
-class Seen(NamedTuple):
-    """What a browser says of a page."""
+class PageFacts(NamedTuple):
+    """Measurements of a page in the browser."""
 
     overflow: int
-    """Pixels by which it is wider than the window."""
+    """Pixels by which the page is wider than the window."""
     images: int
     missing: list[str]
     selected: str
-    """What a user gets who selects everything."""
+    """The text of a selection of everything."""
     text: str
     smallest: float
-    """Pixels of the smallest text in a chart."""
+    """Size of the smallest text in a chart, in pixels."""
     charts: int
     background: str
     ink: str
 
 
-class Looked(NamedTuple):
-    """What came of opening pages."""
+class BrowserResult(NamedTuple):
+    """Measurements of all pages, and the messages of the browser."""
 
-    pages: list[Seen]
+    pages: list[PageFacts]
     console: list[str]
-    """Errors and warnings that the browser has reported."""
+    """Errors and warnings."""
 
 
 def chromium() -> str:
-    """Return the browser's program, or skip the test, saying so."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), "")
-    if not found:
-        pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)}, and CHROMIUM not set")
-    return found
+    """Return the path of the browser, or skip the test."""
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), "")
+    if not path:
+        pytest.skip(f"no Chromium: none of {', '.join(_NAMES)}, and CHROMIUM is not set")
+    return path
 
 
 def look_at(
     folder: Path, pages: Sequence[tuple[str, int]], profile: Path, *, dark: bool = False
-) -> Looked:
-    """Open pages of a folder, each at a width, over HTTP from this machine alone."""
+) -> BrowserResult:
+    """Open pages of a folder, each at a width, from a local HTTP server."""
     program = chromium()
     log = profile / "log"
-    told: queue.Queue[str] = queue.Queue()
-    with _served(folder, _HARNESS % json.dumps(list(pages)), told) as address:
+    answers: queue.Queue[str] = queue.Queue()
+    with _served(folder, _HARNESS % json.dumps(list(pages)), answers) as address:
         colors = ["--blink-settings=preferredColorScheme=0"] if dark else []
-        words = [
+        arguments = [
             program,
             *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
             *("--enable-logging=stderr", "--v=0", "--disable-background-networking"),
             *(*colors, f"--user-data-dir={profile}", f"{address}/harness"),
         ]
         with log.open("w") as errors:
-            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
+            process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=errors)
             try:
-                found = json.loads(told.get(timeout=_PATIENCE))
+                found = json.loads(answers.get(timeout=_TIMEOUT_SECONDS))
             except queue.Empty:
-                pytest.fail(f"Chromium has not answered: {log.read_text()[-2000:]}")
+                pytest.fail(f"Chromium did not answer: {log.read_text()[-2000:]}")
             finally:
                 process.terminate()
                 process.wait()
     assert isinstance(found, list), found
     console = re.findall(r"CONSOLE[:(].*", log.read_text())
-    return Looked([Seen(**facts) for facts in found], console)
+    return BrowserResult([PageFacts(**facts) for facts in found], console)
 
 
 @contextmanager
-def _served(folder: Path, harness: str, told: "queue.Queue[str]") -> Iterator[str]:
+def _served(folder: Path, harness: str, answers: "queue.Queue[str]") -> Iterator[str]:
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path not in ("/harness", "/favicon.ico"):
@@ -132,7 +132,7 @@ def _served(folder: Path, harness: str, told: "queue.Queue[str]") -> Iterator[st
             return self._answer(harness.encode() if self.path == "/harness" else b"")
 
         def do_POST(self) -> None:
-            told.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            answers.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
             self._answer(b"")
 
         def _answer(self, body: bytes) -> None:

@@ -1,6 +1,8 @@
-"""Run directories made by hand: what a run of any application would have left."""
+"""Run directories written by hand, as a run of any application would leave them."""
 
+import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ import yaml
 
 from millrace.report.sections import (
     Confusion,
-    Drawing,
     Gallery,
     Histogram,
     Points,
-    png_of,
-    save_part,
+    SvgFigure,
+    encode_png,
+    save_section,
 )
+
+CURVE = r'points="([^"]+)"[^>]*stroke="var\(--c\d\)"'
 
 
 def summary(**changes: Any) -> dict[str, Any]:
@@ -69,15 +73,33 @@ def make_run(
     return path
 
 
-def add_parts(run: Path) -> None:
-    """Add one part of every kind, and pictures over time."""
+def find_chart(page: str, title: str) -> str:
+    """Return the one chart of a page with this title."""
+    (chart,) = re.findall(rf'aria-label="{title}">(.*?)</svg>', page, re.DOTALL)
+    return chart
+
+
+def find_curve(page: str, title: str) -> list[tuple[float, float]]:
+    """Return the points of the only curve in a chart."""
+    (line,) = re.findall(CURVE, find_chart(page, title))
+    return read_points(line)
+
+
+def read_points(line: str) -> list[tuple[float, float]]:
+    """Read the ``points`` of a polyline."""
+    points = (point.split(",") for point in line.split())
+    return [(float(x), float(y)) for x, y in points]
+
+
+def add_sections(run: Path) -> None:
+    """Add one section of every kind, and images over time."""
     pixels = np.arange(64, dtype=np.uint8).reshape(8, 8, 1) * 4
-    png = png_of(pixels)
+    png = encode_png(pixels)
     names = ["cat", "dog", "a class with a long name"]
     counts = [[0, 0, 9], [0, 1, 2], [1, 1, 7], [2, 2, 5]]
-    save_part(run, "1-confusion", Confusion(title="Matrix", names=names, counts=counts))
-    shown = [{"png": png, "caption": "cat, taken for dog (97%)"}] * 3
-    save_part(run, "2-mistakes", Gallery(title="Mistakes", pictures=shown))
+    save_section(run, "1-confusion", Confusion(title="Matrix", names=names, counts=counts))
+    shown = [{"png": png, "caption": "cat, predicted dog (97%)"}] * 3
+    save_section(run, "2-mistakes", Gallery(title="Mistakes", pictures=shown))
     residuals = Histogram(
         title="Residuals",
         x_name="predicted minus actual rating",
@@ -86,15 +108,13 @@ def add_parts(run: Path) -> None:
         by_name="rating",
         quantiles=[[1.0, [-1, -0.5, 0, 0.5, 1]], [2.0, [-2, -1, 0, 1, 2]]],
     )
-    save_part(run, "residuals", residuals)
+    save_section(run, "residuals", residuals)
     points: list[list[Any]] = [[-18, 1.1], [-17, 0.9], [-16, "inf"]]
     sweep = Points(title="Sweep", x_name="power of 2", y_name="RMSE", points=points)
-    save_part(run, "sweep", sweep)
+    save_section(run, "sweep", sweep)
     svg = '<svg viewBox="0 0 900 50" width="900" height="50"><text y="9">stage</text></svg>'
-    save_part(run, "0-pipeline", Drawing(title="Pipeline", svg=svg))
+    save_section(run, "0-pipeline", SvgFigure(title="Pipeline", svg=svg))
     (run / "pictures").mkdir()
     for update in (10, 20):
-        import base64
-
         path = run / "pictures" / f"prior-{update:09d}.png"
         path.write_bytes(base64.b64decode(png))

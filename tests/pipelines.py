@@ -1,4 +1,4 @@
-"""Random pipelines for the property tests of this folder."""
+"""Random pipelines for property tests."""
 
 from hypothesis import strategies as st
 
@@ -8,7 +8,7 @@ from millrace.schedule.table import SCHEDULES
 
 @st.composite
 def stage_layouts(draw) -> Stages:
-    """Up to 6 positions of up to 3 stages, on any devices."""
+    """Draw up to 6 positions of up to 3 stages, on any devices."""
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     if draw(st.booleans()):
         return place_stages(shape, None)

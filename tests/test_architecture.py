@@ -7,7 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "millrace"
 
-PLAIN = {"config", "durable", "output", "versions", "batching", "precision", "plan"}
+PLAIN = {
+    *("config", "durable", "numbers", "output", "versions"),
+    *("batching", "precision", "plan"),
+}
 RUNTIME = {
     *("data", "feeds", "nn", "program", "schedule"),
     *("distributed", "checkpoint", "loop"),
@@ -15,6 +18,7 @@ RUNTIME = {
 MAY_IMPORT = {
     "config": set(),
     "durable": set(),
+    "numbers": set(),
     "output": set(),
     "versions": set(),
     "batching": {"config"},

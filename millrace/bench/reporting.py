@@ -11,6 +11,7 @@ from millrace.bench.latency import supported
 from millrace.bench.noise import is_uncertain, peer_speeds, ratio_noise, spread_of
 from millrace.config import writing
 from millrace.durable import finite_json, write_atomically
+from millrace.numbers import format_number
 
 _COLUMNS: tuple[str, ...] = (
     "name",
@@ -120,7 +121,7 @@ def row_of(entry: Mapping[str, Any]) -> dict[str, str]:
     eager, compiled = peers.get("eager"), peers.get("compiled")
     return {
         "entry": entry["name"],
-        "samples/s": _samples(speeds["median"]),
+        "samples/s": format_number(speeds["median"]),
         "spread": _spread(speeds),
         "ms": f"{entry['ms_per_unit']:.3f}",
         "latency p50": _milliseconds(entry["latency_ms"].get("p50")),
@@ -163,10 +164,6 @@ def _reasons(entry: Mapping[str, Any]) -> list[str]:
     return [f"- {entry['name']}, PyTorch {name}: {why}." for name, why in failed.items()]
 
 
-def _samples(median: float) -> str:
-    return f"{median:,.4g}" if median < 1e3 else f"{median:,.0f}"
-
-
 def _spread(speeds: Mapping[str, Any] | None) -> str:
     return "" if speeds is None else f"{100 * spread_of(speeds):.1f} %"
 
@@ -185,7 +182,7 @@ def _part(value: float | None, scale: float, part: float | None) -> str:
 def _speed(peer: Mapping[str, Any] | None) -> str:
     if not peer:
         return ""
-    return _samples(peer["median"]) if "median" in peer else "failed"
+    return format_number(peer["median"]) if "median" in peer else "failed"
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from millrace.drawing.numbers import byte_size
+from millrace.numbers import format_bytes
 from millrace.run.process import use_virtual_devices
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def _format_devices(report: DeviceReport) -> dict[str, str]:
     for (kind, platform), devices in by_kind.items():
         numbers = _format_range([device["number"] for device in devices])
         memory = devices[0]["memory_bytes"]
-        size = f", {byte_size(memory)} each" if memory and platform != "cpu" else ""
+        size = f", {format_bytes(memory)} each" if memory and platform != "cpu" else ""
         rows[f"device {numbers}"] = f"{kind} ({platform}){size}"
     memory = report.devices[0]["memory_bytes"]
     if memory and report.devices[0]["platform"] == "cpu":
-        rows["memory"] = byte_size(memory)
+        rows["memory"] = format_bytes(memory)
     return rows | report.machine
 
 

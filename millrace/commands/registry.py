@@ -130,7 +130,7 @@ COMMANDS = {
         needs_run=False,
     ),
     "report": Command(
-        "millrace.commands.report_options:ReportConfig",
+        "millrace.commands.report:ReportConfig",
         "millrace.commands.report:report",
         "rewrite the report of a run, or compare several runs",
         needs_run=False,

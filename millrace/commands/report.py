@@ -1,17 +1,36 @@
 """``millrace report RUN…``: a page about one run, or about several."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.commands.report_options import ReportConfig
 from millrace.config import writing
-from millrace.report.comparison import comparison_page
-from millrace.report.record import read_run
-from millrace.report.run_page import run_page, write_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Write the report of a run again, or compare several runs on one page."""
+
+    run: list[Path] = field(metadata={"positional": True})
+    """Run directories, or folders of run directories; a run may still be running."""
+    out: Path | None = None
+    """File for the page (default: report.html in the run directory, or comparison.html
+    here for several runs)."""
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise ValueError("report needs at least one run directory.")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"There is no folder {self.out.parent} for --out.")
 
 
 def report(config: ReportConfig) -> None:
-    """Write the page that is asked for, and say where it is."""
-    runs = [run for given in config.run for run in _runs_in(given)]
+    """Write the page and print its path."""
+    # Imported late: --help needs only the options.
+    from millrace.report.comparison import comparison_page
+    from millrace.report.record import read_run
+    from millrace.report.run_page import run_page, write_report
+
+    runs = [run for path in config.run for run in _find_runs(path)]
     several = len(runs) > 1
     if not several and config.out is None:
         with writing(runs[0] / "report.html"):
@@ -24,7 +43,7 @@ def report(config: ReportConfig) -> None:
     print(path)
 
 
-def _runs_in(given: Path) -> list[Path]:
-    """Return a run directory itself, or those that lie in a folder of them."""
-    inside = sorted(path.parent for path in given.glob("*/config.yml"))
-    return [given] if (given / "config.yml").exists() or not inside else inside
+def _find_runs(path: Path) -> list[Path]:
+    """Return a run directory itself, or the run directories in a folder."""
+    inside = sorted(config.parent for config in path.glob("*/config.yml"))
+    return [path] if (path / "config.yml").exists() or not inside else inside

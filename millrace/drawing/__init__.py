@@ -1,1 +1,1 @@
-"""Charts, timelines and pages: SVG, PNG and HTML. Never imports JAX."""
+"""One drawing kit for charts, timelines and pages: SVG, PNG and HTML. Never imports JAX."""

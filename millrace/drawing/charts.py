@@ -1,86 +1,269 @@
-"""Pictures other than curves: matrices, distributions, and points with a best one."""
+"""Charts of reports: curves, matrices, distributions and points.
 
-import html
+Charts are drawn for the width of a phone, so that their text stays readable there.
+"""
+
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from millrace.drawing.chart import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
+from millrace.drawing.style import NUM_SERIES_COLORS
+from millrace.drawing.svg import (
+    FONT_SIZE,
+    Circle,
+    Drawing,
+    Label,
+    Line,
     Point,
-    axes,
-    linear_axis,
-    svg,
-    text,
-    value_axis,
+    Rect,
+    Shape,
+    estimate_width,
+    to_svg,
 )
+from millrace.numbers import format_tick, linear_ticks, log_ticks
 
-_MOST_COUNTS, MOST_CLASSES = 12, 100
-"""Classes up to which a matrix has its counts written in, and is drawn at all."""
+WIDTH, HEIGHT = 400, 230
+LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 12, 24, HEIGHT - 36
+"""The edges of the plot area."""
+_LOG_RATIO = 100.0
+"""The ratio of the largest to the smallest value from which an axis is logarithmic."""
+MOST_CLASSES = 100
+"""The most classes for which a confusion matrix is drawn."""
+_MOST_COUNTED_CLASSES = 12
+"""The most classes for which the counts are written into the matrix."""
+_MOST_POINTS, _MOST_DOTS, _MOST_HINTS = 400, 40, 150
+"""The most points of a curve, and of a curve with dots and with hints at its points."""
+_START_SHARE, _FLATTENED, _FEWEST_LATER = 0.05, 12.0, 20
+_CURVE_WIDTH = 1.75
+
+
+class Axis(NamedTuple):
+    """A scale from values to coordinates, and the values of its ticks."""
+
+    place: Callable[[float], float]
+    ticks: list[float]
+
+
+def linear_axis(
+    values: Sequence[float], start: float, end: float, *, padding: float = 0.06
+) -> Axis:
+    """Return an axis over all values from coordinate `start` to `end`."""
+    low, high = min(values), max(values)
+    if high == low:  # one value, in the middle
+        return Axis(lambda _: (start + end) / 2, [float(f"{low:.4g}")])
+    room = padding * (high - low)
+    # An axis that starts at 0 stays there.
+    low, high = low - (room if low else 0.0), high + room
+
+    def place(value: float) -> float:
+        return start + (value - low) / (high - low) * (end - start)
+
+    return Axis(place, linear_ticks(low, high))
+
+
+def value_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    """Return a linear axis, or a logarithmic one if the values differ by much."""
+    low, high = min(values), max(values)
+    if not is_logarithmic(low, high):
+        return linear_axis(values, start, end)
+    first, last = math.log10(low) - 0.06, math.log10(high) + 0.06
+    scale = (end - start) / (last - first)
+    ticks = log_ticks(10**first, 10**last)
+    return Axis(lambda value: start + (math.log10(value) - first) * scale, ticks)
+
+
+def is_logarithmic(low: float, high: float) -> bool:
+    """Whether an axis from `low` to `high` is logarithmic."""
+    return low > 0 and high / low >= _LOG_RATIO
+
+
+def draw_axes(x: Axis, y: Axis, x_name: str) -> list[Shape]:
+    """Draw horizontal grid lines, the tick labels, and the name of the x axis."""
+    shapes: list[Shape] = []
+    for tick in y.ticks:
+        shapes.append(Line([(LEFT, y.place(tick)), (RIGHT, y.place(tick))]))
+        shapes.append(Label(LEFT - 6, y.place(tick), format_tick(tick), "end"))
+    for tick in x.ticks:
+        shapes.append(Label(x.place(tick), BOTTOM + 11, format_tick(tick), "middle"))
+    return [*shapes, Label((LEFT + RIGHT) / 2, HEIGHT - 9, x_name, "middle")]
+
+
+def chart_svg(
+    title: str, shapes: Sequence[Shape], size: tuple[float, float] = (WIDTH, HEIGHT)
+) -> str:
+    """Return a chart as an SVG that takes the width its page gives it."""
+    return to_svg(Drawing(title, *size, shapes), css_class="chart")
+
+
+class Series(NamedTuple):
+    """A curve: its name, and its points from left to right."""
+
+    name: str
+    points: list[Point]
+
+    @property
+    def finite(self) -> list[Point]:
+        """The points that can be drawn."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+
+class Band(NamedTuple):
+    """A marked part of the x axis."""
+
+    start: float
+    end: float
+    name: str
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_name: str = "epoch",
+    bands: Sequence[Band] = (),
+    level: tuple[str, float] | None = None,
+    from_zero: bool = False,
+    colors: Sequence[int] | None = None,
+) -> str:
+    """Draw curves over one pair of axes.
+
+    Args:
+        title: Read out by screen readers.
+        series: The curves; values that are not finite are left out.
+        x_name: The name of the x axis.
+        bands: Parts of the x axis to mark; each name is written once.
+        level: The name and height of a horizontal line.
+        from_zero: Whether the y axis starts at 0; single points are not marked then.
+        colors: The number of each curve's color (default: in order).
+    """
+    curves = [Series(s.name, thin(s.finite)) for s in series]
+    names = [curve.name for curve in curves]
+    fills = [f"c{n % NUM_SERIES_COLORS}" for n in colors or range(len(curves))]
+    points = [point for curve in curves for point in curve.points]
+    marked = [x for band in bands for x in (band.start, band.end)]
+    x = linear_axis([p[0] for p in points] + marked, LEFT, RIGHT, padding=0.0)
+    extra = ([level[1]] if level else []) + ([0.0] if from_zero else [])
+    heights = [p[1] for p in points] if from_zero else select_heights(points)
+    y = value_axis(heights + extra, BOTTOM, TOP)
+    shapes = [*_draw_bands(bands, x), *draw_axes(x, y, x_name)]
+    if level:
+        place = y.place(level[1])
+        shapes.append(Line([(LEFT, place), (RIGHT, place)], "muted", dashed=True))
+        shapes.append(Label(RIGHT, place - 8, level[0], "end"))
+    for curve, fill in zip(curves, fills, strict=True):
+        shapes += _draw_curve(curve, fill, x, y, dots=not from_zero)
+    if len(curves) > 1:
+        shapes += _draw_legend(names, fills)
+    if len(heights) < len(points):
+        shapes.append(Label(RIGHT, 9, "steep start cut off", "end"))
+    return chart_svg(title, shapes)
+
+
+def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """Reduce a curve to the lowest and highest point of each of its parts."""
+    if len(points) <= most:
+        return list(points)
+    size = -(-2 * len(points) // most)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def select_heights(points: Sequence[Point]) -> list[float]:
+    """Return the values that the y axis must show.
+
+    These are all values, unless the first 5% of the x axis would squeeze the others into
+    a twelfth of the height. Then the curve may leave the chart there.
+    """
+    heights = [height for _, height in points]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    settled = first + _START_SHARE * (last - first)
+    later = [height for x, height in points if x >= settled]
+    if len(later) < _FEWEST_LATER:
+        return heights
+    logarithmic = is_logarithmic(min(heights), max(heights))
+
+    def spread(values: Sequence[float]) -> float:
+        low, high = min(values), max(values)
+        return math.log(high / low) if logarithmic else high - low
+
+    return later if spread(heights) > _FLATTENED * spread(later) > 0 else heights
+
+
+def _draw_curve(curve: Series, color: str, x: Axis, y: Axis, *, dots: bool) -> list[Shape]:
+    # A value outside the plot area is drawn on its edge.
+    places = [(x.place(px), min(max(y.place(py), TOP), BOTTOM)) for px, py in curve.points]
+    shapes: list[Shape] = [Line(places, color, _CURVE_WIDTH)]
+    if dots and len(places) <= _MOST_DOTS:
+        shapes += [Circle(*place, 2.4, color) for place in places]
+    if len(places) <= _MOST_HINTS:
+        for place, (px, py) in zip(places, curve.points, strict=True):
+            hint = f"{curve.name} at {px:.6g}: {py:.5g}"
+            shapes.append(Circle(*place, 7, color, opacity=0, hint=hint))
+    return shapes
+
+
+def _draw_legend(names: Sequence[str], colors: Sequence[str]) -> list[Shape]:
+    room = int((WIDTH - LEFT) / len(names) / estimate_width("x")) - 3
+    shapes: list[Shape] = []
+    x = float(LEFT)
+    for name, color in zip(names, colors, strict=True):
+        text = f"● {_shorten(name, max(4, room))}"
+        shapes.append(Label(x, 9, text, color=color))
+        x += estimate_width(text) + FONT_SIZE
+    return shapes
+
+
+def _draw_bands(bands: Sequence[Band], x: Axis) -> list[Shape]:
+    shapes: list[Shape] = []
+    named: set[str] = set()
+    for start, end, name in bands:
+        left, width = x.place(start), x.place(end) - x.place(start)
+        hint = f"{name}: {end - start:.3g} s"
+        box = (left, TOP, max(1.0, width), BOTTOM - TOP)
+        shapes.append(Rect(*box, "muted", opacity=0.16, hint=hint))
+        if name not in named and width > 40:
+            shapes.append(Label(left + width / 2, BOTTOM - 10, name, "middle"))
+            named.add(name)
+    return shapes
 
 
 def matrix_chart(
     title: str, counts: Mapping[tuple[int, int], int], names: Sequence[str]
 ) -> str:
-    """Draw how often each true class (row) was taken for which (column)."""
-    size, count = 400, len(names)
-    left, top = 62, 34
-    cell = (size - left - 4) / count
-    totals = [
-        sum(counts.get((row, col), 0) for col in range(count)) for row in range(count)
+    """Draw how often each true class (row) was predicted as which class (column)."""
+    size, left, top, num_classes = 400.0, 62.0, 34.0, len(names)
+    side = (size - left - 4) / num_classes
+    shapes: list[Shape] = [
+        Label(left + (size - left) / 2, 8, "predicted class", "middle"),
+        Label(11, top + num_classes * side / 2, "true class", "middle", vertical=True),
     ]
-    parts = [
-        text(left + (size - left) / 2, 12, "taken for", "middle"),
-        f'<text transform="translate(11 {top + count * cell / 2:.1f}) rotate(-90)" '
-        'text-anchor="middle">true class</text>',
-    ]
-    for row in range(count):
-        for column in range(count):
-            number = counts.get((row, column), 0)
-            x, y = left + column * cell, top + row * cell
-            share = number / totals[row] if totals[row] else 0.0
-            parts += _cell(x, y, cell, share, number, row == column, names, (row, column))
-    every = max(1, -(-count // 20))
-    for n in range(0, count, every):
-        middle = (n + 0.5) * cell
-        parts.append(text(left - 5, top + middle + 4, _short(names[n], 7), "end"))
+    for row, true in enumerate(names):
+        total = sum(counts.get((row, column), 0) for column in range(num_classes))
+        for column, predicted in enumerate(names):
+            count = counts.get((row, column), 0)
+            if not count and num_classes > _MOST_COUNTED_CLASSES:
+                continue
+            x, y = left + column * side, top + row * side
+            # The square root keeps rare mistakes visible.
+            opacity = 0.12 + 0.4 * math.sqrt(count / total) if count else 0.0
+            hint = f"{true} predicted as {predicted}: {count}"
+            color = "c0" if row == column else "c1"
+            shapes.append(Rect(x, y, side - 1, side - 1, color, opacity, hint=hint))
+            if count and num_classes <= _MOST_COUNTED_CLASSES:
+                middle = (x + (side - 1) / 2, y + side / 2)
+                shapes.append(Label(*middle, str(count), "middle", "ink", bold=True))
+    for n in range(0, num_classes, -(-num_classes // 20)):
+        middle = (n + 0.5) * side
+        shapes.append(Label(left - 5, top + middle, _shorten(names[n], 7), "end"))
         if all(len(name) <= 3 for name in names):
-            parts.append(text(left + middle, top - 5, names[n], "middle"))
-    return svg(title, parts, size, round(top + count * cell + 4))
+            shapes.append(Label(left + middle, top - 9, names[n], "middle"))
+    return chart_svg(title, shapes, (size, round(top + num_classes * side + 4)))
 
 
-def _cell(
-    x: float,
-    y: float,
-    side: float,
-    share: float,
-    number: int,
-    is_right: bool,
-    names: Sequence[str],
-    place: tuple[int, int],
-) -> list[str]:
-    if not number and len(names) > _MOST_COUNTS:
-        return []
-    color = 0 if is_right else 1
-    # Rare mistakes are what is looked for: let them be seen.
-    strength = 0.0 if not number else 0.12 + 0.4 * math.sqrt(share)
-    told = html.escape(f"{names[place[0]]} taken for {names[place[1]]}: {number}")
-    parts = [
-        f'<rect class="f{color}" x="{x:.1f}" y="{y:.1f}" width="{side - 1:.1f}" '
-        f'height="{side - 1:.1f}" fill-opacity="{strength:.2f}">'
-        f"<title>{told}</title></rect>"
-    ]
-    if number and len(names) <= _MOST_COUNTS:
-        middle = x + (side - 1) / 2
-        parts.append(text(middle, y + side / 2 + 4, str(number), "middle", "strong"))
-    return parts
-
-
-def _short(name: str, most: int) -> str:
+def _shorten(name: str, most: int) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
@@ -88,73 +271,63 @@ def histogram_chart(
     title: str, edges: Sequence[float], counts: Sequence[float], *, x_name: str
 ) -> str:
     """Draw a distribution; `counts` has one value less than `edges`."""
-    x = linear_axis(edges, LEFT, WIDTH - RIGHT, pad=0.0)
-    y = linear_axis([0.0, *counts], HEIGHT - BOTTOM, TOP, pad=0.0)
-    base = HEIGHT - BOTTOM
-    parts = axes(x, y, x_name)
+    x = linear_axis(edges, LEFT, RIGHT, padding=0.0)
+    y = linear_axis([0.0, *counts], BOTTOM, TOP, padding=0.0)
+    shapes = draw_axes(x, y, x_name)
     for start, end, count in zip(edges, edges[1:], counts, strict=False):
-        left, right, top = x.place(start), x.place(end), y.place(count)
-        told = html.escape(f"{start:.3g} to {end:.3g}: {count:,.0f}")
-        parts.append(
-            f'<rect class="f0" x="{left:.1f}" y="{top:.1f}" height="{base - top:.1f}" '
-            f'width="{max(0.5, right - left - 0.6):.1f}" fill-opacity=".75">'
-            f"<title>{told}</title></rect>"
-        )
+        left, top = x.place(start), y.place(count)
+        width = max(0.5, x.place(end) - left - 0.6)
+        hint = f"{start:.3g} to {end:.3g}: {count:,.0f}"
+        shapes.append(Rect(left, top, width, BOTTOM - top, "c0", opacity=0.75, hint=hint))
     if edges[0] < 0 < edges[-1]:
         zero = x.place(0)
-        parts.append(f'<path class="grid steady" d="M{zero:.1f} {TOP}V{base}"/>')
-    return svg(title, parts)
+        shapes.append(Line([(zero, TOP), (zero, BOTTOM)], "muted", dashed=True))
+    return chart_svg(title, shapes)
 
 
-def points_chart(
-    title: str, points: Sequence[Point], *, x_name: str, lowest: bool = True
-) -> str:
-    """Draw points joined by a line, the lowest one filled; what diverged is a cross."""
+def points_chart(title: str, points: Sequence[Point], *, x_name: str) -> str:
+    """Draw points joined by a line and mark the lowest; a diverged one is a cross."""
     points = sorted(points)
     finite = [point for point in points if math.isfinite(point[1])]
-    x = linear_axis([p[0] for p in points], LEFT + 8, WIDTH - RIGHT - 8, pad=0.0)
-    y = value_axis([p[1] for p in finite] or [0.0], HEIGHT - BOTTOM, TOP)
-    line = " ".join(f"{x.place(a):.1f},{y.place(b):.1f}" for a, b in finite)
-    parts = [*axes(x, y, x_name), f'<polyline class="line c0" points="{line}"/>']
-    best = min(finite, key=lambda p: p[1], default=None) if lowest else None
+    x = linear_axis([p[0] for p in points], LEFT + 8, RIGHT - 8, padding=0.0)
+    y = value_axis([p[1] for p in finite] or [0.0], BOTTOM, TOP)
+    line = Line([(x.place(a), y.place(b)) for a, b in finite], "c0", _CURVE_WIDTH)
+    shapes = [*draw_axes(x, y, x_name), line]
+    best = min(finite, key=lambda p: p[1], default=None)
     for point in points:
-        right = x.place(point[0])
-        value = f"{point[1]:.4f}" if math.isfinite(point[1]) else "diverged"
-        told = f"<title>{point[0]:g}: {value}</title>"
-        if not math.isfinite(point[1]):
-            cross = f"M{right - 5:.1f} {TOP - 8}l10 10m0 -10l-10 10"
-            parts.append(f'<path class="line c1" d="{cross}">{told}</path>')
+        place = x.place(point[0])
+        if point in finite:
+            radius, color = (6.0, "c2") if point == best else (3.5, "c0")
+            hint = f"{point[0]:g}: {point[1]:.4f}"
+            shapes.append(Circle(place, y.place(point[1]), radius, color, hint=hint))
             continue
-        size, color = (6, 2) if point == best else (3.5, 0)
-        parts.append(
-            f'<circle class="f{color}" cx="{right:.1f}" cy="{y.place(point[1]):.1f}" '
-            f'r="{size}">{told}</circle>'
-        )
-    return svg(title, parts)
+        left, right, low, high = place - 5, place + 5, TOP + 2, TOP - 8
+        middle = (place, (low + high) / 2)
+        cross = [(left, high), (right, low), middle, (right, high), (left, low)]
+        hint = f"{point[0]:g}: diverged"
+        shapes.append(Line(cross, "c1", _CURVE_WIDTH, hint=hint))
+    return chart_svg(title, shapes)
 
 
 def interval_chart(
     title: str, rows: Sequence[tuple[float, Sequence[float]]], *, x_name: str
 ) -> str:
-    """Draw 5, 25, 50, 75 and 95 % of what was found at each place, as boxes."""
-    x = linear_axis([row[0] for row in rows], LEFT + 22, WIDTH - RIGHT - 22, pad=0.0)
-    heights = [value for _, values in rows for value in values]
-    y = linear_axis([*heights, 0.0], HEIGHT - BOTTOM, TOP)
-    half = min(14.0, (WIDTH - LEFT - RIGHT) / (3 * len(rows)))
+    """Draw the 5, 25, 50, 75 and 95% quantiles at each place as a box."""
+    x = linear_axis([row[0] for row in rows], LEFT + 22, RIGHT - 22, padding=0.0)
     x = x._replace(ticks=[row[0] for row in rows][:: -(-len(rows) // 10)])
-    parts = axes(x, y, x_name)
-    parts.append(
-        f'<path class="grid steady" d="M{LEFT} {y.place(0):.1f}H{WIDTH - RIGHT}"/>'
-    )
+    y = linear_axis([0.0, *(v for _, values in rows for v in values)], BOTTOM, TOP)
+    half = min(14.0, (RIGHT - LEFT) / (3 * len(rows)))
+    shapes = draw_axes(x, y, x_name)
+    shapes.append(Line([(LEFT, y.place(0)), (RIGHT, y.place(0))], "muted", dashed=True))
     for place, values in rows:
         middle = x.place(place)
         low, lower, median, upper, high = (y.place(value) for value in values)
-        told = html.escape(f"{place:g}: median {values[2]:.3g}")
-        parts.append(
-            f'<path class="line c0" d="M{middle:.1f} {low:.1f}V{high:.1f}"/>'
-            f'<rect class="f0" x="{middle - half:.1f}" y="{upper:.1f}" '
-            f'width="{2 * half:.1f}" height="{max(0.5, lower - upper):.1f}" '
-            f'fill-opacity=".35"><title>{told}</title></rect>'
-            f'<path class="line c1" d="M{middle - half:.1f} {median:.1f}h{2 * half:.1f}"/>'
-        )
-    return svg(title, parts)
+        box = (middle - half, upper, 2 * half, max(0.5, lower - upper))
+        hint = f"{place:g}: median {values[2]:.3g}"
+        ends = [(middle - half, median), (middle + half, median)]
+        shapes += [
+            Line([(middle, low), (middle, high)], "c0", _CURVE_WIDTH),
+            Rect(*box, "c0", opacity=0.35, hint=hint),
+            Line(ends, "c1", _CURVE_WIDTH),
+        ]
+    return chart_svg(title, shapes)

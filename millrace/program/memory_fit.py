@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from millrace.numbers import format_bytes
+
 
 def memory_limit(device: Any) -> int:
     """Return the bytes that programs may use on a device; on CPU, the machine's memory."""
@@ -26,7 +28,8 @@ def too_large(
     """
     if needed <= limit:
         return None
-    said = f"batch {batch} needs {_amount(needed)} of {_amount(limit)}"
+    sizes = [format_bytes(size, digits=2) for size in (needed, limit)]
+    said = f"batch {batch} needs {sizes[0]} of {sizes[1]}"
     smaller = 1 << max(0, (batch - 1).bit_length() - 1)  # the next power of two below
     while smaller < batch:
         if needs(smaller) <= limit:
@@ -35,9 +38,3 @@ def too_large(
             break
         smaller //= 2
     return f"{said}; not even a batch of 1 fits"
-
-
-def _amount(num_bytes: int) -> str:
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:,.2f} MiB"
-    return f"{num_bytes / 2**30:,.2f} GiB"

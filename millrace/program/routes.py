@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from millrace.schedule.orders import Action
 from millrace.schedule.stages import Stages
-from millrace.schedule.table import Action, Table
+from millrace.schedule.table import Table
 
 IDLE = 0
 Edge = tuple[int, int]

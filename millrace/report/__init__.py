@@ -1,1 +1,1 @@
-"""What people see of a run when it is over: pages and pictures, made from its files."""
+"""Reports: pages and plots of runs, made from the files in their run directories."""

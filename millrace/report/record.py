@@ -1,4 +1,4 @@
-"""What a run has left in its directory, read back, also while it is still going."""
+"""Read the files of a run directory, complete or not."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,15 @@ from typing import Any
 from millrace.config import ConfigurationError, load_yaml
 
 FOLDER, PHASES = "report", "phases.json"
-"""In a run directory: what its report is drawn from."""
+"""The folder in a run directory with the data of its report, and a file in it."""
 
 RUNNING = "unfinished"
-"""The status of a run without a summary: still going, or killed."""
+"""The status of a run without a summary: it is still running, or was killed."""
 
-_ENDS = ("completed", "interrupted", "failed", RUNNING)
+POSITIONS = ("update", "epoch", "time")
+"""The entries of a log event that are no metrics but say when it happened."""
+
+_STATUSES = ("completed", "interrupted", "failed", RUNNING)
 _NUMBERS = (
     *("updates", "samples", "samples_per_second"),
     *("compile_seconds", "wall_seconds", "time_to_train_seconds"),
@@ -25,39 +28,39 @@ _MAPPINGS = (
     *("metrics", "facts", "memory", "seconds", "machine", "versions", "device"),
     "changed_options",
 )
-_OF_NUMBERS = ("memory", "seconds")
+_NUMBER_MAPPINGS = ("memory", "seconds")
 _LOSSES = ("train_loss", "loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """One run: how it was asked for, what it logged, how it ended."""
+    """The options, log events and summary of one run."""
 
     path: Path
     summary: dict[str, Any]
     config: dict[str, Any]
     events: list[dict[str, Any]]
     phases: list[tuple[str, float, float]]
-    """What was done from when to when, in seconds of the run's clock."""
+    """Activities with their start and end, in seconds of the run's clock."""
 
     @property
     def name(self) -> str:
-        """The directory's own name."""
+        """The name of the run directory."""
         return self.path.resolve().name
 
     @property
     def command(self) -> str:
-        """Such as ``cnn train``."""
+        """The command, such as ``cnn train``."""
         return str(self.config.get("command", "")).replace("-", " ", 1)
 
     @property
     def status(self) -> str:
-        """completed, interrupted, failed or unfinished."""
+        """How the run ended: completed, interrupted, failed or unfinished."""
         return self.summary.get("status") or RUNNING
 
     @property
     def diverged_at(self) -> int | None:
-        """The first logged update from which on no training loss was finite."""
+        """The first logged update after which no training loss was finite."""
         logged = [
             (event["update"], math.isfinite(as_number(event[name])))
             for event in self.events
@@ -69,27 +72,23 @@ class RunRecord:
 
     @property
     def badge(self) -> tuple[str, str]:
-        """How it ended, in words, and the class of their color."""
+        """The status as a reader sees it, and its CSS class."""
         if self.status == "completed" and self.diverged_at is not None:
             return "completed, but diverged", "diverged"
-        return self.status, self.status if self.status in _ENDS else RUNNING
+        return self.status, self.status if self.status in _STATUSES else RUNNING
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of every metric, also where there is no summary yet."""
-        found = self.summary.get("metrics") or {}
-        if not found and not self.summary:
+        """The last value of every metric, from the log if there is no summary yet."""
+        metrics = self.summary.get("metrics") or {}
+        if not metrics and not self.summary:
             for event in self.events:
-                found |= {k: v for k, v in event.items() if k not in PLACES}
-        return {name: as_number(value) for name, value in found.items()}
-
-
-PLACES = ("update", "epoch", "time")
-"""What of an event says where in the run it belongs."""
+                metrics |= {k: v for k, v in event.items() if k not in POSITIONS}
+        return {name: as_number(value) for name, value in metrics.items()}
 
 
 def as_number(value: Any) -> float:
-    """Read a metric: what is not finite is text in JSON."""
+    """Return a metric as a float; JSON has nan and inf as text."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -101,39 +100,43 @@ def _is_number(value: Any) -> bool:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory; one that is still being written is read as far as it is."""
+    """Read a run directory; of a run that is still running, what there is so far."""
     if not (path / "config.yml").is_file():
         raise ConfigurationError(
-            f"{path} is not the directory of a run: it has no config.yml. Give what was "
-            "--run-dir, or one of the folders in runs/."
+            f"{path} is not a run directory: it has no config.yml. Give the directory that "
+            "was --run-dir, or one of those in runs/."
         )
     config = load_yaml(path / "config.yml")
-    summary = _summary(_json(path / "summary.json"))
-    events = [e for e in read_events(path) if all(_is_number(e.get(n)) for n in PLACES)]
+    summary = _check_summary(_read_json(path / "summary.json"))
+    events = [
+        event
+        for event in read_events(path)
+        if all(_is_number(event.get(name)) for name in POSITIONS)
+    ]
     return RunRecord(path, summary, config, events, read_phases(path))
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def _summary(found: Any) -> dict[str, Any]:
-    """Keep of a summary what is of the type it should be: others may have written it."""
-    kept = found if isinstance(found, dict) else {}
+def _check_summary(summary: Any) -> dict[str, Any]:
+    """Drop entries of an unexpected type: another program may have written the file."""
+    kept = summary if isinstance(summary, dict) else {}
     kept |= {name: str(kept[name]) for name in _TEXTS if kept.get(name) is not None}
     wrong = {name for name in _NUMBERS if not _is_number(kept.get(name))}
     wrong |= {name for name in _MAPPINGS if not isinstance(kept.get(name), dict)}
     kept = {name: value for name, value in kept.items() if name not in wrong}
-    for name in set(_OF_NUMBERS) & set(kept):
+    for name in set(_NUMBER_MAPPINGS) & set(kept):
         kept[name] = {key: n for key, n in kept[name].items() if _is_number(n)}
     return kept
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return a run's log events; a line that is damaged or cut short is left out."""
+    """Return the log events of a run; damaged and incomplete lines are left out."""
     try:
         lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
     except OSError:
@@ -151,11 +154,10 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def read_phases(path: Path) -> list[tuple[str, float, float]]:
-    """Return what a run did from when to when, as far as that can be read."""
-    found = _json(path / FOLDER / PHASES)
-    entries = found if isinstance(found, list) else []
+    """Return the activities of a run with their start and end, without damaged ones."""
+    phases = _read_json(path / FOLDER / PHASES)
     return [
         (str(entry[0]), entry[1], entry[2])
-        for entry in entries
+        for entry in (phases if isinstance(phases, list) else [])
         if isinstance(entry, list) and len(entry) == 3 and all(map(_is_number, entry[1:]))
     ]

@@ -1,233 +1,191 @@
-"""``report.html``: a run on one page that needs nothing else, no network and no script."""
+"""``report.html``: one run on a page."""
 
-import html
 import shlex
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from millrace.drawing.numbers import byte_size, duration, text_of
-from millrace.drawing.style import CHART, COLORS, FIGURES, PAGE
+from millrace.drawing.html import details, figures, page, section, value_table
 from millrace.durable import write_atomically
-from millrace.report.curves import curve_figures, metric_charts, throughput_figure
-from millrace.report.image_grids import picture_sections
+from millrace.numbers import format_bytes, format_duration, format_number
+from millrace.report.metrics import (
+    curve_figures,
+    is_important,
+    readable_name,
+    run_curves,
+    run_throughput_figure,
+    sort_by_split,
+    split_metric,
+)
 from millrace.report.record import RUNNING, RunRecord, read_run
-from millrace.report.sections import read_parts, section
-from millrace.report.series import is_telling, split_kind, words
-
-_FRAME = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
- form-action 'none'; base-uri 'none'">
-<title>{title}</title>
-<style>{style}</style></head><body>
-{body}
-</body></html>
-"""
+from millrace.report.sections import render_sections
 
 _MOST_METRICS = 8
-"""That are shown large; the others are folded away."""
+"""The number of metrics shown as tiles; the others are folded away."""
 
-_EXPLAINED = {
-    "completed": "",
-    "interrupted": "It was stopped before its end. What is below is as far as it came.",
-    "failed": "It ended with an error. What is below is as far as it came.",
-    RUNNING: "It has written no summary: it is still going, or was killed.",
+_EXPLANATIONS = {
+    "interrupted": "The run was stopped early. The results so far are below.",
+    "failed": "The run ended with an error. The results so far are below.",
+    RUNNING: "There is no summary: the run is still running, or was killed.",
+}
+_MEMORY = {
+    "program_bytes": "compiled program, per device",
+    "device_peak_bytes": "peak device memory",
+    "device_limit_bytes": "device memory available",
+    "host_peak_bytes": "peak host memory of the process",
 }
 
 
 def write_report(run: Path) -> Path:
-    """Write the report of the run in a directory, whatever its end was."""
+    """Write the report of a run directory and return its path."""
     path = run / "report.html"
     write_atomically(path, run_page(read_run(run)))
     return path
 
 
 def run_page(record: RunRecord) -> str:
-    """Return a run's report."""
-    sections = {
-        "Curves": curve_figures(metric_charts(record)),
-        "": _application(record),
-        "Time": _time(record),
-        "Memory": table(_memory(record.summary.get("memory") or {})),
-        "Options that differ from their defaults": _options(record),
-        "Environment": table(_environment(record.summary)),
-        "How to repeat it": _repeat(record),
-    }
-    body = _head(record) + "".join(
-        f"<h2>{name}</h2>{content}" if name else content
-        for name, content in sections.items()
-        if content
-    )
-    return frame(f"{record.command} · {record.name}", body)
-
-
-def frame(title: str, body: str) -> str:
-    """Put a page together."""
-    style = COLORS + CHART + FIGURES + PAGE
-    return _FRAME.format(title=html.escape(title), style=style, body=body)
-
-
-def table(values: Mapping[str, Any]) -> str:
-    """Return names and values in two columns; nothing for no values."""
-    rows = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(text_of(value))}</td></tr>"
-        for name, value in values.items()
-    )
-    return f"<table>{rows}</table>" if rows else ""
-
-
-def _head(record: RunRecord) -> str:
-    status = record.status
-    said, color = record.badge
+    """Return the report of a run."""
     parts = [
-        f"<h1>{html.escape(record.command or 'run')} · {html.escape(record.name)}</h1>",
-        f'<p><span class="status {color}">{html.escape(said)}</span></p>',
+        _render_head(record),
+        section("Curves", curve_figures(run_curves(record))),
+        render_sections(record.path),
+        section("Time", _render_time(record)),
+        section("Memory", _render_memory(record)),
+        section("Non-default options", _render_options(record)),
+        section("Environment", value_table(_environment(record.summary))),
+        section("Reproduce", _render_command(record)),
+    ]
+    return page(f"{record.command} · {record.name}", "".join(parts))
+
+
+def _render_head(record: RunRecord) -> str:
+    status = record.status
+    badge, color = record.badge
+    parts = [
+        f"<h1>{escape(record.command or 'run')} · {escape(record.name)}</h1>",
+        f'<p><span class="status {color}">{escape(badge)}</span></p>',
     ]
     if (update := record.diverged_at) is not None:
         parts.append(
-            f"<p>From update {update:,} on, the logged loss was not finite: training has "
+            f"<p>From update {update:,} on, the logged loss was not finite: training "
             "diverged. A smaller learning rate may help.</p>"
         )
-    if why := _EXPLAINED.get(status, ""):
-        parts.append(f"<p>{why}</p>")
+    if explanation := _EXPLANATIONS.get(status, ""):
+        parts.append(f"<p>{explanation}</p>")
     if error := record.summary.get("error"):
-        parts.append(f'<p class="error"><code>{html.escape(str(error))}</code></p>')
+        parts.append(f'<p class="error"><code>{escape(str(error))}</code></p>')
     if status in ("interrupted", RUNNING) and (record.path / "checkpoints").is_dir():
         parts.append(
-            "<p>The same command with <code>--resume</code> continues it from its last "
+            "<p>The same command with <code>--resume</code> continues from the last "
             "checkpoint.</p>"
         )
-    what = table(record.summary.get("facts") or {})
-    return "".join(parts) + _tiles(record) + what
+    facts = value_table(record.summary.get("facts") or {})
+    return "".join(parts) + _render_tiles(record) + facts
 
 
-def _tiles(record: RunRecord) -> str:
-    summary = record.summary
-    ranked = _by_weight(record.metrics)
-    figures = {words(name): text_of(value) for name, value in ranked[:_MOST_METRICS]}
-    rest = table({words(name): value for name, value in ranked[_MOST_METRICS:]})
-    if summary.get("updates"):
-        figures["updates"] = f"{summary['updates']:,}"
-    if summary.get("samples"):
-        figures["samples"] = f"{summary['samples']:,}"
+def _render_tiles(record: RunRecord) -> str:
+    summary, metrics = record.summary, record.metrics
+    ranked = sorted(sort_by_split(metrics), key=_is_detail)
+    shown, folded = ranked[:_MOST_METRICS], ranked[_MOST_METRICS:]
+    tiles = {readable_name(name): format_number(metrics[name]) for name in shown}
+    for name in ("updates", "samples"):
+        if summary.get(name):
+            tiles[name] = f"{summary[name]:,}"
     if summary.get("samples_per_second"):
-        figures["samples per second"] = text_of(float(summary["samples_per_second"]))
+        tiles["samples per second"] = format_number(float(summary["samples_per_second"]))
     if (seconds := summary.get("time_to_train_seconds")) is not None:
-        figures["time to train"] = duration(seconds)
-    if summary.get("wall_seconds"):
-        figures["whole run"] = duration(summary["wall_seconds"])
-    if summary.get("compile_seconds"):
-        figures["compiling"] = duration(summary["compile_seconds"])
-    tiles = "".join(
-        f'<div class="tile"><b>{html.escape(value)}</b>'
-        f"<span>{html.escape(name)}</span></div>"
-        for name, value in figures.items()
-    )
+        tiles["time to train"] = format_duration(seconds)
+    for name, title in (("wall_seconds", "total time"), ("compile_seconds", "compilation")):
+        if summary.get(name):
+            tiles[title] = format_duration(summary[name])
     if not tiles:
         return ""
-    more = f"<details><summary>more figures</summary>{rest}</details>" if rest else ""
-    return f'<div class="tiles">{tiles}</div>{more}'
+    rendered = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in tiles.items()
+    )
+    rest = value_table({readable_name(name): metrics[name] for name in folded})
+    return f'<div class="tiles">{rendered}</div>{details("more metrics", rest)}'
 
 
-def _by_weight(metrics: dict[str, float]) -> list[tuple[str, float]]:
-    """Sort metrics: tests before validation before training, the telling ones first."""
-    order = {"test": 0, "validation": 1, "train": 2, "": 3}
-
-    def weight(item: tuple[str, float]) -> tuple[bool, int]:
-        kind, quantity = split_kind(item[0])
-        return kind in ("train", "") and not is_telling(quantity), order[kind]
-
-    return sorted(metrics.items(), key=weight)
+def _is_detail(metric: str) -> bool:
+    split, quantity = split_metric(metric)
+    return split in ("train", "") and not is_important(quantity)
 
 
-def _application(record: RunRecord) -> str:
-    parts = read_parts(record.path).values()
-    return "".join(map(section, parts)) + picture_sections(record.path)
+def _render_time(record: RunRecord) -> str:
+    seconds = record.summary.get("seconds") or {}
+    spent = value_table({name: format_duration(time) for name, time in seconds.items()})
+    return figures([run_throughput_figure(record), spent])
 
 
-def _time(record: RunRecord) -> str:
-    spent = record.summary.get("seconds") or {}
-    chart = throughput_figure(record)
-    what = table({name: duration(seconds) for name, seconds in spent.items()})
-    if not chart and not what:
-        return ""
-    return f'<div class="figures">{chart}<div>{what}</div></div>'
+def _render_memory(record: RunRecord) -> str:
+    memory = record.summary.get("memory") or {}
+    known = {name: title for name, title in _MEMORY.items() if memory.get(name)}
+    return value_table({title: format_bytes(memory[n]) for n, title in known.items()})
 
 
-def _memory(memory: Mapping[str, Any]) -> dict[str, str]:
-    named = {
-        "program_bytes": "compiled program needs, per device",
-        "device_peak_bytes": "most in use on a device",
-        "device_limit_bytes": "device has",
-        "host_peak_bytes": "most in use by the process on the host",
-    }
-    return {named[n]: byte_size(memory[n]) for n in named if memory.get(n)}
-
-
-def _options(record: RunRecord) -> str:
+def _render_options(record: RunRecord) -> str:
     changed = record.summary.get("changed_options")
     if changed is None:
         return ""
-    shown = table({f"--{name.replace('_', '-')}": v for name, v in changed.items()})
-    return shown or "<p>None: everything is as it is by default.</p>"
+    options = {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    return value_table(options) or "<p>None.</p>"
 
 
-def _environment(summary: Mapping[str, Any]) -> dict[str, str]:
+def _environment(summary: Mapping[str, Any]) -> dict[str, Any]:
     device = summary.get("device") or {}
-    facts: dict[str, str] = {}
+    facts: dict[str, Any] = {}
     if device:
         count, kind, platform = (device.get(n) for n in ("count", "kind", "platform"))
         facts["devices"] = f"{count} x {kind} ({platform})"
     return facts | (summary.get("machine") or {}) | (summary.get("versions") or {})
 
 
-def _repeat(record: RunRecord) -> str:
+def _render_command(record: RunRecord) -> str:
     command = record.summary.get("command")
     if not command:
         return ""
-    others = {
-        name: version
-        for name, version in (record.summary.get("versions") or {}).items()
+    versions = record.summary.get("versions") or {}
+    pinned = " ".join(
+        f"{name}=={version}"
+        for name, version in versions.items()
         if name not in ("python", "millrace")
-    }
-    pinned = " ".join(f"{name}=={version}" for name, version in others.items())
-    lines = [f"pip install . {pinned}"] if pinned else []
-    lines.append(_without(command, "--run-dir", "--resume"))
-    told = f"<p>{_origin(record.summary)}. In a checkout of millrace as it was then:</p>"
-    note = (
-        '<p class="note">The seed is among the options, so on the same kind of device and '
-        "with the same versions the weights come out the same.</p>"
     )
-    shown = html.escape("\n".join(lines))
-    return f"{told}<pre>{shown}</pre>{note}"
+    lines = [f"pip install . {pinned}"] if pinned else []
+    lines.append(_remove_options(command, "--run-dir", "--resume"))
+    shown = escape("\n".join(lines))
+    return (
+        f"<p>{_describe_origin(record.summary)}. In a checkout of that version:</p>"
+        f"<pre>{shown}</pre>"
+        '<p class="note">The same kind of device and the same versions give the same '
+        "weights: the seed is one of the options.</p>"
+    )
 
 
-def _origin(summary: Mapping[str, Any]) -> str:
-    """Say where it was run, and with which millrace, as far as that is known."""
-    said = "It was run"
-    if where := summary.get("directory"):
-        said += f" in <code>{html.escape(where)}</code>"
+def _describe_origin(summary: Mapping[str, Any]) -> str:
+    origin = "Run"
+    if directory := summary.get("directory"):
+        origin += f" in <code>{escape(directory)}</code>"
     if version := (summary.get("versions") or {}).get("millrace"):
-        said += f" with millrace {html.escape(str(version))}"
+        origin += f" with millrace {escape(str(version))}"
     if commit := summary.get("commit"):
-        said += f", commit <code>{html.escape(commit)}</code>"
-    return said
+        origin += f", commit <code>{escape(commit)}</code>"
+    return origin
 
 
-def _without(command: str, *options: str) -> str:
-    """Leave out options with their values, which belong to the run that has been."""
+def _remove_options(command: str, *options: str) -> str:
+    """Return a command line without some options and their values."""
     try:
-        given = shlex.split(command)
+        arguments = shlex.split(command)
     except ValueError:
         return command
     kept: list[str] = []
     skipping = False
-    for word in given:
-        if word.startswith("-"):
-            skipping = word.split("=")[0].replace("_", "-") in options
+    for argument in arguments:
+        if argument.startswith("-"):
+            skipping = argument.split("=")[0].replace("_", "-") in options
         if not skipping:
-            kept.append(word)
+            kept.append(argument)
     return shlex.join(kept)

@@ -1,19 +1,21 @@
-"""What an application adds to its report: plain data in the run directory, drawn later.
+"""Sections that applications add to a report: plain data in the run directory, drawn later.
 
-A part is kept as ``report/NAME.json``, so that a report can be made again at any time, by
-a newer version, and other programs can read what it shows.
+A section is kept as ``report/NAME.json``, so that a newer version can draw the report
+again and other programs can read the data. Images are kept as ``pictures/KIND-UPDATE.png``.
 """
 
 import abc
 import base64
 import dataclasses
-import html
 import io
 import json
 import math
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
+from millrace.drawing import html
 from millrace.drawing.charts import (
     MOST_CLASSES,
     histogram_chart,
@@ -21,75 +23,87 @@ from millrace.drawing.charts import (
     matrix_chart,
     points_chart,
 )
-from millrace.drawing.svg_check import check_svg
+from millrace.drawing.svg import check_svg
 from millrace.durable import make_folder, write_atomically
 from millrace.report.record import FOLDER
 
+_IMAGE_FOLDER = "pictures"
+_MOST_IMAGES = 6
+_IMAGE_TITLES = {
+    "prior": "Samples from the prior",
+    "reconstructions": "Originals above their reconstructions",
+    "chain": "Originals and their Markov chains, step by step",
+}
+_MOST_CONFUSIONS = 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part(abc.ABC):
-    """A picture, or a group of them, with a heading and perhaps a sentence."""
+class Section(abc.ABC):
+    """A heading, an optional note, and figures drawn from data."""
 
     kind: ClassVar[str]
     title: str
     note: str = ""
 
     @abc.abstractmethod
-    def drawing(self) -> str:
-        """Return the part's own HTML, without heading and sentence."""
+    def render(self) -> str:
+        """Return the figures as HTML, without heading and note."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Confusion(Part):
-    """How often samples of each class were taken for which."""
+class Confusion(Section):
+    """A confusion matrix."""
 
     kind: ClassVar[str] = "confusion"
     names: list[str]
-    """Of the classes."""
+    """The names of the classes."""
     counts: list[list[int]]
-    """``[true class, taken for, how often]``, without those that never happened."""
+    """``[true class, predicted class, count]`` for all counts above 0."""
 
-    def drawing(self) -> str:
-        """Draw the matrix where there is room for it, and list the worst confusions."""
-        counts = {(row, column): number for row, column, number in self.counts}
+    def render(self) -> str:
+        """Draw the matrix, unless it is too large, and list the worst confusions."""
+        counts = {(true, predicted): n for true, predicted, n in self.counts}
         chart = ""
         if len(self.names) <= MOST_CLASSES:
-            chart = matrix_chart(self.title, counts, self.names)
-            chart = f"<figure>{chart}</figure>"
-        return f'<div class="figures">{chart}{self._worst(counts)}</div>'
+            chart = html.figure(matrix_chart(self.title, counts, self.names))
+        return html.figures([chart, self._render_worst(counts)])
 
-    def _worst(self, counts: dict[tuple[int, int], int]) -> str:
-        wrong = [(n, *place) for place, n in counts.items() if place[0] != place[1]]
+    def _render_worst(self, counts: dict[tuple[int, int], int]) -> str:
+        wrong = [(n, *pair) for pair, n in counts.items() if pair[0] != pair[1]]
         if not wrong:
-            return "<p>None was mistaken.</p>"
-        rows = "".join(
-            f"<tr><td>{html.escape(self.names[true])}</td>"
-            f"<td>{html.escape(self.names[taken])}</td><td>{number:,}</td></tr>"
-            for number, true, taken in sorted(wrong, key=lambda w: -w[0])[:10]
+            return "<p>No mistakes.</p>"
+        wrong = sorted(wrong, key=lambda entry: -entry[0])[:_MOST_CONFUSIONS]
+        return html.table(
+            [
+                (self.names[true], self.names[predicted], f"{n:,}")
+                for n, true, predicted in wrong
+            ],
+            head=["true class", "predicted", "count"],
         )
-        head = "<tr><th>true class</th><th>taken for</th><th>times</th></tr>"
-        return f"<div><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gallery(Part):
-    """Small pictures, each with some words."""
+class Gallery(Section):
+    """Small images with captions."""
 
     kind: ClassVar[str] = "gallery"
     pictures: list[dict[str, str]]
-    """Each has ``png`` (base64) and ``caption``."""
+    """Images, each with ``png`` (base64) and ``caption``."""
 
-    def drawing(self) -> str:
-        """Show the pictures side by side."""
+    def render(self) -> str:
+        """Show the images side by side."""
         if not self.pictures:
-            return "<p>There is none.</p>"
-        shown = "".join(image(p["png"], p["caption"]) for p in self.pictures)
-        return f'<div class="gallery">{shown}</div>'
+            return "<p>None.</p>"
+        images = [
+            html.figure(html.image(each["png"], each["caption"]), each["caption"])
+            for each in self.pictures
+        ]
+        return f'<div class="gallery">{"".join(images)}</div>'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Histogram(Part):
-    """A distribution, and how it changes with something else."""
+class Histogram(Section):
+    """A distribution, and optionally its quantiles by another quantity."""
 
     kind: ClassVar[str] = "histogram"
     x_name: str
@@ -97,119 +111,144 @@ class Histogram(Part):
     counts: list[float]
     by_name: str = ""
     quantiles: list[list[Any]] = dataclasses.field(default_factory=list)
-    """``[place, [5, 25, 50, 75 and 95 %]]`` of what else it is looked at by."""
+    """``[value, [5, 25, 50, 75 and 95% quantile]]`` for values of the other quantity."""
 
-    def drawing(self) -> str:
-        """Draw the whole distribution, then its quantiles beside each other."""
-        charts = histogram_chart(self.title, self.edges, self.counts, x_name=self.x_name)
-        charts = _figure(f"all together: {sum(self.counts):,.0f}", charts)
+    def render(self) -> str:
+        """Draw the distribution, and next to it the quantiles."""
+        chart = histogram_chart(self.title, self.edges, self.counts, x_name=self.x_name)
+        charts = [html.figure(chart, f"all {sum(self.counts):,.0f}")]
         if self.quantiles:
-            rows = [(float(place), values) for place, values in self.quantiles]
-            boxes = interval_chart(self.title, rows, x_name=self.by_name)
-            charts += _figure(f"by {self.by_name}: 5, 25, 50, 75 and 95 %", boxes)
-        return f'<div class="figures">{charts}</div>'
+            rows = [(float(value), quantiles) for value, quantiles in self.quantiles]
+            chart = interval_chart(self.title, rows, x_name=self.by_name)
+            charts.append(
+                html.figure(chart, f"by {self.by_name}: 5, 25, 50, 75 and 95% quantiles")
+            )
+        return html.figures(charts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Points(Part):
-    """A value at each of several places, the lowest being the best."""
+class Points(Section):
+    """One value per setting; the lowest is the best."""
 
     kind: ClassVar[str] = "points"
     x_name: str
     y_name: str
     points: list[list[float]]
 
-    def drawing(self) -> str:
+    def render(self) -> str:
         """Draw the points."""
-        # What is not finite is text in JSON; float() reads it.
+        # JSON has nan and inf as text, which float() reads.
         points = [(float(x), float(y)) for x, y in self.points]
         chart = points_chart(self.title, points, x_name=self.x_name)
-        lost = sum(not math.isfinite(y) for _, y in points)
-        note = f" ({lost} diverged)" if lost else ""
-        return f'<div class="figures">{_figure(self.y_name + note, chart)}</div>'
+        num_diverged = sum(not math.isfinite(y) for _, y in points)
+        note = f"{num_diverged} diverged" if num_diverged else ""
+        return html.figures([html.figure(chart, self.y_name, note)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawing(Part):
-    """An SVG that was drawn elsewhere; it may be wider than a phone."""
+class SvgFigure(Section):
+    """A finished SVG, which may be wider than a phone."""
 
     kind: ClassVar[str] = "drawing"
     svg: str
     style: str = ""
-    """What gives it its colors, light and dark."""
-    within: str = "drawn"
-    """The class that the style speaks of."""
+    """CSS with the colors of the SVG (runs of older versions; now the page has them)."""
+    within: str = ""
+    """The CSS class that `style` refers to."""
 
     def __post_init__(self) -> None:
         check_svg(self.svg)
         if "<" in self.style:
             raise ValueError("The style of a drawing cannot have tags.")
 
-    def drawing(self) -> str:
-        """Show it at its own size, to be moved sideways where it does not fit."""
-        inside = f'<div class="scroll {html.escape(self.within)}">{self.svg}</div>'
-        return f"<style>{self.style}</style>{inside}"
+    def render(self) -> str:
+        """Show the SVG in its own size, scrolling sideways if it does not fit."""
+        style = f"<style>{self.style}</style>" if self.style else ""
+        return f'{style}<div class="scroll {escape(self.within)}">{self.svg}</div>'
 
 
 _DAMAGED = (
     *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
     *(OverflowError, RecursionError, ZeroDivisionError),
 )
-"""What reading or drawing a part that is none, or was changed, can end in."""
+"""Errors from reading or drawing a section whose file was damaged or changed."""
 
-_KINDS = {part.kind: part for part in (Confusion, Gallery, Histogram, Points, Drawing)}
+_KINDS = {cls.kind: cls for cls in (Confusion, Gallery, Histogram, Points, SvgFigure)}
 
 
-def save_part(run: Path, name: str, part: Part) -> None:
-    """Keep a part in a run directory; one of the same name is replaced."""
+def save_section(run: Path, name: str, section: Section) -> None:
+    """Keep a section in a run directory; one with the same name is replaced."""
     folder = run / FOLDER
     make_folder(folder)
-    text = json.dumps({"kind": part.kind} | dataclasses.asdict(part))
+    text = json.dumps({"kind": section.kind} | dataclasses.asdict(section))
     write_atomically(folder / f"{name}.json", text)
 
 
-def read_parts(run: Path) -> dict[str, Part]:
-    """Return a run's parts by name; one that cannot be read is left out."""
-    found = {}
+def read_sections(run: Path) -> dict[str, Section]:
+    """Return the sections of a run by name; unreadable ones are left out."""
+    sections = {}
     for path in sorted((run / FOLDER).glob("*.json")):
         try:
             data = json.loads(path.read_text())
-            found[path.stem] = _KINDS[data.pop("kind")](**data)
+            sections[path.stem] = _KINDS[data.pop("kind")](**data)
         except _DAMAGED:
             continue
-    return found
+    return sections
 
 
-def section(part: Part) -> str:
-    """Return a part as a section of a page; nothing for one that cannot be drawn."""
+def render_sections(run: Path) -> str:
+    """Return the sections and the images of a run as HTML."""
+    sections = map(_render_section, read_sections(run).values())
+    images = (
+        html.section(_IMAGE_TITLES.get(kind, kind), render_images(paths))
+        for kind, paths in find_images(run).items()
+    )
+    return "".join([*sections, *images])
+
+
+def _render_section(section: Section) -> str:
     try:
-        note = f'<p class="note">{html.escape(part.note)}</p>' if part.note else ""
-        return f"<h2>{html.escape(part.title)}</h2>{note}{part.drawing()}"
+        note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
+        return html.section(section.title, note + section.render())
     except _DAMAGED:
         return ""
 
 
-def image(png: str, caption: str) -> str:
-    """Return a picture, given in base64, that is in the page itself."""
-    words = html.escape(caption)
-    return (
-        f'<figure><img alt="{words}" src="data:image/png;base64,{html.escape(png)}">'
-        f"<figcaption>{words}</figcaption></figure>"
-    )
+def find_images(run: Path) -> dict[str, list[Path]]:
+    """Return the images of a run by kind, in the order of updates."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted((run / _IMAGE_FOLDER).glob("*-*.png")):
+        kinds.setdefault(path.stem.rsplit("-", 1)[0], []).append(path)
+    return kinds
 
 
-def png_of(pixels: Any, most: int = 128) -> str:
-    """Return an image of bytes, (height, width, 1 or 3), as a PNG in base64."""
+def render_images(paths: Sequence[Path]) -> str:
+    """Show evenly spaced images from the first to the last, each with its update."""
+    last, count = len(paths) - 1, min(_MOST_IMAGES, len(paths))
+    some = [paths[round(n * last / max(1, count - 1))] for n in range(count)]
+    return html.figures(map(_render_image, some))
+
+
+def _render_image(path: Path) -> str:
+    update = path.stem.rsplit("-", 1)[1]
+    caption = f"after {int(update):,} updates" if update.isdecimal() else path.stem
+    png = base64.b64encode(path.read_bytes()).decode()
+    return html.figure(html.image(png, caption), caption)
+
+
+def encode_png(pixels: Any, most: int = 128) -> str:
+    """Return pixels, uint8 (height, width, 1 or 3), as a PNG in base64.
+
+    Args:
+        pixels: The image.
+        most: The largest height and width; a larger image is scaled down.
+    """
     import numpy as np
     from PIL import Image
 
     pixels = np.asarray(pixels)
-    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-    picture.thumbnail((most, most))
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    image.thumbnail((most, most))
     file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
+    image.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _figure(caption: str, chart: str) -> str:
-    return f"<figure><figcaption>{html.escape(caption)}</figcaption>{chart}</figure>"

@@ -17,8 +17,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from millrace.drawing.numbers import byte_size, duration
 from millrace.loop.event_schedule import EventSchedule
+from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
 from millrace.plan import Plan
 
@@ -145,7 +145,7 @@ class Console:
         if self._progress is None or self._task is None:
             return
         chosen = metrics if self.verbose else _most_relevant(metrics)
-        texts = [f"{_short(name)} {format_metric(value)}" for name, value in chosen.items()]
+        texts = [f"{_short(name)} {format_number(value)}" for name, value in chosen.items()]
         if speed:
             texts.append(f"{speed:,.0f} samples/s")
         self._metrics.ratio = _METRICS_RATIO if texts else 0
@@ -156,7 +156,7 @@ class Console:
         if self.live:
             return
         metrics = {k: v for k, v in event.items() if k not in ("update", "epoch", "time")}
-        texts = [f"{name} {format_metric(value)}" for name, value in metrics.items()]
+        texts = [f"{name} {format_number(value)}" for name, value in metrics.items()]
         place = f"epoch {event['epoch']:g}  update {event['update']}"
         self.line("  ".join([place, *texts]))
 
@@ -179,11 +179,6 @@ class Console:
     def _print(self, text: str, style: str | None = None) -> None:
         console = self._progress.console if self._progress is not None else self._rich
         console.print(text, style=style, markup=False)
-
-
-def format_metric(value: float) -> str:
-    """Format a metric with four significant digits, or as a larger whole number."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _most_relevant(metrics: Mapping[str, float], count: int = 2) -> dict[str, float]:
@@ -278,15 +273,15 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     metrics = summary["metrics"].items()
     return {
         summary["status"]: result,
-        **{name.replace("_", " "): format_metric(value) for name, value in metrics},
+        **{name.replace("_", " "): format_number(value) for name, value in metrics},
     }
 
 
 def time_and_memory_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the table rows that ``--verbose`` adds at the end of a run."""
-    times = {name: duration(seconds) for name, seconds in summary["seconds"].items()}
+    times = {name: format_duration(seconds) for name, seconds in summary["seconds"].items()}
     sizes = {
-        name.removesuffix("_bytes").replace("_", " ") + " memory": byte_size(size)
+        name.removesuffix("_bytes").replace("_", " ") + " memory": format_bytes(size)
         for name, size in summary["memory"].items()
     }
     return times | sizes

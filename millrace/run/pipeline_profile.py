@@ -10,21 +10,21 @@ import jax
 import numpy as np
 
 from millrace.config import ConfigurationError
-from millrace.drawing.timelines import draw_timelines, themed_svg
+from millrace.drawing.timelines import draw_timelines, timelines_svg
 from millrace.feeds.infeed import Infeed
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
-from millrace.report.sections import Drawing
+from millrace.report.sections import SvgFigure
 from millrace.schedule.costs import Costs
 from millrace.schedule.simulate import Simulation, simulate
 from millrace.schedule.table import Table
 from millrace.schedule.timeline import (
     Span,
     Timeline,
-    begin_and_end,
     device_uses,
     idle_share,
+    time_range,
 )
 
 
@@ -38,7 +38,7 @@ class PipelineProfile(NamedTuple):
     @property
     def summary(self) -> dict[str, Any]:
         """What ``summary.json`` reports about the pipeline."""
-        start, end = begin_and_end(self.measured)
+        start, end = time_range(self.measured)
         return {
             "forward_seconds": list(self.costs.forward),
             "backward_seconds": list(self.costs.backward),
@@ -70,10 +70,10 @@ def draw_profile(profile: PipelineProfile, path: Path, title: str) -> None:
     draw_timelines(_label_timelines(profile), path, title=title)
 
 
-def profile_section(profile: PipelineProfile, title: str) -> Drawing:
+def profile_section(profile: PipelineProfile, title: str) -> SvgFigure:
     """Return the drawing of ``draw_profile`` as a section of the report."""
-    svg, style = themed_svg(_label_timelines(profile), title=title, within=".pipeline")
-    return Drawing(title="Pipeline", svg=svg, style=style, within="pipeline")
+    svg = timelines_svg(_label_timelines(profile), title=title)
+    return SvgFigure(title="Pipeline", svg=svg)
 
 
 def _label_timelines(profile: PipelineProfile) -> list[tuple[str, Timeline]]:

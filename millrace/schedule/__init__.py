@@ -1,1 +1,1 @@
-"""The sluices: which stage of a pipeline works when. Plain Python, no JAX."""
+"""Pipeline schedules: when each stage runs, and what that costs. Plain Python, no JAX."""

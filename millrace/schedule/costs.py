@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost: time, bytes, and the links between devices."""
+"""The costs of pipeline stages, in time and bytes, and of the links between devices."""
 
 import math
 from collections.abc import Sequence
@@ -9,50 +9,49 @@ from millrace.config import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How fast results travel from one device to another."""
+    """The speed of transfers from one device to another."""
 
     bytes_per_second: float = math.inf
-    """In one direction, between any two devices."""
+    """Bandwidth in one direction, between any two devices."""
     latency_seconds: float = 0.0
-    """Until the first byte arrives."""
+    """Time until the first byte arrives."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ConfigurationError(
-                f"A link's bytes per second must be positive, got {self.bytes_per_second}."
+                "The bytes per second of a link must be positive, got "
+                f"{self.bytes_per_second}."
             )
         if not 0 <= self.latency_seconds < math.inf:
             raise ConfigurationError(
-                "A link's latency in seconds must be 0 or more, "
-                f"got {self.latency_seconds}."
+                f"The latency of a link must be at least 0, got {self.latency_seconds}."
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the time `num_bytes` take."""
+        """Return the time to transfer `num_bytes`."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What each stage costs for one micro-batch; a value for each, or () for nothing."""
+    """The costs of each stage per micro-batch: one value per stage, or () for 0."""
 
     forward: tuple[float, ...]
     """Seconds of a forward pass."""
     backward: tuple[float, ...] = ()
     """Seconds of a backward pass, without recomputation."""
     recompute: tuple[float, ...] | None = None
-    """Seconds to compute again, before the backward pass, what was not kept; None if
-    all is kept."""
+    """Seconds of recomputation before a backward pass; None if there is none."""
     all_reduce: tuple[float, ...] = ()
     """Seconds to sum the gradients over replicas, once per weight update."""
     update: tuple[float, ...] = ()
     """Seconds of the weight update."""
     input_bytes: float = 0
-    """Bytes of a micro-batch as the first stages take it."""
+    """Bytes of a micro-batch at the input of the first stages."""
     output_bytes: tuple[float, ...] = ()
-    """Bytes handed to the next stages; as many come back as gradient."""
+    """Bytes sent to the next stages; their gradients, sent back, have the same size."""
     stored_bytes: tuple[float, ...] = ()
-    """Bytes kept from the forward to the backward pass, if not recomputed."""
+    """Bytes kept from the forward to the backward pass, unless recomputed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,15 +60,15 @@ class Costs:
             if isinstance(value, tuple) and len(value) not in (0, len(self.forward)):
                 raise ConfigurationError(
                     f"{field.name} has {len(value)} values for {len(self.forward)} "
-                    "stages. Give one for each."
+                    "stages. Give one per stage."
                 )
             if not all(0 <= cost < math.inf for cost in values):
                 raise ConfigurationError(
-                    f"{field.name} must be 0 or more, got {list(values)}."
+                    f"{field.name} must be at least 0, got {list(values)}."
                 )
 
-    def of(self, name: str, stage: int) -> float:
-        """Return one stage's cost by its field's name; 0 if none were given."""
+    def get(self, name: str, stage: int) -> float:
+        """Return a cost of one stage by field name; 0 if none was given."""
         values: Sequence[float] = getattr(self, name) or ()
         return values[stage] if values else 0.0
 

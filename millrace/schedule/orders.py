@@ -1,8 +1,8 @@
-"""The three orders in which stages take up micro-batches, tick by tick.
+"""The three schedules: the order in which stages process micro-batches, tick by tick.
 
-An action uses only what was finished in an earlier tick: results travel between ticks,
-also between stages of one device. A micro-batch keeps its turn at every stage, so counts
-of finished micro-batches say all there is to know.
+An action uses only results of earlier ticks: results move between ticks, even between
+stages on one device. Micro-batches keep their order at every stage, so the number of
+finished micro-batches per stage is all the state there is.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from millrace.schedule.stages import Stages
 Kind = Literal["forward", "backward"]
 T = TypeVar("T")
 Tick = dict[int, "Action"]
+"""The action of each device that has one."""
 
 
 class Action(NamedTuple):
-    """What a device does in a tick: a stage's forward or backward of a micro-batch."""
+    """The forward or backward pass of one stage for one micro-batch."""
 
     kind: Kind
     stage: int
@@ -25,7 +26,7 @@ class Action(NamedTuple):
 
 
 def sequential(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
-    """One micro-batch after another through all stages, and back."""
+    """Send one micro-batch after another through all stages and back."""
     path: list[tuple[Kind, tuple[int, ...]]] = []
     for group in stages.groups:
         path.append(("forward", group))
@@ -45,21 +46,23 @@ def sequential(stages: Stages, num_micro_batches: int, training: bool) -> list[T
 
 
 def grouped(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
-    """Ticks in which all go forward alternate with ticks in which all go backward."""
+    """Alternate ticks of only forward passes with ticks of only backward passes."""
+    # Between the forward and the backward pass of a stage lie 2 * distance pairs of ticks,
+    # and each pair brings one new micro-batch.
     limits = [2 * distance + 1 for distance in _distances(stages)]
     progress = _Progress(stages, num_micro_batches, training, limits)
     ticks: list[Tick] = []
     kind: Kind = "backward"
     while not progress.finished:
         kind = "forward" if kind == "backward" else "backward"
-        if not progress.is_ready(kind):  # only while the pipeline fills or empties
+        if not progress.is_ready(kind):  # only while the pipeline fills or drains
             kind = "forward" if kind == "backward" else "backward"
         ticks.append(progress.take((kind,)))
     return ticks
 
 
 def interleaved(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
-    """Every device goes backward as soon as it can, and forward while it cannot."""
+    """Let every device go backward as soon as it can, and forward otherwise (1F1B)."""
     limits = [distance + 1 for distance in _distances(stages)]
     progress = _Progress(stages, num_micro_batches, training, limits)
     ticks = []
@@ -69,7 +72,7 @@ def interleaved(stages: Stages, num_micro_batches: int, training: bool) -> list[
 
 
 def _distances(stages: Stages) -> list[int]:
-    """How many positions each stage stands before the last."""
+    """Return the number of positions between each stage and the last."""
     return [stages.num_positions - 1 - position for position in stages.positions]
 
 
@@ -78,11 +81,18 @@ def _for_each_kind(make: Callable[[], T]) -> dict[Kind, T]:
 
 
 class _Progress:
-    """How many micro-batches each stage has finished, and what each device could do next.
+    """The micro-batches that each stage has finished, and the ready actions per device.
 
-    What is ready stays ready until it is taken, so each device has its ready actions in
-    two heaps and a tick looks only at the stages that the tick before has touched. There
-    is always something ready: the oldest unfinished micro-batch is under no limit.
+    An action stays ready until it is taken, so each device keeps its ready actions in two
+    heaps, and a tick looks only at stages affected by the previous tick. Some action is
+    always ready: no limit applies to the oldest unfinished micro-batch.
+
+    Args:
+        stages: The pipeline.
+        num_micro_batches: Micro-batches per weight update.
+        training: Whether there are backward passes.
+        limits: The most micro-batches that each stage may hold between its forward and
+            backward passes.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class _Progress:
         self._positions = stages.positions
         self._num_micro_batches = num_micro_batches
         self._done = _for_each_kind(lambda: [0] * stages.num_stages)
-        # By position: what all its stages have finished.
+        # By position: the number that all of its stages have finished.
         self._all_done = _for_each_kind(lambda: [0] * stages.num_positions)
         self._offered = _for_each_kind(lambda: [0] * stages.num_stages)
         self._ready: dict[Kind, list[list[tuple[int, int]]]]
@@ -110,7 +120,7 @@ class _Progress:
         return self._num_ready[kind] > 0
 
     def take(self, kinds: tuple[Kind, ...]) -> Tick:
-        """Let each device do the first of `kinds` that it can, and return what it does."""
+        """Let each device do the first of `kinds` that it can, and return the actions."""
         tick: Tick = {}
         for device in range(self._stages.num_devices):
             for kind in kinds:
@@ -121,14 +131,14 @@ class _Progress:
                     break
         for kind, stage, _ in tick.values():
             self._done[kind][stage] += 1
-        for stage in self._touched(tick):
+        for stage in self._affected(tick):
             self._offer(stage)
         return tick
 
-    def _touched(self, tick: Tick) -> set[int]:
-        """Stages that the actions of `tick` may have made ready."""
-        touched = {action.stage for action in tick.values()}
-        for position in {self._positions[stage] for stage in touched}:
+    def _affected(self, tick: Tick) -> set[int]:
+        """Return the stages that may have become ready through the actions of `tick`."""
+        affected = {action.stage for action in tick.values()}
+        for position in {self._positions[stage] for stage in affected}:
             group = self._stages.groups[position]
             for kind, all_done in self._all_done.items():
                 done = self._done[kind]
@@ -136,11 +146,11 @@ class _Progress:
                 if finished != all_done[position]:
                     all_done[position] = finished
                     for near in range(max(position - 1, 0), position + 2):
-                        touched.update(*self._stages.groups[near : near + 1])
-        return touched
+                        affected.update(*self._stages.groups[near : near + 1])
+        return affected
 
     def _offer(self, stage: int) -> None:
-        """Put what `stage` has become ready for on its device's heaps."""
+        """Add the actions that `stage` is ready for to the heaps of its device."""
         device = self._stages.device_of[stage]
         for kind, done in self._done.items():
             micro_batch = done[stage]
@@ -151,26 +161,26 @@ class _Progress:
                 self._offered[kind][stage] += 1
 
     def _may(self, kind: Kind, stage: int) -> bool:
-        """Whether `stage` may take up its next micro-batch."""
+        """Whether `stage` may process its next micro-batch."""
         micro_batch = self._done[kind][stage]
         if micro_batch == self._num_micro_batches:
             return False
         if kind == "forward":
-            return self._may_forward(stage, micro_batch)
-        return self._training and self._may_backward(stage, micro_batch)
+            return self._may_go_forward(stage, micro_batch)
+        return self._training and self._may_go_backward(stage, micro_batch)
 
-    def _may_forward(self, stage: int, micro_batch: int) -> bool:
+    def _may_go_forward(self, stage: int, micro_batch: int) -> bool:
         position = self._positions[stage]
         if position and self._all_done["forward"][position - 1] <= micro_batch:
             return False
         if self._training:
             return micro_batch - self._done["backward"][stage] < self._limits[stage]
-        # Nothing comes back that would hold it up, so it waits for the stage after it:
-        # one result on its way and one in use keep both at work.
+        # Without backward passes, only the next stage holds it up: one result in transit
+        # and one in use keep both busy.
         following = self._all_done["forward"][position + 1 : position + 2]
         return not following or micro_batch - following[0] < 2
 
-    def _may_backward(self, stage: int, micro_batch: int) -> bool:
+    def _may_go_backward(self, stage: int, micro_batch: int) -> bool:
         position = self._positions[stage]
         if position + 1 < self._stages.num_positions:
             return self._all_done["backward"][position + 1] > micro_batch

@@ -1,4 +1,4 @@
-"""How long a timetable takes, and what it holds in memory, given what stages cost."""
+"""Simulate a schedule table: how long it takes and how much memory it holds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -6,30 +6,32 @@ from typing import Literal, NamedTuple
 
 from millrace.config import ConfigurationError
 from millrace.schedule.costs import Costs, Link
-from millrace.schedule.table import Action, Stages, Table
+from millrace.schedule.orders import Action
+from millrace.schedule.stages import Stages
+from millrace.schedule.table import Table
 from millrace.schedule.timeline import Span
 
 Execution = Literal["ticks", "free"]
 
 
 class Simulation(NamedTuple):
-    """What a weight update, or a pass of inference, takes."""
+    """The predicted time and memory of a weight update, or of an inference pass."""
 
     timeline: list[Span]
     seconds: float
     busy_seconds: list[float]
-    """By device; waiting and sending are not counted."""
+    """The busy time of each device, without waiting and sending."""
     peak_bytes: list[float]
-    """By device: the most that its stages held between forward and backward."""
+    """The most bytes that each device holds for backward passes."""
 
     @property
     def idle_seconds(self) -> list[float]:
-        """By device: the time in which it had nothing to do."""
+        """The time without work of each device."""
         return [max(0.0, self.seconds - busy) for busy in self.busy_seconds]
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all devices' time in which they had nothing to do."""
+        """The share of the time of all devices without work."""
         if not self.seconds:
             return 0.0
         return sum(self.idle_seconds) / (self.seconds * len(self.busy_seconds))
@@ -38,15 +40,15 @@ class Simulation(NamedTuple):
 def simulate(
     table: Table, costs: Costs, link: Link | None = None, *, execution: Execution = "ticks"
 ) -> Simulation:
-    """Work through `table` as devices would.
+    """Predict how devices work through `table`.
 
     Args:
         table: What each device does, in order.
-        costs: What each stage takes.
-        link: Between devices; if None, results arrive at once.
+        costs: The costs of each stage.
+        link: The links between devices; if None, results arrive at once.
         execution: "ticks" if all devices wait for the slowest at each tick and then
             exchange their results, as one program with collectives does; "free" if each
-            begins as soon as its inputs have arrived, and sends while it works.
+            starts as soon as its inputs have arrived, and sends while it works.
     """
     if len(costs.forward) != table.stages.num_stages:
         raise ConfigurationError(
@@ -54,10 +56,10 @@ def simulate(
             f"the pipeline has {table.stages.num_stages}."
         )
     traffic = _Traffic(table, costs)
-    run = _in_ticks if execution == "ticks" else _freely
+    run = _run_in_ticks if execution == "ticks" else _run_freely
     spans = list(run(table, traffic, link or Link()))
     if table.training:
-        spans += _once_per_update(spans, table.stages, costs, execution)
+        spans += _run_updates(spans, table.stages, costs, execution)
     busy = [0.0] * table.stages.num_devices
     for span in spans:
         busy[span.device] += span.end - span.start
@@ -66,7 +68,7 @@ def simulate(
 
 
 class _Traffic:
-    """How long actions take, what they wait for, and to which devices they send."""
+    """The duration of actions, what they need, and what they send to which devices."""
 
     def __init__(self, table: Table, costs: Costs) -> None:
         self._stages, self._training, self._costs = table.stages, table.training, costs
@@ -76,9 +78,9 @@ class _Traffic:
 
     def seconds(self, action: Action) -> float:
         if action.kind == "forward":
-            return self._costs.of("forward", action.stage)
-        again = self._costs.of("recompute", action.stage)
-        return again + self._costs.of("backward", action.stage)
+            return self._costs.get("forward", action.stage)
+        recompute = self._costs.get("recompute", action.stage)
+        return recompute + self._costs.get("backward", action.stage)
 
     def needs(self, action: Action) -> list[Action]:
         before, own, after = self._neighbors(action.stage)
@@ -86,29 +88,29 @@ class _Traffic:
             return [Action("forward", stage, action.micro_batch) for stage in before]
         if after:
             return [Action("backward", stage, action.micro_batch) for stage in after]
-        # The loss takes the outputs of all stages at the last position.
+        # The loss needs the outputs of all stages at the last position.
         return [Action("forward", stage, action.micro_batch) for stage in own]
 
     def sends(self, action: Action) -> dict[int, float]:
-        """The bytes for each device, its own included."""
+        """Return the bytes for each device, including the device itself."""
         before, own, after = self._neighbors(action.stage)
-        bytes_for: dict[int, float] = defaultdict(float)
+        device_bytes: dict[int, float] = defaultdict(float)
         if action.kind == "backward":
-            for stage in before:  # to each the gradient of what it handed over
-                output = self._costs.of("output_bytes", stage)
-                bytes_for[self._stages.device_of[stage]] += output
-            return bytes_for
-        output = self._costs.of("output_bytes", action.stage)
+            for stage in before:  # each gets the gradient of its own output
+                output = self._costs.get("output_bytes", stage)
+                device_bytes[self._stages.device_of[stage]] += output
+            return device_bytes
+        output = self._costs.get("output_bytes", action.stage)
         for stage in after or (own if self._training else ()):
-            bytes_for[self._stages.device_of[stage]] = output  # once to each device
-        return bytes_for
+            device_bytes[self._stages.device_of[stage]] = output  # once to each device
+        return device_bytes
 
     def _neighbors(self, stage: int) -> tuple[tuple[int, ...], ...]:
         position = self._positions[stage]
         return self._groups[position : position + 3]
 
 
-def _in_ticks(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
+def _run_in_ticks(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
     now = 0.0
     for tick in table.ticks:
         end, exchange = now, 0.0
@@ -122,12 +124,12 @@ def _in_ticks(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
         now = end + exchange
 
 
-def _freely(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
+def _run_freely(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
     device_free = [0.0] * table.stages.num_devices
     link_free: dict[tuple[int, int], float] = defaultdict(float)
     arrivals: dict[tuple[Action, int], float] = {}
-    # The table's order is one in which every action comes after what it needs, so one
-    # pass gives the times; on a link, results queue in the order they were sent.
+    # In the table, every action comes after those it needs, so one pass gives the times.
+    # Results queue on a link in the order in which they were sent.
     for tick in table.ticks:
         for device, action in tick.items():
             inputs = [arrivals[needed, device] for needed in traffic.needs(action)]
@@ -142,10 +144,10 @@ def _freely(table: Table, traffic: _Traffic, link: Link) -> Iterator[Span]:
                     link_free[device, other] = sent + num_bytes / link.bytes_per_second
 
 
-def _once_per_update(
+def _run_updates(
     spans: Sequence[Span], stages: Stages, costs: Costs, execution: Execution
 ) -> Iterator[Span]:
-    """All-reduce and update of each stage, one after another on each device."""
+    """Yield the all-reduce and update of each stage, one after another per device."""
     ends = [0.0] * stages.num_devices
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -153,7 +155,7 @@ def _once_per_update(
         ends = [max(ends)] * stages.num_devices
     for kind in ("all_reduce", "update"):
         for stage, device in enumerate(stages.device_of):
-            seconds = costs.of(kind, stage)
+            seconds = costs.get(kind, stage)
             if seconds:
                 start = ends[device]
                 ends[device] += seconds
@@ -161,10 +163,10 @@ def _once_per_update(
 
 
 def peak_bytes(table: Table, costs: Costs) -> list[float]:
-    """Return the most bytes each device holds for backward passes still to come.
+    """Return the most bytes that each device holds for backward passes.
 
-    A stage that recomputes holds only what came in, and for the time of its backward
-    pass also what it computes again.
+    A stage with recomputation holds only its inputs, and during its backward pass also
+    what it recomputes.
     """
     held = [_held_bytes(table.stages, costs, s) for s in range(table.stages.num_stages)]
     now = [0.0] * table.stages.num_devices
@@ -174,8 +176,8 @@ def peak_bytes(table: Table, costs: Costs) -> list[float]:
     for tick in table.ticks:
         for device, (kind, stage, _) in tick.items():
             now[device] += held[stage] if kind == "forward" else 0
-            again = costs.recompute is not None and kind == "backward"
-            working = costs.of("stored_bytes", stage) if again else 0
+            recomputes = costs.recompute is not None and kind == "backward"
+            working = costs.get("stored_bytes", stage) if recomputes else 0
             peak[device] = max(peak[device], now[device] + working)
             now[device] -= held[stage] if kind == "backward" else 0
     return peak
@@ -183,8 +185,8 @@ def peak_bytes(table: Table, costs: Costs) -> list[float]:
 
 def _held_bytes(stages: Stages, costs: Costs, stage: int) -> float:
     if costs.recompute is None:
-        return costs.of("stored_bytes", stage)
+        return costs.get("stored_bytes", stage)
     position = stages.position_of(stage)
     if position == 0:
         return costs.input_bytes
-    return sum(costs.of("output_bytes", before) for before in stages.groups[position - 1])
+    return sum(costs.get("output_bytes", before) for before in stages.groups[position - 1])

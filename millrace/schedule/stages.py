@@ -1,4 +1,4 @@
-"""How the stages of a pipeline stand one behind another, and on which devices."""
+"""The stages of a pipeline: their order, and the device of each."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,50 +6,50 @@ from typing import NamedTuple
 from millrace.config import ConfigurationError
 
 DeviceMapping = Sequence[int | Sequence[int]]
-"""A device for each position; a list of devices where concurrent stages stand."""
+"""A device for each position; a list of devices where stages are concurrent."""
 
 
 class Stages(NamedTuple):
-    """Stages by position, numbered in order, and the device that each is on."""
+    """Stages, numbered in order, and the device of each."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The stages at each position; more than one are concurrent."""
+    """The stages at each position; several at one position are concurrent."""
     device_of: tuple[int, ...]
     """The device of each stage."""
 
     @property
     def num_stages(self) -> int:
-        """Stages, concurrent ones counted singly."""
+        """The number of stages; concurrent ones count individually."""
         return len(self.device_of)
 
     @property
     def num_positions(self) -> int:
-        """Steps a micro-batch takes from the first stage to the last."""
+        """The number of steps of a micro-batch from the first stage to the last."""
         return len(self.groups)
 
     @property
     def num_devices(self) -> int:
-        """Devices that the stages use."""
+        """The number of devices that the stages use."""
         return max(self.device_of) + 1
 
     def position_of(self, stage: int) -> int:
-        """Return where in the pipeline `stage` stands."""
+        """Return the position of a stage."""
         return next(p for p, group in enumerate(self.groups) if stage in group)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The position of every stage, by its number."""
+        """The position of each stage."""
         return tuple(p for p, group in enumerate(self.groups) for _ in group)
 
 
 def place_stages(shape: Sequence[int], device_mapping: DeviceMapping | None) -> Stages:
-    """Number the stages and put each on its device.
+    """Number the stages and assign their devices.
 
     Args:
-        shape: How many stages stand at each position: ``[1, 2, 1]`` has two concurrent
+        shape: The number of stages at each position: ``[1, 2, 1]`` has two concurrent
             stages in the middle.
         device_mapping: The device of each position, a list where stages are concurrent:
-            ``[0, [1, 2], 0]``. If None, each stage has a device of its own.
+            ``[0, [1, 2], 0]``. If None, each stage has its own device.
     """
     if not shape or min(shape) < 1:
         raise ConfigurationError(
@@ -71,21 +71,21 @@ def _flatten(shape: Sequence[int], device_mapping: DeviceMapping) -> list[int]:
     if len(device_mapping) != len(shape):
         raise ConfigurationError(
             f"device_mapping has {len(device_mapping)} entries for {len(shape)} "
-            f"positions; got {list(device_mapping)}. Give one entry for each."
+            f"positions; got {list(device_mapping)}. Give one entry per position."
         )
     devices: list[int] = []
     for position, (count, entry) in enumerate(zip(shape, device_mapping, strict=True)):
-        # A list where one stage stands, or a number where several do, is more likely a
-        # list that slipped by one than a choice.
+        # A list for one stage, or a number for several, is probably an entry that slipped
+        # by one position.
         if count == 1 and isinstance(entry, Sequence):
             raise ConfigurationError(
-                f"device_mapping has {list(entry)} at position {position}, where a "
-                "single stage stands. Give one device there."
+                f"device_mapping has {list(entry)} at position {position}, which has a "
+                "single stage. Give one device there."
             )
         if count > 1 and not (isinstance(entry, Sequence) and len(entry) == count):
             raise ConfigurationError(
-                f"device_mapping has {entry} at position {position}, where {count} "
-                f"concurrent stages stand. Give a list of {count} devices there."
+                f"device_mapping has {entry} at position {position}, which has {count} "
+                f"concurrent stages. Give a list of {count} devices there."
             )
         devices.extend(entry if isinstance(entry, Sequence) else [entry])
     return devices
@@ -95,13 +95,12 @@ def _check_devices(devices: Sequence[int]) -> None:
     for device in devices:
         if isinstance(device, bool) or not isinstance(device, int) or device < 0:
             raise ConfigurationError(
-                f"device_mapping names devices 0, 1, 2, …; got {device!r}."
+                f"device_mapping must have devices 0, 1, 2, …; got {device!r}."
             )
     used = set(devices)
     missing = [device for device in range(len(used)) if device not in used]
     if missing:
         raise ConfigurationError(
-            f"device_mapping leaves out device {missing[0]} of 0 to {max(used)}; "
-            f"{len(used)} devices are numbered 0 to {len(used) - 1}. "
-            f"Got {list(devices)}."
+            f"device_mapping skips device {missing[0]}: {len(used)} devices must be "
+            f"numbered 0 to {len(used) - 1}. Got {list(devices)}."
         )

@@ -1,4 +1,4 @@
-"""A timeline: what devices did when, predicted or measured, and what follows from it."""
+"""Timelines, predicted or measured: when each device was busy, and with what."""
 
 import itertools
 from collections import defaultdict
@@ -9,23 +9,22 @@ SpanKind = Literal["forward", "backward", "all_reduce", "update"]
 
 
 class Span(NamedTuple):
-    """A stretch of time in which a device was at work."""
+    """A time in which a device was busy; start and end are in seconds."""
 
     device: int
     start: float
-    """In seconds."""
     end: float
     kind: SpanKind
     stage: int
     micro_batch: int | None = None
-    """None for what is done once per weight update."""
+    """None for work that is done once per weight update."""
 
 
 Timeline = Sequence[Span]
 
 
-def begin_and_end(timeline: Timeline) -> tuple[float, float]:
-    """Return when the first span begins and the last one ends."""
+def time_range(timeline: Timeline) -> tuple[float, float]:
+    """Return the start of the first span and the end of the last."""
     return min(span.start for span in timeline), max(span.end for span in timeline)
 
 
@@ -34,46 +33,46 @@ class DeviceUse(NamedTuple):
 
     device: int
     seconds: float
-    """From the beginning of the timeline to its end."""
+    """The length of the whole timeline."""
     idle: list[tuple[float, float]]
-    """Stretches of time in which it had nothing to do."""
+    """Starts and ends of the times without work."""
     held: dict[int, int]
     """For each of its stages, the most micro-batches between forward and backward."""
 
     @property
     def idle_seconds(self) -> float:
-        """The time in which it had nothing to do."""
+        """The total time without work."""
         return sum(until - since for since, until in self.idle)
 
 
 def device_uses(timeline: Timeline) -> list[DeviceUse]:
-    """Return how each device spent its time, in their order."""
-    start, end = begin_and_end(timeline)
-    spans_of: dict[int, list[Span]] = defaultdict(list)
+    """Return how each device spent its time, by device."""
+    start, end = time_range(timeline)
+    device_spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline:
-        spans_of[span.device].append(span)
+        device_spans[span.device].append(span)
     return [
-        DeviceUse(device, end - start, _idle(spans, start, end), _held(spans))
-        for device, spans in sorted(spans_of.items())
+        DeviceUse(device, end - start, _find_idle(spans, start, end), _count_held(spans))
+        for device, spans in sorted(device_spans.items())
     ]
 
 
 def idle_share(uses: Sequence[DeviceUse]) -> float:
-    """Return the share of the devices' time in which they had nothing to do."""
+    """Return the share of their time in which devices had no work."""
     seconds = sum(use.seconds for use in uses)
     return sum(use.idle_seconds for use in uses) / seconds if seconds else 0.0
 
 
-def _idle(spans: Timeline, start: float, end: float) -> list[tuple[float, float]]:
+def _find_idle(spans: Timeline, start: float, end: float) -> list[tuple[float, float]]:
     idle, reached = [], start
-    for span in sorted(spans, key=lambda span: span.start):  # measured ones may overlap
+    for span in sorted(spans, key=lambda span: span.start):  # measured spans may overlap
         if span.start > reached:
             idle.append((reached, span.start))
         reached = max(reached, span.end)
     return [*idle, (reached, end)] if end > reached else idle
 
 
-def _held(spans: Timeline) -> dict[int, int]:
+def _count_held(spans: Timeline) -> dict[int, int]:
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for span in spans:
         own = changes[span.stage]
@@ -81,11 +80,11 @@ def _held(spans: Timeline) -> dict[int, int]:
             own.append((span.start, 1))
         elif span.kind == "backward":
             own.append((span.end, -1))
-    return {stage: _most(changes[stage]) for stage in sorted(changes)}
+    return {stage: _find_peak(changes[stage]) for stage in sorted(changes)}
 
 
-def _most(changes: list[tuple[float, int]]) -> int:
+def _find_peak(changes: list[tuple[float, int]]) -> int:
     if all(change > 0 for _, change in changes):
-        return 0  # inference: nothing waits for a backward
-    # At one moment, what is given up comes before what is taken on.
+        return 0  # inference: nothing is kept for a backward pass
+    # Sorted, releases (-1) come before acquisitions (+1) at the same time.
     return max(itertools.accumulate(change for _, change in sorted(changes)))

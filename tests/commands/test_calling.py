@@ -174,7 +174,7 @@ def test_every_plot_of_a_report_is_available_on_its_own(cnn, autoencoder, vcd, t
         path = plot.save(tmp_path / f"{number}.svg")
         drawing = ElementTree.parse(path).getroot()
         assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
-    for plot in (mr.plots.mistakes(cnn), mr.plots.pictures(vcd, "reconstructions")):
+    for plot in (mr.plots.mistakes(cnn), mr.plots.images(vcd, "reconstructions")):
         assert "data:image/png;base64," in plot._repr_html_()
         assert "data:image/png" in plot.save(tmp_path / "page.html").read_text()
 
@@ -192,13 +192,13 @@ def test_the_reports_of_real_runs_open_on_a_phone(cnn, autoencoder, vcd, folder,
 def test_a_missing_plot_is_an_error_that_lists_what_exists(cnn, vcd, tmp_path):
     with pytest.raises(ConfigurationError, match=r"not logged los.*Did you mean loss"):
         mr.plots.curve(cnn, "los")
-    with pytest.raises(ConfigurationError, match="has not kept a sweep"):
+    with pytest.raises(ConfigurationError, match="has no sweep"):
         mr.plots.sweep(cnn)
-    with pytest.raises(ConfigurationError, match="it has drawn chain, prior, recon"):
-        mr.plots.pictures(vcd, "cats")
+    with pytest.raises(ConfigurationError, match="it has chain, prior, recon"):
+        mr.plots.images(vcd, "cats")
     with pytest.raises(ConfigurationError, match=r"as \.html or \.svg"):
         mr.plots.curve(cnn).save(tmp_path / "x.bmp")
-    with pytest.raises(ConfigurationError, match=r"save it as \.html"):
+    with pytest.raises(ConfigurationError, match=r"Save it as \.html"):
         mr.plots.mistakes(cnn).save(tmp_path / "x.svg")
 
 

@@ -1,4 +1,4 @@
-"""``millrace schedule`` as a user meets it."""
+"""``millrace schedule`` from a user's point of view."""
 
 import subprocess
 import sys
@@ -10,40 +10,40 @@ from millrace.commands.schedule_options import ScheduleConfig
 from millrace.config import ConfigurationError, parse
 
 
-def configure(words: str) -> ScheduleConfig:
-    return parse(ScheduleConfig, words.split(), program="millrace schedule")[0]
+def configure(arguments: str) -> ScheduleConfig:
+    return parse(ScheduleConfig, arguments.split(), program="millrace schedule")[0]
 
 
 @pytest.fixture
 def call(capsys, tmp_path, monkeypatch):
-    """Run a command in an empty folder; return its status and what it said."""
+    """Run the command in an empty folder; return its status and its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def command(words: str) -> tuple[int, str, str]:
+    def command(arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["schedule", *words.split()])
-        said = capsys.readouterr()
+            main(["schedule", *arguments.split()])
+        printed = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return ended.value.code, said.out, said.err
+        return ended.value.code, printed.out, printed.err
 
     return command
 
 
-# What is printed and drawn
+# Output
 
 
-def test_a_timeline_and_its_figures_are_printed(call):
+def test_a_timeline_and_its_summary_are_printed(call):
     status, out, err = call("--schedule grouped --stages 4 --gradient-accumulation-count 8")
     assert (status, err) == (0, "")
     assert "4 stages on 4 devices, 8 micro-batches per weight update" in out
     assert "0>1>2>3>····4>····5>····6>0<<<7>1<<<" in out
-    assert "time          33 forward passes, of which the busiest device works 24" in out
+    assert "time          33 forward passes; the busiest device works 24" in out
     assert "7, 5, 3, 1 micro-batches" in out
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
-def test_a_drawing_is_written_where_asked_for(call, tmp_path, suffix):
+def test_a_drawing_is_written_to_out(call, tmp_path, suffix):
     status, out, _ = call(f"--out drawing.{suffix}")
     assert status == 0
     assert f"drawing       drawing.{suffix}" in out
@@ -51,7 +51,7 @@ def test_a_drawing_is_written_where_asked_for(call, tmp_path, suffix):
     assert (tmp_path / f"drawing.{suffix}").stat().st_size > 1000
 
 
-def test_samples_per_second_are_those_of_all_replicas(call):
+def test_throughput_is_that_of_all_replicas(call):
     _, out, _ = call(
         "--stages 2 --gradient-accumulation-count 4 --stage-times 10 --backward-ratio 1 "
         "--micro-batch-size 5 --devices 8"
@@ -60,13 +60,13 @@ def test_samples_per_second_are_those_of_all_replicas(call):
     assert "throughput    800 samples/s with 4 replicas on 8 devices" in out
 
 
-def test_summing_gradients_over_replicas_takes_the_time_of_a_ring(call):
-    words = (
+def test_gradients_are_summed_over_replicas_around_a_ring(call):
+    arguments = (
         "--stages 2 --gradient-accumulation-count 4 --stage-times 10 --backward-ratio 1 "
         "--micro-batch-size 5 --parameter-bytes 1e9 --link-gbytes-per-second 50 --devices"
     )
-    assert "100 ms" in call(f"{words} 2")[1]  # one replica has nothing to sum
-    assert "130 ms" in call(f"{words} 8")[1]  # 2 x 3/4 x 1 GB at 50 GB/s
+    assert "100 ms" in call(f"{arguments} 2")[1]  # one replica: nothing to sum
+    assert "130 ms" in call(f"{arguments} 8")[1]  # 2 x 3/4 x 1 GB at 50 GB/s
 
 
 def test_inference_has_no_backward_and_no_update(call):
@@ -78,90 +78,90 @@ def test_inference_has_no_backward_and_no_update(call):
 
 
 def test_devices_may_run_freely(call):
-    words = "--schedule interleaved --gradient-accumulation-count 8 --execution"
-    assert "40 forward passes" in call(f"{words} ticks")[1]
-    assert "33 forward passes" in call(f"{words} free")[1]
+    arguments = "--schedule interleaved --gradient-accumulation-count 8 --execution"
+    assert "40 forward passes" in call(f"{arguments} ticks")[1]
+    assert "33 forward passes" in call(f"{arguments} free")[1]
 
 
 def test_recomputation_takes_longer_and_holds_less(call):
-    words = "--gradient-accumulation-count 8 --stored-bytes 1048576"
-    _, kept, _ = call(words)
-    _, again, _ = call(f"{words} --recomputation --activation-bytes 1024")
+    arguments = "--gradient-accumulation-count 8 --stored-bytes 1048576"
+    _, kept, _ = call(arguments)
+    _, recomputed, _ = call(f"{arguments} --recomputation --activation-bytes 1024")
     assert "33 forward passes" in kept
-    assert "7.0 MiB, 5.0 MiB, 3.0 MiB, 1.0 MiB at most" in kept
-    assert "44 forward passes" in again
-    # The first stage's input has no size here; the second holds 5 inputs of 1 KiB.
-    assert "1.0 MiB, 1.0 MiB, 1.0 MiB, 1.0 MiB at most" in again
+    assert "at most 7.0 MiB, 5.0 MiB, 3.0 MiB, 1.0 MiB" in kept
+    assert "44 forward passes" in recomputed
+    # The input of the first stage has no size; the second stage holds 5 inputs of 1 KiB.
+    assert "at most 1.0 MiB, 1.0 MiB, 1.0 MiB, 1.0 MiB" in recomputed
 
 
-# How options are read
+# Options
 
 
 def test_one_number_of_stages_is_a_row_and_several_are_positions():
-    assert configure("--stages 3").layout.groups == ((0,), (1,), (2,))
-    layout = configure("--stages 1 2 1 --device-mapping 0 [1,2] 0").layout
-    assert layout.groups == ((0,), (1, 2), (3,))
-    assert layout.device_of == (0, 1, 2, 0)
+    assert configure("--stages 3").placement.groups == ((0,), (1,), (2,))
+    placement = configure("--stages 1 2 1 --device-mapping 0 [1,2] 0").placement
+    assert placement.groups == ((0,), (1, 2), (3,))
+    assert placement.device_of == (0, 1, 2, 0)
 
 
-def test_the_count_fits_every_schedule_unless_given():
+def test_the_default_count_fits_every_schedule():
     assert configure("--stages 3").num_micro_batches == 6
     assert configure("--stages 1 2 1 --schedule interleaved").num_micro_batches == 6
 
 
-def test_one_value_stands_for_all_stages():
+def test_one_value_applies_to_all_stages():
     assert configure("--stage-times 2").costs.forward == (0.002,) * 4
     assert configure("--stages 2 --stage-times 2 3").costs.backward == (0.004, 0.006)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ("--schedule groupd", "Did you mean grouped?"),
         ("--stages 0", "at least one stage, and at least one at each position; got 0."),
         ("--stages 1 0", "got 1 0."),
         (f"--stages {'9' * 400}", "fits in 64 bits"),
-        ("--stages 99999999999999", "stages may be up to 512, got 99,999,999,999,999"),
-        ("--stages 2 --device-mapping 0 99999999999", "leaves out device 1 of 0 to"),
-        ("--gradient-accumulation-count 999999999999", "up to 131,072 with 4 stages"),
+        ("--stages 99999999999999", "stages must be at most 512, got 99,999,999,999,999"),
+        ("--stages 2 --device-mapping 0 99999999999", "skips device 1: 2 devices"),
+        ("--gradient-accumulation-count 999999999999", "at most 131,072 with 4 stages"),
         ("--stages 2 0 1", "at least one at each position"),
-        ("--gradient-accumulation-count 12", "The nearest: 8 or 16"),
+        ("--gradient-accumulation-count 12", "Use 8 or 16."),
         ("--gradient-accumulation-count 0", "positive multiple of 8"),
         ("--device-mapping 0 1", "2 entries for 4 positions"),
         ("--stages 1 2 1 --device-mapping 0 1 2", "a list of 2 devices"),
         ("--stage-times 1 2", "stage_times has 2 values for 4 stages"),
-        ("--stage-times 0", "stage_times must be more than 0"),
-        ("--stage-times -1", "stage_times must be 0 or more, got [-1.0]"),
-        ("--stored-bytes nan", "stored_bytes must be 0 or more"),
-        ("--recomputation --activation-bytes -5", "activation_bytes must be 0 or more"),
-        ("--backward-ratio -1", "backward_ratio must be 0 or more"),
-        ("--micro-batch-size 8", "micro_batch_size needs stage_times"),
-        ("--devices 8", "devices needs micro_batch_size"),
-        ("--stage-times 1 --micro-batch-size 1 --devices 6", "The nearest: 4 or 8"),
-        ("--stage-times 1 --micro-batch-size 1 --devices 3", "The nearest: 4."),
+        ("--stage-times 0", "stage_times must be positive"),
+        ("--stage-times -1", "stage_times must be at least 0, got [-1.0]"),
+        ("--stored-bytes nan", "stored_bytes must be at least 0"),
+        ("--recomputation --activation-bytes -5", "activation_bytes must be at least 0"),
+        ("--backward-ratio -1", "backward_ratio must be at least 0"),
+        ("--micro-batch-size 8", "micro_batch_size has no effect without stage_times"),
+        ("--devices 8", "devices has no effect without micro_batch_size"),
+        ("--stage-times 1 --micro-batch-size 1 --devices 6", "Use 4 or 8."),
+        ("--stage-times 1 --micro-batch-size 1 --devices 3", "Use 4."),
         ("--stage-times 1 --micro-batch-size 0", "micro_batch_size must be at least 1"),
-        ("--activation-bytes 5", "needs link_gbytes_per_second or recomputation"),
-        ("--input-bytes 5", "input_bytes needs recomputation"),
-        ("--parameter-bytes 5", "parameter_bytes needs devices"),
-        ("--link-gbytes-per-second 5", "needs stage_times"),
-        ("--stage-times 1 --link-gbytes-per-second 5", "needs activation_bytes or param"),
+        ("--activation-bytes 5", "without link_gbytes_per_second or recomputation"),
+        ("--input-bytes 5", "input_bytes has no effect without recomputation"),
+        ("--parameter-bytes 5", "parameter_bytes has no effect without devices"),
+        ("--link-gbytes-per-second 5", "without stage_times"),
+        ("--stage-times 1 --link-gbytes-per-second 5", "without activation_bytes or param"),
         (
             "--stage-times 1 --activation-bytes 1 --link-gbytes-per-second -5",
             "must be positive",
         ),
-        ("--inference --update-times 5", "update_times has no meaning in inference"),
-        ("--inference --recomputation", "recomputation has no meaning in inference"),
-        ("--out picture.gif", "ends in .svg, .png, .html; got picture.gif"),
+        ("--inference --update-times 5", "update_times has no effect in inference"),
+        ("--inference --recomputation", "recomputation has no effect in inference"),
+        ("--out picture.gif", "must end in .svg, .png, .html; got picture.gif"),
         ("--out nowhere/picture.svg", "There is no folder nowhere"),
         ("--stagess 4", "Did you mean --stages?"),
     ],
 )
-def test_a_mistake_is_a_plain_line_and_status_2_before_anything_is_written(
-    call, tmp_path, words, said
+def test_an_error_is_one_line_and_status_2_before_anything_is_written(
+    call, tmp_path, arguments, message
 ):
-    status, out, err = call(words)
+    status, out, err = call(arguments)
     assert status == 2
-    assert said in err
+    assert message in err
     assert out == ""
     assert err.startswith("millrace: ")
     assert len(err.splitlines()) == 1
@@ -169,7 +169,7 @@ def test_a_mistake_is_a_plain_line_and_status_2_before_anything_is_written(
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
-def test_a_drawing_that_cannot_be_written_is_a_plain_failure(call, tmp_path, suffix):
+def test_a_drawing_that_cannot_be_written_is_a_one_line_error(call, tmp_path, suffix):
     (tmp_path / f"taken.{suffix}").mkdir()
     status, _, err = call(f"--out taken.{suffix}")
     assert (status, err) == (2, f"millrace: Cannot write taken.{suffix}: Is a directory.\n")

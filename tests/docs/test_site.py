@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from browser import DESK, PHONE, look_at
+from browser import DESKTOP, PHONE, look_at
 from docs_blocks import ROOT
 
 
@@ -33,7 +33,7 @@ def pages(site):
 
 @pytest.fixture(scope="module")
 def looked(site, pages, tmp_path_factory):
-    wanted = [(page, width) for page in pages for width in (PHONE, DESK)]
+    wanted = [(page, width) for page in pages for width in (PHONE, DESKTOP)]
     return look_at(site, wanted, tmp_path_factory.mktemp("profile"))
 
 

@@ -8,7 +8,8 @@ from rich.console import Console
 from millrace.drawing.timeline_text import print_timeline
 from millrace.schedule.costs import Costs
 from millrace.schedule.simulate import simulate
-from millrace.schedule.table import build_table, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table
 from millrace.schedule.timeline import Span
 
 
@@ -26,26 +27,26 @@ def timeline():
     return simulate(table, costs, execution="free").timeline
 
 
-def test_each_device_has_a_line_of_signs_to_scale(timeline):
+def test_each_device_has_a_line_to_scale(timeline):
     assert printed(timeline).splitlines() == [
         "device                        idle",
-        "     0 0>1>····0<<<··1<<<** 30.0 %",
-        "     1 ··0>0<<<1>1<<<**···· 30.0 %",
+        "     0 0>1>····0<<<··1<<<**  30.0%",
+        "     1 ··0>0<<<1>1<<<**····  30.0%",
         "       > forward   < backward   * update   · idle",
     ]
 
 
-def test_numbers_give_way_where_there_is_no_room(timeline):
+def test_numbers_are_left_out_if_there_is_no_room(timeline):
     narrow = printed(timeline, width=24).splitlines()
     assert narrow[1].startswith("     0 >>·")
     assert all(len(line) <= 24 for line in narrow[1:3])
 
 
-def test_color_takes_the_place_of_signs(timeline):
+def test_colors_replace_signs(timeline):
     colored = printed(timeline, force_terminal=True, color_system="truecolor")
     assert "\x1b[" in colored
     assert ">" not in colored
-    assert "\x1b[38;2;255;255;255;48;2;0;114;178m0 " in colored
+    assert "\x1b[38;2;255;255;255;48;2;11;98;196m0 " in colored
 
 
 def test_no_color_is_respected(timeline, monkeypatch):
@@ -59,4 +60,4 @@ def test_actions_shorter_than_a_column_do_not_become_idle_time():
     spans = [Span(0, n, n + 1, "forward", 0, n) for n in range(600)]
     spans += [Span(0, n, n + 1, "backward", 0, n - 600) for n in range(600, 800)]
     line = printed(spans, width=54).splitlines()[1]
-    assert line == f"     0 {'>' * 30}{'<' * 10}  0.0 %"
+    assert line == f"     0 {'>' * 30}{'<' * 10}   0.0%"

@@ -1,4 +1,4 @@
-"""Drawings: every action is there, to scale, in each format."""
+"""Drawings of timelines: every action is shown to scale, in each format."""
 
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -8,11 +8,12 @@ import pytest
 from PIL import Image
 
 from millrace.config import ConfigurationError
-from millrace.drawing.palette import DARK, LIGHT
+from millrace.drawing.style import DARK, LIGHT
 from millrace.drawing.timelines import draw_timelines
 from millrace.schedule.costs import Costs
 from millrace.schedule.simulate import simulate
-from millrace.schedule.table import build_table, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table
 from millrace.schedule.timeline import Span
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,7 +34,7 @@ def hinted(root, color):
     return [box for box in boxes(root, color) if box.find(f"{SVG}title") is not None]
 
 
-def test_every_action_has_its_box_to_scale(timeline, tmp_path):
+def test_every_action_has_a_box_to_scale(timeline, tmp_path):
     draw_timelines([("", timeline)], tmp_path / "p.svg")
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     forwards, backwards = hinted(root, LIGHT["forward"]), hinted(root, LIGHT["backward"])
@@ -50,7 +51,7 @@ def test_every_action_has_its_box_to_scale(timeline, tmp_path):
     assert all(numbers.count(str(n)) >= 8 for n in range(8))
 
 
-def test_no_box_lies_outside_the_page_or_on_another_of_its_lane(timeline, tmp_path):
+def test_no_box_is_outside_the_drawing_or_overlaps_another_in_its_lane(timeline, tmp_path):
     draw_timelines([("", timeline)], tmp_path / "p.svg")
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
@@ -72,8 +73,8 @@ def test_idle_time_is_shown_and_totaled(tmp_path):
     draw_timelines([("", spans)], tmp_path / "p.svg")
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts.count("50.0 % idle") == 2
-    assert "50.0 % idle in all" in texts
+    assert texts.count("50.0% idle") == 2
+    assert "50.0% idle in total" in texts
     idle = hinted(root, "url(#idle)")
     assert [box.findtext(f"{SVG}title") for box in idle] == [
         "device 0 idle, 1 s",
@@ -81,10 +82,10 @@ def test_idle_time_is_shown_and_totaled(tmp_path):
     ]
 
 
-def test_a_measured_timeline_stands_below_the_predicted_one_to_one_scale(
+def test_a_measured_timeline_is_below_the_predicted_one_and_has_the_same_scale(
     timeline, tmp_path
 ):
-    start = 1e3  # a clock that did not begin at 0
+    start = 1e3  # a clock that did not start at 0
     measured = [
         span._replace(start=start + 2 * span.start, end=start + 2 * span.end)
         for span in timeline
@@ -120,7 +121,7 @@ def test_a_png_has_the_same_boxes_in_the_same_colors(timeline, tmp_path):
             assert corner.tolist() == expected
 
 
-def test_a_page_stands_by_itself_in_light_and_dark(timeline, tmp_path):
+def test_a_page_needs_no_other_file_and_has_light_and_dark_colors(timeline, tmp_path):
     facts = {"throughput": "12 samples/s <at night>"}
     draw_timelines([("mine & yours", timeline)], tmp_path / "p.html", facts=facts)
     text = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -132,7 +133,7 @@ def test_a_page_stands_by_itself_in_light_and_dark(timeline, tmp_path):
     assert "prefers-color-scheme: dark" in text
     assert LIGHT["surface"] in text
     assert DARK["surface"] in text
-    assert text.count("<tr>") == 1 + 1 + 2 + 1  # facts, head, devices, all
+    assert text.count("<tr>") == 1 + 1 + 2 + 1  # facts, head, devices, total
 
 
 def test_the_same_timeline_gives_the_same_bytes(timeline, tmp_path):
@@ -155,25 +156,25 @@ def contrast(first, second):
 
 
 @pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])
-def test_numbers_can_be_read_on_their_boxes(colors):
-    """4.5 is what WCAG asks of small text."""
+def test_text_has_enough_contrast(colors):
+    """WCAG asks for a contrast of 4.5 for small text."""
     for kind in ("forward", "backward", "all_reduce", "update"):
         assert contrast(colors[kind], colors[f"on_{kind}"]) >= 4.5
     for text in ("ink", "muted"):
         assert contrast(colors[text], colors["surface"]) >= 4.5
 
 
-def test_forward_and_backward_differ_in_grey_too():
+def test_forward_and_backward_differ_in_grayscale_too():
     assert contrast(LIGHT["forward"], LIGHT["backward"]) > 2
 
 
 @pytest.mark.parametrize("name", ["p.gif", "p", "p.svg.gz"])
-def test_another_kind_of_file_is_refused_with_those_there_are(timeline, tmp_path, name):
-    with pytest.raises(ConfigurationError, match=r"ends in \.svg, \.png, \.html; got"):
+def test_another_kind_of_file_is_rejected(timeline, tmp_path, name):
+    with pytest.raises(ConfigurationError, match=r"must end in \.svg, \.png, \.html; got"):
         draw_timelines([("", timeline)], tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_refused(timeline, tmp_path):
+def test_a_missing_folder_is_rejected(timeline, tmp_path):
     with pytest.raises(ConfigurationError, match="no folder"):
         draw_timelines([("", timeline)], tmp_path / "nowhere" / "p.svg")

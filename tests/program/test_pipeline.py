@@ -58,9 +58,9 @@ def chunk_for(program: TrainingProgram, updates: int = 1) -> dict[str, jax.Array
         ({"pipeline_splits": ["first"]}, "no stage can start at 'first'"),
         ({"pipeline_splits": ["second", "block_norm"]}, "order: block_norm second"),
         ({"pipeline_splits": [12]}, "12 stages; the model has only 11 layers"),
-        ({"gradient_accumulation_count": 8}, "multiple of 6 .*The nearest: 6 or 12"),
-        ({"device_mapping": [0, 2, 0]}, "leaves out device 1"),
-        ({"device_mapping": [0, [1, 2], 0]}, "single stage stands"),
+        ({"gradient_accumulation_count": 8}, "multiple of 6 .*Use 6 or 12"),
+        ({"device_mapping": [0, 2, 0]}, "skips device 1"),
+        ({"device_mapping": [0, [1, 2], 0]}, "which has a single stage"),
         ({"num_replicas": 4}, "4 replicas of 3 pipeline devices need 12, but .* only 8"),
     ],
 )

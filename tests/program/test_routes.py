@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.program.routes import Routes, plan_routes
-from millrace.schedule.table import Table, build_table, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import Table, build_table
 
 
 @st.composite

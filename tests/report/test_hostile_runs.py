@@ -1,4 +1,4 @@
-"""Run directories that somebody has tampered with: nothing of them is taken for HTML."""
+"""Run directories that somebody has tampered with: nothing in them becomes HTML."""
 
 import copy
 import json
@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import yaml
-from made_runs import add_parts, make_run
+from made_runs import add_sections, make_run
 
 from millrace.report import plots
 from millrace.report.comparison import comparison_page
 from millrace.report.record import read_run
 from millrace.report.run_page import run_page
-from millrace.report.sections import Drawing
+from millrace.report.sections import SvgFigure
 
 HTML = "\"'></style></title></h1><script>alert(1)</script><img src=x onerror=alert(2)>"
 OTHERS: list[Any] = [[], {}, "text", None, True, -1, 0, 1.5, 10**400, [[["x"]]], {"a": []}]
 
 
 class Watch(HTMLParser):
-    """Notices what a page should never have."""
+    """Reject what a page must never have."""
 
     def handle_starttag(self, tag, attrs):
         assert tag not in ("script", "iframe", "form", "object", "embed", "base", "a")
@@ -35,7 +35,7 @@ class Watch(HTMLParser):
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a tree of plain values, inner ones too."""
+    """Yield every path in a tree of plain values, including inner ones."""
     yield path
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -54,7 +54,7 @@ def changed(tree: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def renamed(tree: Any, path: tuple[Any, ...]) -> Any:
-    """The same tree with the last key of the path replaced by HTML."""
+    """Return the tree with the last key of the path replaced by HTML."""
     tree = copy.deepcopy(tree)
     inner = tree
     for key in path[:-1]:
@@ -76,7 +76,7 @@ def tampered(tree: Any) -> Iterator[Any]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = make_run(tmp_path / "run", commit="abc", wall_seconds=9.0)
-    add_parts(run)
+    add_sections(run)
     return run
 
 
@@ -95,7 +95,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_field_of_a_run_is_taken_for_html_or_breaks_its_report(name, run, tmp_path):
+def test_no_field_of_a_run_becomes_html_or_breaks_its_report(name, run, tmp_path):
     other = make_run(tmp_path / "other")
     tree = json.loads((run / name).read_text())
     for new in tampered(tree):
@@ -103,7 +103,7 @@ def test_no_field_of_a_run_is_taken_for_html_or_breaks_its_report(name, run, tmp
         check(run, other)
 
 
-def test_no_logged_value_is_taken_for_html_or_breaks_the_report(run, tmp_path):
+def test_no_logged_value_becomes_html_or_breaks_the_report(run, tmp_path):
     other = make_run(tmp_path / "other")
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -114,7 +114,7 @@ def test_no_logged_value_is_taken_for_html_or_breaks_the_report(run, tmp_path):
     check(run, other)
 
 
-def test_no_option_or_name_is_taken_for_html(run, tmp_path):
+def test_no_option_or_name_becomes_html(run, tmp_path):
     other = make_run(tmp_path / "other")
     config = yaml.safe_load((run / "config.yml").read_text())
     for new in tampered(config):
@@ -140,19 +140,20 @@ def test_no_option_or_name_is_taken_for_html(run, tmp_path):
         "<text>not closed",
     ],
 )
-def test_a_drawing_that_is_more_than_one_is_refused(inside):
+def test_a_drawing_that_is_more_than_shapes_is_rejected(inside):
     with pytest.raises(ValueError, match="drawing"):
-        Drawing(title="Pipeline", svg=f'<svg width="9" height="9">{inside}</svg>')
+        SvgFigure(title="Pipeline", svg=f'<svg width="9" height="9">{inside}</svg>')
 
 
-def test_a_drawing_may_carry_its_style_but_no_tags_in_it():
+def test_a_drawing_may_have_a_style_but_no_tags_in_it():
     svg = '<svg xmlns="http://www.w3.org/2000/svg"><rect fill="url(#idle)"/></svg>'
-    Drawing(title="Pipeline", svg=svg, style=".pipeline { color: red }")
+    styled = SvgFigure(title="Pipeline", svg=svg, style=".pipeline { color: red }")
+    assert "<style>.pipeline { color: red }</style>" in styled.render()
     with pytest.raises(ValueError, match="style"):
-        Drawing(title="Pipeline", svg=svg, style="</style><b>")
+        SvgFigure(title="Pipeline", svg=svg, style="</style><b>")
 
 
-def test_a_single_picture_escapes_its_title_too(run, tmp_path):
+def test_a_single_plot_escapes_its_title_too(run, tmp_path):
     path = run / "report" / "sweep.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"title": HTML}))
     Watch().feed(plots.sweep(run).save(tmp_path / "sweep.html").read_text())

@@ -1,8 +1,8 @@
-"""Reports opened in a real Chromium: on a phone and on a desk, light and dark."""
+"""Reports in a real Chromium: at the width of a phone and a desktop, light and dark."""
 
 import pytest
-from browser import DESK, PHONE, look_at
-from made_runs import add_parts, make_run
+from browser import DESKTOP, PHONE, look_at
+from made_runs import add_sections, make_run
 
 from millrace.report.comparison import comparison_page
 from millrace.report.record import read_run
@@ -12,7 +12,7 @@ from millrace.report.run_page import write_report
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    add_parts(make_run(folder / "full"))
+    add_sections(make_run(folder / "full"))
     error = "ValueError: " + "nobreak" * 40
     make_run(folder / "failed", status="failed", error=error)
     make_run(folder / "a-run-with-a-rather-long-name-that-cannot-be-broken-anywhere")
@@ -32,29 +32,29 @@ def pages(folder):
 
 @pytest.fixture(scope="module")
 def light(folder, pages, tmp_path_factory):
-    wanted = [(page, width) for page in pages for width in (PHONE, DESK)]
+    wanted = [(page, width) for page in pages for width in (PHONE, DESKTOP)]
     return look_at(folder, wanted, tmp_path_factory.mktemp("light"))
 
 
-def test_the_browser_has_nothing_to_complain_of(light):
+def test_the_browser_reports_no_errors(light):
     assert light.console == []
     assert [seen.missing for seen in light.pages] == [[]] * len(light.pages)
     assert max(seen.images for seen in light.pages) == 5
 
 
-def test_no_page_is_wider_than_the_phone(light):
+def test_no_page_is_wider_than_a_phone(light):
     assert [seen.overflow for seen in light.pages] == [0] * len(light.pages)
 
 
-def test_the_text_of_charts_can_be_read_on_the_phone(light):
+def test_the_text_of_charts_is_large_enough_on_a_phone(light):
     assert all(seen.charts for seen in light.pages)
     assert min(seen.smallest for seen in light.pages) >= 9.5
 
 
-def test_all_text_can_be_selected_also_that_of_charts(light, pages):
+def test_all_text_can_be_selected_including_that_of_charts(light, pages):
     full = light.pages[2 * pages.index("full/report.html")]
-    for words in ("validation accuracy", "0.9611", "steady state", "pip install"):
-        assert words in full.selected
+    for text in ("validation accuracy", "0.9611", "steady state", "pip install"):
+        assert text in full.selected
 
 
 def test_dark_is_dark_and_light_is_light(folder, light, tmp_path):

@@ -1,4 +1,4 @@
-"""docs/pipelines.md says what the command says, and shows what it draws."""
+"""docs/pipelines.md quotes what the command prints and shows what it draws."""
 
 import re
 import shlex
@@ -17,27 +17,27 @@ SHOWN = [(command, output.strip("\n")) for command, output in COMMANDS if output
 
 
 def call(command: str, capsys) -> str:
-    """Run a command of the page, and return what it prints."""
-    command, _, chosen = command.partition(" | ")
-    program, *words = shlex.split(command)
+    """Run a command of the page and return its output."""
+    command, _, selection = command.partition(" | ")
+    program, *arguments = shlex.split(command)
     assert program == "millrace"
     with pytest.raises(SystemExit):
-        main(words)
+        main(arguments)
     lines = "".join(capsys.readouterr()).splitlines()
-    if chosen.startswith("tail -"):
-        lines = lines[-int(chosen.removeprefix("tail -")) :]
-    elif chosen.startswith("grep "):
-        lines = [line for line in lines if chosen.removeprefix("grep ") in line]
+    if selection.startswith("tail -"):
+        lines = lines[-int(selection.removeprefix("tail -")) :]
+    elif selection.startswith("grep "):
+        lines = [line for line in lines if selection.removeprefix("grep ") in line]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("command", DRAWN)
-def test_a_picture_is_what_its_command_draws(command, tmp_path, monkeypatch, capsys):
+def test_a_drawing_is_what_its_command_draws(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs/images").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     call(command, capsys)
-    place = command.split("--out ")[1]
-    assert (tmp_path / place).read_bytes() == (ROOT / place).read_bytes()
+    path = command.split("--out ")[1]
+    assert (tmp_path / path).read_bytes() == (ROOT / path).read_bytes()
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN)
@@ -46,17 +46,17 @@ def test_the_page_quotes_what_the_command_prints(command, output, monkeypatch, c
     assert call(command, capsys) == output
 
 
-def test_every_picture_of_the_page_has_its_command():
-    pictures = {f"docs/{name}" for name in re.findall(r"\]\((images/[^)]*)\)", PAGE)}
-    assert pictures == {command.split("--out ")[1] for command in DRAWN}
-    assert pictures == {
+def test_every_drawing_on_the_page_has_its_command():
+    drawings = {f"docs/{name}" for name in re.findall(r"\]\((images/[^)]*)\)", PAGE)}
+    assert drawings == {command.split("--out ")[1] for command in DRAWN}
+    assert drawings == {
         f"docs/images/{path.name}" for path in (ROOT / "docs/images").iterdir()
     }
 
 
-def test_the_table_of_times_is_what_the_command_says(capsys, monkeypatch):
+def test_the_table_of_times_agrees_with_the_command(capsys, monkeypatch):
     rows = re.findall(
-        r"^\| (\w+) \| (\d+) \| ([\d.]+ %) \| (\d+) \| ([\d.]+ %) \|$", PAGE, re.MULTILINE
+        r"^\| (\w+) \| (\d+) \| ([\d.]+%) \| (\d+) \| ([\d.]+%) \|$", PAGE, re.MULTILINE
     )
     assert [row[0] for row in rows] == ["grouped", "interleaved", "sequential"]
     for schedule, in_ticks, ticks_idle, free, free_idle in rows:
@@ -70,19 +70,19 @@ def test_the_table_of_times_is_what_the_command_says(capsys, monkeypatch):
                 capsys,
             )
             assert f"time          {time} forward passes" in printed
-            assert f"idle          {idle} of the devices' time" in printed
+            assert f"idle          {idle} of device time" in printed
 
 
-def test_more_micro_batches_idle_less_as_the_page_says(capsys):
+def test_the_table_of_idle_shares_agrees_with_the_command(capsys):
     counts = re.search(r"accumulation count \|(.*)\|\n.*\n\| idle \|(.*)\|", PAGE)
     assert counts
     for count, idle in zip(*(row.split("|") for row in counts.groups()), strict=True):
         command = f"millrace schedule --gradient-accumulation-count {count.strip()}"
         printed = call(command, capsys)
-        assert f"idle          {idle.strip()} of the devices' time" in printed
+        assert f"idle          {idle.strip()} of device time" in printed
 
 
-def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
+def test_the_python_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     exec(code, {})

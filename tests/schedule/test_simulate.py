@@ -1,4 +1,4 @@
-"""Simulated times against closed forms, and against bounds that nothing can beat."""
+"""Simulated times compared with closed forms and with bounds for any pipeline."""
 
 import itertools
 
@@ -10,7 +10,8 @@ from pipelines import schedules, stage_layouts
 from millrace.config import ConfigurationError
 from millrace.schedule.costs import Costs, Link
 from millrace.schedule.simulate import simulate
-from millrace.schedule.table import build_table, peak_live, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table, peak_live
 
 seconds = st.floats(0.01, 10)
 executions = st.sampled_from(["ticks", "free"])
@@ -37,7 +38,7 @@ def equal(num_stages, forward=1.0, backward=2.0, **others):
     seconds,
     seconds,
 )
-def test_equal_stages_idle_as_theory_says_whatever_a_backward_costs(
+def test_equal_stages_are_idle_as_predicted_by_theory_for_any_backward_cost(
     how, num_stages, passes, forward, backward
 ):
     schedule, execution = how
@@ -58,12 +59,12 @@ def test_sequential_takes_the_sum_of_everything(execution):
     assert result.bubble_fraction == pytest.approx(2 / 3)
 
 
-def test_in_ticks_a_forward_beside_a_backward_waits_for_it():
-    """The reason for Grouped: its ticks are of one kind, so none waits for another."""
+def test_a_forward_pass_waits_for_a_backward_pass_in_the_same_tick():
+    """The reason for Grouped: its ticks are of one kind, so no pass waits."""
     tables = {name: build_table(name, chain(4), 16) for name in ("grouped", "interleaved")}
-    equal_ways = equal(4, forward=1, backward=1)
+    equal_times = equal(4, forward=1, backward=1)
     for table in tables.values():
-        assert simulate(table, equal_ways).seconds == pytest.approx(2 * 19)
+        assert simulate(table, equal_times).seconds == pytest.approx(2 * 19)
     grouped, interleaved = (simulate(table, equal(4)).seconds for table in tables.values())
     assert grouped == pytest.approx(19 * 3)
     assert interleaved > 1.2 * grouped
@@ -89,7 +90,7 @@ def test_results_queue_on_a_link_while_the_devices_work(sending):
     assert result.seconds == pytest.approx(expected)
 
 
-def test_in_ticks_every_exchange_adds_to_the_time():
+def test_every_exchange_adds_to_the_time_in_ticks():
     link = Link(bytes_per_second=100, latency_seconds=0.5)
     costs = equal(4, output_bytes=(50.0,) * 4)
     result = simulate(build_table("grouped", chain(4), 8), costs, link)
@@ -98,7 +99,7 @@ def test_in_ticks_every_exchange_adds_to_the_time():
     assert sum(result.busy_seconds) == pytest.approx(4 * 8 * 3)
 
 
-def test_nothing_travels_between_stages_of_one_device():
+def test_stages_on_one_device_need_no_transfer():
     costs = equal(3, output_bytes=(1e9,) * 3)
     table = build_table("interleaved", chain(3, [0, 0, 0]), 6)
     for execution in ("ticks", "free"):
@@ -114,13 +115,13 @@ def test_recomputation_makes_the_backward_longer():
     assert (kept, again) == (pytest.approx(5 * 3), pytest.approx(5 * 4))
 
 
-def test_the_update_comes_after_the_gradients_have_been_summed():
+def test_the_update_follows_the_all_reduce():
     costs = equal(2, all_reduce=(0.5, 1.0), update=(2.0, 3.0))
     table = build_table("grouped", chain(2), 4)
     together = simulate(table, costs)
     assert together.seconds == pytest.approx(5 * 3 + 1 + 3)
     free = simulate(table, costs, execution="free")
-    # The last stage is done with its backward passes one backward earlier.
+    # The last stage finishes its backward passes one pass earlier.
     assert free.seconds == pytest.approx(max(5 * 3 + 2.5, 5 * 3 - 2 + 4))
     kinds = [span.kind for span in together.timeline if span.device == 0]
     assert kinds[-2:] == ["all_reduce", "update"]
@@ -132,7 +133,7 @@ def test_the_update_comes_after_the_gradients_have_been_summed():
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-def test_memory_is_what_live_micro_batches_hold(schedule):
+def test_memory_is_that_of_the_live_micro_batches(schedule):
     table = build_table(schedule, chain(4), 8)
     live = peak_live(table)
     stored = (40.0, 30.0, 20.0, 10.0)
@@ -151,7 +152,7 @@ def test_memory_is_what_live_micro_batches_hold(schedule):
     ]
 
 
-def test_a_device_holds_what_all_its_stages_hold_together():
+def test_the_memory_of_a_device_is_the_sum_over_its_stages():
     table = build_table("grouped", chain(4, [0, 0, 0, 0]), 8)
     live, worst = {stage: 0 for stage in range(4)}, 0
     for tick in table.ticks:
@@ -160,7 +161,7 @@ def test_a_device_holds_what_all_its_stages_hold_together():
         worst = max(worst, sum(live.values()))
     result = simulate(table, equal(4, stored_bytes=(10.0,) * 4))
     assert result.peak_bytes == [10 * worst]
-    assert worst < sum(peak_live(table))  # the stages' peaks are not at one moment
+    assert worst < sum(peak_live(table))  # the peaks of the stages are not simultaneous
 
 
 # Bounds that hold for any pipeline
@@ -179,7 +180,7 @@ def cases(draw):
 
 
 def critical_path(stages, costs):
-    """The time of one micro-batch on its own, sent over links that take none."""
+    """Return the time of a single micro-batch with instant links."""
     there = sum(max(costs.forward[s] for s in group) for group in stages.groups)
     return there + sum(max(costs.backward[s] for s in group) for group in stages.groups)
 
@@ -202,7 +203,7 @@ def test_no_pipeline_beats_its_critical_path_or_its_busiest_device(case, executi
 
 @settings(deadline=None)
 @given(cases())
-def test_waiting_for_each_other_is_never_faster(case):
+def test_ticks_are_never_faster_than_free_execution(case):
     table, costs, _ = case
     free = simulate(table, costs, execution="free").seconds
     assert free <= simulate(table, costs, execution="ticks").seconds * (1 + 1e-9)
@@ -231,7 +232,7 @@ def test_a_device_does_one_thing_at_a_time_in_the_order_of_the_table(case, execu
 
 @settings(deadline=None)
 @given(cases(), executions)
-def test_nothing_begins_before_its_inputs_have_been_sent(case, execution):
+def test_no_pass_starts_before_its_inputs_have_arrived(case, execution):
     table, costs, link = case
     stages = table.stages
     timeline = simulate(table, costs, link, execution=execution).timeline
@@ -247,6 +248,6 @@ def test_nothing_begins_before_its_inputs_have_been_sent(case, execution):
             assert span.start >= arrived * (1 - 1e-12)
 
 
-def test_costs_for_another_number_of_stages_are_refused():
+def test_costs_for_another_number_of_stages_are_rejected():
     with pytest.raises(ConfigurationError, match="costs for 3 stages; the pipeline has 4"):
         simulate(build_table("grouped", chain(4), 8), equal(3))

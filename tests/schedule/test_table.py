@@ -1,4 +1,4 @@
-"""Every timetable is right: for any stages, on any devices, for any legal count."""
+"""Schedule tables are valid for any stages, on any devices, for any legal count."""
 
 import time
 
@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 from pipelines import schedules, stage_layouts
 
 from millrace.config import ConfigurationError
-from millrace.schedule.table import build_table, idle_fraction, peak_live, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table, peak_live
 
 FOUR = place_stages([1, 1, 1, 1], None)
 
 
+def idle_fraction(table):
+    """Return the share of device ticks without an action."""
+    return 1 - sum(map(len, table.ticks)) / (len(table.ticks) * table.stages.num_devices)
+
+
 def when(table):
-    """The tick of every action."""
+    """Return the tick of every action."""
     ticks = {}
     for tick, actions in enumerate(table.ticks):
         for device, action in actions.items():
@@ -35,7 +41,7 @@ def all_actions(table):
 
 
 def needs(table, kind, stage, micro_batch):
-    """What must be finished before an action, from the definition of a pipeline."""
+    """Return what an action needs, by the definition of a pipeline."""
     groups, position = table.stages.groups, table.stages.position_of(stage)
     if kind == "forward":
         before = groups[position - 1] if position else ()
@@ -57,13 +63,13 @@ def tables(draw, training=either, schedule=schedules):
 
 @settings(deadline=None)
 @given(tables())
-def test_each_micro_batch_passes_every_stage_once_each_way(table):
+def test_each_micro_batch_passes_every_stage_once_in_each_direction(table):
     assert set(when(table)) == all_actions(table)
 
 
 @settings(deadline=None)
 @given(tables())
-def test_an_action_uses_only_what_an_earlier_tick_has_finished(table):
+def test_an_action_uses_only_results_of_earlier_ticks(table):
     ticks = when(table)
     for action, tick in ticks.items():
         for needed in needs(table, *action):
@@ -88,7 +94,7 @@ def test_no_tick_is_empty(table):
 
 @settings(deadline=None)
 @given(tables(training=st.just(True)))
-def test_activations_held_stay_within_the_bound_of_the_schedule(table):
+def test_held_micro_batches_stay_within_the_bound_of_the_schedule(table):
     per_step = {"grouped": 2, "interleaved": 1, "sequential": 0}[table.schedule]
     last = table.stages.num_positions - 1
     for stage, live in enumerate(peak_live(table)):
@@ -98,7 +104,7 @@ def test_activations_held_stay_within_the_bound_of_the_schedule(table):
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4))
-def test_with_a_device_to_each_stage_the_bounds_are_reached(num_stages, passes):
+def test_with_one_device_per_stage_the_bounds_are_reached(num_stages, passes):
     stages = place_stages([1] * num_stages, None)
     count = 2 * num_stages * passes
     distances = range(num_stages - 1, -1, -1)
@@ -110,9 +116,9 @@ def test_with_a_device_to_each_stage_the_bounds_are_reached(num_stages, passes):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 4))
-def test_with_a_device_to_each_stage_interleaved_holds_no_more_than_grouped(shape, passes):
-    """Where stages share devices only the bounds compare: two orders of the same work
-    can each be the better one at some stage."""
+def test_with_one_device_per_stage_interleaved_holds_no_more_than_grouped(shape, passes):
+    """If stages share devices, only the bounds compare: each of two orders of the same
+    work can be better at some stage."""
     stages = place_stages(shape, None)
     count = 2 * stages.num_positions * passes
     interleaved = peak_live(build_table("interleaved", stages, count))
@@ -123,7 +129,7 @@ def test_with_a_device_to_each_stage_interleaved_holds_no_more_than_grouped(shap
 
 @settings(deadline=None)
 @given(stage_layouts(), st.integers(1, 4))
-def test_in_inference_results_do_not_pile_up_between_stages(stages, passes):
+def test_results_do_not_pile_up_between_stages_in_inference(stages, passes):
     table = build_table("grouped", stages, stages.num_positions * passes, training=False)
     assert peak_live(table) == [0] * stages.num_stages
     done = [0] * stages.num_stages
@@ -137,14 +143,14 @@ def test_in_inference_results_do_not_pile_up_between_stages(stages, passes):
 
 @settings(deadline=None)
 @given(tables(schedule=st.just("grouped"), training=st.just(True)))
-def test_in_grouped_all_devices_go_the_same_way(table):
-    ways = [{action.kind for action in tick.values()} for tick in table.ticks]
-    assert all(len(kinds) == 1 for kinds in ways)
+def test_all_devices_go_in_the_same_direction_in_grouped(table):
+    directions = [{action.kind for action in tick.values()} for tick in table.ticks]
+    assert all(len(kinds) == 1 for kinds in directions)
 
 
 @settings(deadline=None)
 @given(tables(schedule=st.just("sequential")))
-def test_in_sequential_no_two_micro_batches_are_under_way(table):
+def test_only_one_micro_batch_is_in_the_pipeline_in_sequential(table):
     seen = [action.micro_batch for tick in table.ticks for action in tick.values()]
     assert seen == sorted(seen)
 
@@ -158,7 +164,7 @@ def test_the_first_micro_batch_of_four_stages_is_back_at_the_published_time(sche
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_equal_stages_on_their_own_devices_idle_as_theory_says(
+def test_equal_stages_on_their_own_devices_are_idle_as_predicted_by_theory(
     schedule, num_stages, passes
 ):
     count = 2 * num_stages * passes
@@ -172,38 +178,38 @@ def test_sequential_uses_one_device_at_a_time():
     assert idle_fraction(build_table("sequential", FOUR, 5)) == pytest.approx(3 / 4)
 
 
-def test_two_stages_to_a_device_keep_it_almost_always_at_work():
+def test_two_stages_per_device_keep_it_busy_almost_always():
     stages = place_stages([1] * 4, [0, 1, 1, 0])
     assert idle_fraction(build_table("interleaved", stages, 32)) < 0.03
     assert idle_fraction(build_table("grouped", stages, 32)) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count", "training", "said"),
+    ("schedule", "count", "training", "message"),
     [
-        ("grouped", 12, True, "multiple of 8 for the grouped schedule .* 8 or 16"),
-        ("grouped", 4, True, "The nearest: 8"),
+        ("grouped", 12, True, "multiple of 8 for the grouped schedule .* Use 8 or 16"),
+        ("grouped", 4, True, r"Use 8\."),
         ("grouped", 6, False, r"num_micro_batches \(6\) .* multiple of 4 .* 4 or 8"),
         ("interleaved", 6, True, "multiple of 4 for the interleaved .* 4 or 8"),
-        ("sequential", 0, True, r"gradient_accumulation_count \(0\) .* nearest: 1"),
+        ("sequential", 0, True, r"gradient_accumulation_count \(0\) .* Use 1"),
         ("interleaved", -4, True, "positive multiple of 4"),
     ],
 )
-def test_a_count_that_does_not_fit_is_refused_with_the_nearest(
-    schedule, count, training, said
+def test_a_count_that_does_not_fit_is_rejected_with_the_nearest(
+    schedule, count, training, message
 ):
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         build_table(schedule, FOUR, count, training=training)
 
 
-def test_counts_depend_on_positions_not_on_stages_or_devices():
+def test_legal_counts_depend_on_positions_not_on_stages_or_devices():
     stages = place_stages([1, 3, 1], [0, [0, 1, 2], 1])
     assert build_table("grouped", stages, 6).num_micro_batches == 6
     with pytest.raises(ConfigurationError, match="multiple of 6"):
         build_table("grouped", stages, 10)
 
 
-def test_a_schedule_is_known_in_any_case_and_a_typo_is_told_the_nearest():
+def test_schedule_names_ignore_case_and_typos_get_a_suggestion():
     assert build_table("Interleaved", FOUR, 4).schedule == "interleaved"
     with pytest.raises(ConfigurationError, match="Did you mean interleaved"):
         build_table("interleave", FOUR, 4)
@@ -215,7 +221,7 @@ def test_a_schedule_is_known_in_any_case_and_a_typo_is_told_the_nearest():
 @pytest.mark.parametrize(
     "mapping", [None, pytest.param([0] * 64, marks=pytest.mark.slow)], ids=["own", "one"]
 )
-def test_a_large_pipeline_is_laid_out_in_seconds(schedule, mapping):
+def test_a_large_pipeline_takes_seconds(schedule, mapping):
     start = time.process_time()
     table = build_table(schedule, place_stages([1] * 64, mapping), 512)
     assert time.process_time() - start < 5

@@ -1,16 +1,17 @@
-"""What a timeline says about the use of devices, predicted or measured."""
+"""How devices are used, from a predicted or measured timeline."""
 
 import pytest
 
 from millrace.schedule.costs import Costs
 from millrace.schedule.simulate import simulate
-from millrace.schedule.table import build_table, peak_live, place_stages
+from millrace.schedule.stages import place_stages
+from millrace.schedule.table import build_table, peak_live
 from millrace.schedule.timeline import Span, device_uses, idle_share
 
 MEASURED = [
     Span(0, 10.0, 11.0, "forward", 0, 0),
     Span(0, 14.0, 16.0, "backward", 0, 0),
-    Span(0, 14.5, 15.0, "all_reduce", 0),  # within, and across: measured from outside
+    Span(0, 14.5, 15.0, "all_reduce", 0),  # measured spans may be nested or overlap
     Span(0, 15.5, 17.0, "update", 0),
     Span(1, 11.5, 12.0, "forward", 1, 0),
     Span(1, 12.0, 13.5, "backward", 1, 0),
@@ -26,13 +27,13 @@ def test_idle_time_is_what_no_span_covers():
     assert idle_share([first, second]) == pytest.approx(8 / 14)
 
 
-def test_what_is_held_is_counted_from_forward_to_backward():
+def test_micro_batches_are_held_from_forward_to_backward():
     (use,) = device_uses(
         [
             Span(0, 0, 1, "forward", 3, 0),
             Span(0, 1, 2, "forward", 3, 1),
             Span(0, 2, 3, "backward", 3, 0),
-            Span(0, 3, 4, "forward", 3, 2),  # begins when the other is given up
+            Span(0, 3, 4, "forward", 3, 2),  # starts when another is released
             Span(0, 4, 5, "backward", 3, 1),
             Span(0, 5, 6, "backward", 3, 2),
         ]

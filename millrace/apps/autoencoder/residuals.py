@@ -14,7 +14,7 @@ from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
 from millrace.program.step import narrow
-from millrace.report.sections import Histogram, save_part
+from millrace.report.sections import Histogram, save_section
 
 _MOST_RATINGS = 1_000_000
 """Ratings to use at most; the shape of their distribution is clear long before."""
@@ -53,7 +53,7 @@ def save_residuals(
         by_name="rating",
         quantiles=_quantiles_by_rating(errors, ratings),
     )
-    save_part(folder, "residuals", part)
+    save_section(folder, "residuals", part)
 
 
 def _compute_residuals(

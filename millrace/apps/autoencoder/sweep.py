@@ -46,8 +46,7 @@ from millrace.durable import finite_json, write_atomically
 from millrace.loop.nan_guard import NonFiniteError
 from millrace.nn.layers import num_parameters
 from millrace.program.training import TrainingProgram
-from millrace.report.plots import Picture
-from millrace.report.sections import Points, save_part
+from millrace.report.sections import Points, save_section
 from millrace.run.run import Run
 
 
@@ -292,8 +291,8 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
         f"{total / len(trials):,.0f} {rows}/s each"
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
-    save_part(folder, "sweep", part := build_plot(trials))
-    path = Picture(part.title, part.drawing()).save(folder / "sweep.svg")
+    save_section(folder, "sweep", part := build_plot(trials))
+    path = Plot(part.title, part.render()).save(folder / "sweep.svg")
     run.closing_notes["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):

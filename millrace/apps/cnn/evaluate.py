@@ -14,10 +14,10 @@ from millrace.config import ConfigurationError
 from millrace.data.source import Source
 from millrace.distributed import coordination
 from millrace.loop.evaluate import evaluate
+from millrace.numbers import format_duration, format_number
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 from millrace.program.step import Weights
-from millrace.run.console import format_metric
 from millrace.run.run import Run
 from millrace.run.saved import find_run
 
@@ -130,7 +130,7 @@ def report_event(event: dict[str, Any], run: Run) -> None:
     unsaid = () if event["update"] else ("update", "epoch")
     run.console.line(
         "  ".join(
-            f"{name} {format_metric(v)}" for name, v in event.items() if name not in unsaid
+            f"{name} {format_number(v)}" for name, v in event.items() if name not in unsaid
         )
     )
 
@@ -147,15 +147,10 @@ def report_target(target: float | None, events: Sequence[dict[str, Any]], run: R
         "seconds": reached and reached["time"],
     }
     run.closing_notes[f"accuracy {target:g}"] = (
-        f"reached after {reached['epoch']:g} epochs and {time_span(reached['time'])}"
+        f"reached after {reached['epoch']:g} epochs and {format_duration(reached['time'])}"
         if reached
         else ("not reached" if validated else "not validated")
     )
-
-
-def time_span(seconds: float) -> str:
-    """Write a time in seconds, or in minutes where that is easier to read."""
-    return f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.1f} s"
 
 
 def delete_checkpoints(folder: Path) -> None:

@@ -15,7 +15,7 @@ from millrace.data.image_source import ImageSource
 from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import jit
 from millrace.program.step import Weights, narrow
-from millrace.report.sections import Confusion, Gallery, png_of, save_part
+from millrace.report.sections import Confusion, Gallery, encode_png, save_section
 from millrace.run.run import Run
 
 MOST_SAMPLES = 10_000
@@ -139,17 +139,17 @@ def keep_predictions(
     note = f"{wrong:,} of {looked:,} validation samples{of} were mistaken."
     counts = [[*place, number] for place, number in sorted(predictions.counts.items())]
     matrix = Confusion(title="Confusion matrix", note=note, names=names, counts=counts)
-    save_part(run, "1-confusion", matrix)
+    save_section(run, "1-confusion", matrix)
     pictures = [
         {
-            "png": png_of(_displayed(mistake.image)),
+            "png": encode_png(_displayed(mistake.image)),
             "caption": f"{names[mistake.true]}, taken for {names[mistake.taken]} "
             f"({mistake.confidence:.0%})",
         }
         for mistake in predictions.mistakes
     ]
     gallery = Gallery(title="Most confident mistakes", pictures=pictures)
-    save_part(run, "2-mistakes", gallery)
+    save_section(run, "2-mistakes", gallery)
 
 
 def _displayed(image: np.ndarray) -> np.ndarray:

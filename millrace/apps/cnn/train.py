@@ -22,7 +22,6 @@ from millrace.apps.cnn.evaluate import (
     delete_checkpoints,
     find_checkpoints,
     report_target,
-    time_span,
     validate_checkpoints,
 )
 from millrace.apps.cnn.feeding import announce, corrupt_samples_reported, open_infeed
@@ -36,10 +35,11 @@ from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
+from millrace.numbers import format_bytes, format_duration
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
-from millrace.report.sections import save_part
+from millrace.report.sections import save_section
 from millrace.run.pipeline_profile import draw_profile, profile_pipeline, profile_section
 from millrace.run.run import Run
 
@@ -140,7 +140,7 @@ def _train(
             paths = checkpoints_in(folder)[-1 if config.validates == "last" else 0 :]
             events = validate_checkpoints(paths, validator, like, run, run.elapsed)
         run.summary["time_to_train_seconds"] = seconds = _time_to_train(run)
-        run.closing_notes["time to train"] = time_span(seconds)
+        run.closing_notes["time to train"] = format_duration(seconds)
     if config.averages_weights:
         average_checkpoints(config, run, folder, like, validator, run.elapsed)
     report_target(config.target_accuracy, events, run)
@@ -165,7 +165,7 @@ def _profile_pipeline(
     path = run.directory.path / "pipeline.html"
     title = f"{config.model_title}, {config.pipeline_schedule}"
     draw_profile(profile, path, title)
-    save_part(run.directory.path, "0-pipeline", profile_section(profile, title))
+    save_section(run.directory.path, "0-pipeline", profile_section(profile, title))
     run.summary["pipeline"] = facts = profile.summary
     run.closing_notes["pipeline"] = (
         f"an update took {1e3 * facts['measured_seconds']:.1f} ms in the stages, idle "
@@ -250,7 +250,7 @@ def _report_compilation(run: Run, program: TrainingProgram, num_bytes: int) -> N
         "compile_seconds": program.compile_seconds,
         "memory_bytes": num_bytes,
     }
-    run.closing_notes["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"
+    run.closing_notes["memory"] = f"{format_bytes(num_bytes)} on each device"
 
 
 def _shapes(tree: Any) -> Any:

@@ -27,7 +27,7 @@ from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.matrix import align, transpose
 from millrace.data.ratings.reading import load_ratings
 from millrace.program.step import narrow
-from millrace.report.sections import read_parts
+from millrace.report.sections import read_sections
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "
@@ -87,7 +87,7 @@ def test_validation_ranks_full_ratings(trained, expected, tmp_path):
         if relevant.any():
             recalls.append(relevant[np.argsort(-score)[:TOP]].sum() / relevant.sum())
     assert found[f"validation_recall_at_{TOP}"] == pytest.approx(np.mean(recalls), rel=1e-5)
-    residuals = read_parts(tmp_path / "v")["residuals"]
+    residuals = read_sections(tmp_path / "v")["residuals"]
     stars = [star for star, _ in residuals.quantiles]
     assert stars == np.unique(later.values).tolist()
 

@@ -24,7 +24,7 @@ from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.apps.autoencoder.sweep import Trial, build_plot, format_table
 from millrace.config import as_plain, build, parse
 from millrace.drawing.charts import points_chart
-from millrace.report.plots import Picture
+from millrace.report.plots import Plot
 
 OPTIONS = f"{SMALL} --epochs 2 --batches-per-step 3 --no-dense-refeeding "
 
@@ -196,7 +196,7 @@ def test_the_table_has_one_line_per_learning_rate():
 
 def test_the_plot_marks_the_best_and_the_diverged(tmp_path):
     part = build_plot(TRIALS)
-    path = Picture("sweep", part.drawing()).save(tmp_path / "sweep.svg")
+    path = Plot("sweep", part.render()).save(tmp_path / "sweep.svg")
     drawn = ElementTree.parse(path).getroot()
     space = "{http://www.w3.org/2000/svg}"
     circles = drawn.findall(f"{space}circle")

@@ -55,7 +55,7 @@ def test_the_report_shows_the_pipeline_as_it_was_measured(run):
     page = (run / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
     drawn = page[page.index("<h2>Pipeline</h2>") :]
-    assert "predicted from the stages" in drawn and ">measured<" in drawn
+    assert "predicted from median stage times" in drawn and ">measured<" in drawn
 
 
 @pytest.mark.devices(2)

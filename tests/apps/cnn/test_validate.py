@@ -352,5 +352,5 @@ def test_a_batch_too_large_for_memory_says_what_would_fit(tmp_path, capsys, monk
     words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
     run(words, tmp_path / "a", status=2)
     said = capsys.readouterr().err
-    assert "Batch 64 needs" in said and "of 0.25 MiB" in said
+    assert "Batch 64 needs" in said and "of 256.00 KiB" in said
     assert "the largest power of two that fits is" in said

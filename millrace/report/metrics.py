@@ -1,0 +1,164 @@
+"""Metrics as curves: which belong into one chart, and which matter most."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from millrace.drawing.charts import Band, Series, line_chart
+from millrace.drawing.html import details, figure, figures
+from millrace.numbers import format_number
+from millrace.report.record import POSITIONS, RunRecord, as_number
+
+_SPLITS = ("test", "validation", "train")
+_IMPORTANT = (
+    *("loss", "accuracy", "rmse", "mae", "elbo", "vcd", "acceptance", "step_size"),
+    *("learning_rate", "samples_per_second"),
+)
+_MARKED_PHASES = ("compiling", "validating", "saving a checkpoint")
+_MOST_BANDS = 200
+_FEW_CHARTS = 6
+"""Up to this number of charts, all are shown at once."""
+
+
+def metric_series(
+    events: Iterable[dict[str, Any]], *, over: str = "epoch"
+) -> dict[str, Series]:
+    """Return each metric over epochs, updates or seconds."""
+    series: dict[str, Series] = {}
+    for event in events:
+        for name, value in event.items():
+            if name not in POSITIONS:
+                points = series.setdefault(name, Series(name, [])).points
+                points.append((float(event[over]), as_number(value)))
+    return series
+
+
+def split_metric(metric: str) -> tuple[str, str]:
+    """Split ``validation_loss`` into ``validation`` and ``loss``."""
+    split, _, quantity = metric.partition("_")
+    return (split, quantity) if split in _SPLITS and quantity else ("", metric)
+
+
+def is_important(quantity: str) -> bool:
+    """Whether a reader wants to see this quantity first."""
+    return quantity in _IMPORTANT
+
+
+def readable_name(metric: str) -> str:
+    """Return the name of a metric as a reader knows it."""
+    name = metric.replace("_", " ")
+    for acronym in ("rmse", "elbo", "mae"):
+        name = name.replace(acronym, acronym.upper())
+    return name
+
+
+def sort_by_quantity(metrics: Iterable[str]) -> list[str]:
+    """Sort metrics for curves: by quantity, and training before validation."""
+
+    def order(metric: str) -> tuple[int, str, int]:
+        split, quantity = split_metric(metric)
+        place = _IMPORTANT.index(quantity) if is_important(quantity) else len(_IMPORTANT)
+        return place, quantity, -_SPLITS.index(split) if split else -len(_SPLITS)
+
+    return sorted(metrics, key=order)
+
+
+def sort_by_split(metrics: Iterable[str]) -> list[str]:
+    """Sort metrics for tables: test before validation before training."""
+    places = {split: place for place, split in enumerate((*_SPLITS, ""))}
+    return sorted(metrics, key=lambda metric: places[split_metric(metric)[0]])
+
+
+def run_curves(record: RunRecord) -> dict[str, list[Series]]:
+    """Return the curves of a run by quantity: training and validation in one chart."""
+    trained = any(name.startswith("train_") for event in record.events for name in event)
+    if not trained and len({event["epoch"] for event in record.events}) < 2:
+        return {}  # measured once: the tiles show it
+    series = metric_series(record.events)
+    series.pop("samples_per_second", None)  # has a chart of its own, over time
+    charts: dict[str, list[Series]] = {}
+    for metric in sort_by_quantity(series):
+        split, quantity = split_metric(metric)
+        if series[metric].finite:
+            named = series[metric]._replace(name=split or readable_name(quantity))
+            charts.setdefault(quantity, []).append(named)
+    return charts
+
+
+def curve_figures(charts: Mapping[str, Sequence[Series]]) -> str:
+    """Return a figure per quantity; if there are many, unimportant ones are folded."""
+    shown, folded = [], []
+    for quantity, series in charts.items():
+        is_shown = len(charts) <= _FEW_CHARTS or is_important(quantity)
+        (shown if is_shown else folded).append(curve_figure(quantity, series))
+    if not shown:
+        shown, folded = folded, shown
+    return figures(shown) + details(f"{len(folded)} more", figures(folded))
+
+
+def curve_figure(quantity: str, series: Sequence[Series]) -> str:
+    """Draw one quantity, with its last values in the caption."""
+    name = readable_name(quantity)
+    single = len(series) == 1 and series[0].name == name
+    last = [
+        f"{'' if single else s.name + ' '}{format_number(s.points[-1][1])}" for s in series
+    ]
+    num_lost = sum(len(s.points) - len(s.finite) for s in series)
+    note = ", ".join(last) + (f"; {num_lost} not finite" if num_lost else "")
+    return figure(line_chart(name, series), name, note)
+
+
+def throughput_series(record: RunRecord) -> Series:
+    """Return samples per second between log events, over seconds.
+
+    All time counts: the first interval includes the compilation.
+    """
+    updates = record.summary.get("updates") or 0
+    batch = record.summary.get("samples", 0) / updates if updates else 0.0
+    logged = [e for e in record.events if "samples_per_second" in e]
+    marks = [(0.0, 0), *((float(e["time"]), e["update"]) for e in logged)]
+    points = [
+        (time, batch * (done - before) / (end - start))
+        for (start, before), (end, done) in itertools.pairwise(marks)
+        if end > start and done > before
+        for time in (start, end)
+    ]
+    return Series("samples per second", points if batch else [])
+
+
+def throughput_figure(
+    series: Sequence[Series],
+    *,
+    bands: Sequence[Band] = (),
+    level: tuple[str, float] | None = None,
+    colors: Sequence[int] | None = None,
+) -> str:
+    """Draw samples per second over time, or nothing if there is no point."""
+    if not any(s.finite for s in series):
+        return ""
+    name = "samples per second"
+    chart = line_chart(
+        name,
+        series,
+        x_name="seconds",
+        bands=bands,
+        level=level,
+        from_zero=True,
+        colors=colors,
+    )
+    return figure(chart, name, "including pauses")
+
+
+def run_throughput_figure(record: RunRecord) -> str:
+    """Draw samples per second of a run, with compilation and other pauses marked."""
+    bands = [
+        Band(max(0.0, start), end, name)
+        for name, start, end in record.phases
+        if name in _MARKED_PHASES and end > start
+    ]
+    steady = float(record.summary.get("samples_per_second") or 0)
+    return throughput_figure(
+        [throughput_series(record)],
+        bands=sorted(bands, key=lambda b: b.start - b.end)[:_MOST_BANDS],  # the longest
+        level=("steady state", steady) if steady else None,
+    )
