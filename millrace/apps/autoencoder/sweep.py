@@ -46,6 +46,7 @@ from millrace.durable import finite_json, write_atomically
 from millrace.loop.nan_guard import NonFiniteError
 from millrace.nn.layers import num_parameters
 from millrace.program.training import TrainingProgram
+from millrace.report.plots import Plot
 from millrace.report.sections import Points, save_section
 from millrace.run.run import Run
 
