@@ -97,7 +97,7 @@ def test_the_models_accuracy_is_the_one_that_was_reported(cnn):
 
 def test_pictures_that_are_scaled_already_are_warned_of(cnn):
     shape = (2, *cnn.model.image_shape)
-    with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
+    with pytest.warns(UserWarning, match="Give unscaled images, from 0 to 255"):
         cnn.model.predict(np.full(shape, 0.5, np.float32))
     cnn.model.predict(np.ones(shape, np.uint8))
     cnn.model.predict(np.full(shape, 8.0))

@@ -17,6 +17,7 @@ from image_files import real_data
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.cli import main
+from millrace.config import build
 from millrace.data import catalog, fetch
 from millrace.data.catalog import DataFile, Dataset
 from millrace.data.fetch import FetchError
@@ -443,11 +444,8 @@ def test_mnist_is_fetched_and_then_found_without_a_path(command, server, tmp_pat
     assert f"mnist is in {tmp_path / 'cache' / 'mnist'}\n" in out
     assert "millrace cnn train --dataset mnist\n" in out
     assert "fetching train-images-idx3-ubyte.gz, 9,912,422 bytes\n" in errors
-    images = data.load(
-        CnnConfig(
-            dataset="mnist", accelerator_side_preprocess=True, eight_bit_transfer=True
-        )
-    )
+    options = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
+    images = data.load(build(CnnConfig, {"dataset": "mnist", **options}))
     assert images.folder == tmp_path / "cache" / "mnist"
     sources = images.training, images.validation
     assert verify(sources, catalog.CATALOG["mnist"]) == []
@@ -516,7 +514,7 @@ def test_mistakes_are_status_2(command, words, message):
 def test_a_missing_data_set_names_the_place_and_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
     with pytest.raises(catalog.DatasetNotFound) as caught:
-        data.load(CnnConfig(dataset="cifar10", dataset_path=tmp_path))
+        data.load(build(CnnConfig, {"dataset": "cifar10", "dataset_path": tmp_path}))
     for part in (
         str(tmp_path),
         "cifar-10-binary.tar.gz",
