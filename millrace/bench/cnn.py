@@ -16,13 +16,9 @@ from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.data import ImageData, open_infeed
-from millrace.apps.cnn.inference.command import (
-    build_inference,
-    build_inference_network,
-    load_weights,
-)
+from millrace.apps.cnn.inference.command import build_inference, load_weights
 from millrace.apps.cnn.inference.feed import build_feed
-from millrace.apps.cnn.inference.network import Network, time_calls
+from millrace.apps.cnn.inference.network import Network, build_network, time_calls
 from millrace.apps.cnn.program import build_model, build_program
 from millrace.apps.cnn.train import plan_events
 from millrace.bench.latency import latency_calls
@@ -125,7 +121,7 @@ def _network(config: ValidateConfig) -> tuple[ImageData, Network]:
         images = data.load(config.train_config)
         model = build_model(config.train_config, images)
         weights, _ = load_weights(config, images, model)
-        return images, build_inference_network(config, images, model, weights)
+        return images, build_network(config, images.image_shape, model, weights)
 
     return _shared.get(repr(like), make)
 

@@ -74,7 +74,7 @@ def benchmark_dataset(config: BenchmarkDatasetConfig) -> None:
     images = data.load(config.train_config)
     if config.precision is not None and not config.quiet:
         print(
-            "--precision has no effect here: the host prepares bytes or 32-bit numbers.",
+            "--precision has no effect: the host prepares bytes or 32-bit numbers.",
             file=sys.stderr,
         )
     batches, batches_per_epoch = _batches(images, config)

@@ -1,37 +1,28 @@
 """A check, before the first update, that training fits in device memory."""
 
+import jax
+
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData, open_infeed
 from millrace.apps.cnn.program import build_program
 from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
-from millrace.nn.layers import Layer, Tree
+from millrace.nn.layers import Layer
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.step import Weights
 
 
 def check_memory(
     config: CnnConfig,
     images: ImageData,
     model: list[Layer],
-    weights: tuple[Tree, Tree],
+    weights: Weights,
     schedule: EventSchedule,
-    *,
-    needed_bytes: int,
-    device: object,
+    programs: list[jax.stages.Compiled],
 ) -> None:
-    """Raise an error if a micro-batch does not fit, and name a power of two that does.
-
-    Args:
-        config: The configuration of the run.
-        images: The data set.
-        model: The layers of the model.
-        weights: Its parameters and its state.
-        schedule: The schedule of the run.
-        needed_bytes: What the compiled programs need per device.
-        device: One of the devices.
-    """
+    """Raise an error if compiled programs do not fit; name a micro-batch size that does."""
 
     def needs(micro_batch_size: int) -> int:
         count = config.plan.batching.gradient_accumulation_count
@@ -50,8 +41,8 @@ def check_memory(
             compile_calls(program, state, infeed, 1)
         return peak_bytes(programs)
 
-    limit = memory_limit(device)
-    problem = too_large(config.plan.micro_batch_size, needed_bytes, limit, needs)
+    needed, limit = peak_bytes(programs), memory_limit(jax.local_devices()[0])
+    problem = too_large(config.plan.micro_batch_size, needed, limit, needs)
     if problem is not None:
         raise ConfigurationError(
             f"A micro-{problem}. Lower --micro-batch-size (with a larger "

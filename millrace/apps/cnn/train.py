@@ -1,9 +1,10 @@
 """Train a CNN, validate it, or both. Read this file from top to bottom."""
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,14 @@ def train(config: CnnConfig, run: Run) -> None:
         schedule = plan_events(config, len(images.training))
         program = build_program(config, images, model, schedule)  # loss, optimizer, plan
         params, model_state, notices = _init_weights(config, images, model, pretrained)
-        _describe(config, run, program.devices, images, params, schedule)
-        for notice in notices:
-            run.console.line(notice)
+        _describe(config, run, program.devices, images, params, schedule, notices)
         state = program.init(params, model_state, seed=config.run.seed)
         num_batches = _batches_per_epoch(config, schedule, len(images.training))
         infeed = data.open_infeed(images, config, num_batches)
-
-        def check_fit() -> None:
-            """Raise an error if the programs compiled so far do not fit in memory."""
-            check_memory(
-                config,
-                images,
-                model,
-                (params, model_state),
-                schedule,
-                needed_bytes=peak_bytes(programs),
-                device=program.devices[0],
-            )
-
+        weights = Weights(params, model_state)
+        check_fit = functools.partial(
+            check_memory, config, images, model, weights, schedule, programs
+        )
         if config.workflow.compile_only:
             run.console.status("compiling")
             with infeed:
@@ -96,6 +86,8 @@ def train(config: CnnConfig, run: Run) -> None:
                 config, run, program, state, infeed, schedule, validator, check_fit
             )
             if run.summary["status"] == "completed":
+                like = weight_shapes(config, images, model)
+                _validate_and_average(config, run, validator, like)
                 report_predictions(config, run, images, model, program.unpack_state(state))
 
 
@@ -146,56 +138,53 @@ def _train(
     validator: Validator | None,
     when_compiled: Callable[[], None],
 ) -> TrainState:
-    """Train, validate and average as configured; return the last state."""
-    workflow = config.workflow
+    """Train to the end of the schedule, with checkpoints if they are on."""
     folder = _checkpoint_folder(config, run)
-    whole = program.unpack_state(state)
-    like = Weights(
-        *jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            (whole.params, whole.model_state),
-        )
-    )
-    # Validation or averaging after training needs every checkpoint.
-    needs_all = workflow.when_to_validate == "every" or config.recipe.averages_weights
-    keep = sys.maxsize if needs_all else config.run.keep_checkpoints
-    opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
-    with opened if workflow.checkpoints else contextlib.nullcontext() as checkpoints:
-        state = run.train(
-            program,
-            state,
-            infeed,
-            schedule,
-            validate=validator if workflow.when_to_validate == "during" else None,
-            checkpoints=checkpoints,
-            when_compiled=when_compiled,
-        )
-    if run.summary["status"] != "completed":
-        return state
-    events = run.directory.read_metrics()
-    if validator is not None:
-        if workflow.when_to_validate != "during":
-            first = -1 if workflow.when_to_validate == "last" else 0
-            paths = checkpoints_in(folder)[first:]
-            events = validate_checkpoints(paths, validator, like, run, run.elapsed)
-        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run)
-        run.closing_facts["time to train"] = format_time(seconds)
-    if config.recipe.averages_weights:
-        average_checkpoints(config, run, folder, like, validator)
-    report_target(workflow.target_accuracy, events, run)
-    if workflow.clean_dir:
-        delete_checkpoints(folder)
-    return state
-
-
-def _checkpoint_folder(config: CnnConfig, run: Run) -> Path:
-    folder = config.workflow.checkpoint_dir or run.directory.checkpoints
     if not config.run.resume and checkpoints_in(folder):
         raise ConfigurationError(
             f"{folder} has checkpoints of an earlier run. Choose another --checkpoint-dir, "
             "or continue that run with --resume."
         )
-    return folder
+    # Validation or averaging after training needs every checkpoint.
+    when = config.workflow.when_to_validate
+    needs_all = when == "every" or config.recipe.averages_weights
+    keep = sys.maxsize if needs_all else config.run.keep_checkpoints
+    opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
+    if not config.workflow.checkpoints:
+        opened = contextlib.nullcontext()
+    with opened as checkpoints:
+        return run.train(
+            program,
+            state,
+            infeed,
+            schedule,
+            validate=validator if when == "during" else None,
+            checkpoints=checkpoints,
+            when_compiled=when_compiled,
+        )
+
+
+def _checkpoint_folder(config: CnnConfig, run: Run) -> Path:
+    return config.workflow.checkpoint_dir or run.directory.checkpoints
+
+
+def _validate_and_average(
+    config: CnnConfig, run: Run, validator: Validator | None, like: Weights
+) -> None:
+    """Validate and average the checkpoints after training, as configured."""
+    folder, when = _checkpoint_folder(config, run), config.workflow.when_to_validate
+    events = run.directory.read_metrics()
+    if validator is not None:
+        if when != "during":
+            paths = checkpoints_in(folder)[-1 if when == "last" else 0 :]
+            events = validate_checkpoints(paths, validator, like, run, run.elapsed)
+        run.summary["time_to_train_seconds"] = seconds = _time_to_train(run)
+        run.closing_facts["time to train"] = format_time(seconds)
+    if config.recipe.averages_weights:
+        average_checkpoints(config, run, folder, like, validator)
+    report_target(config.workflow.target_accuracy, events, run)
+    if config.workflow.clean_dir:
+        delete_checkpoints(folder)
 
 
 def _time_to_train(run: Run) -> float:
@@ -245,6 +234,7 @@ def _describe(
     images: ImageData,
     params: Any,
     schedule: EventSchedule | None,
+    notices: Sequence[str] = (),
 ) -> None:
     """Print the facts of the run, warnings and notices."""
     run.describe(
@@ -265,16 +255,25 @@ def _describe(
             "Validation is skipped, because synthetic images are random. Validate anyway "
             "with --validation True."
         )
-    notices = config.graphcore.notices()
-    for notice in notices + config.workflow.platform_notices(devices[0].platform):
+    on_platform = config.workflow.platform_notices(devices[0].platform)
+    for notice in (*config.graphcore.notices(), *on_platform, *notices):
         run.console.line(notice)
+
+
+def _report_compilation(run: Run, program: TrainingProgram, num_bytes: int) -> None:
+    run.summary |= {
+        "status": "completed",
+        "compile_seconds": program.compile_seconds,
+        "memory_bytes": num_bytes,
+    }
+    run.closing_facts["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"
 
 
 def _profile_pipeline(
     config: CnnConfig, run: Run, program: TrainingProgram, state: TrainState, infeed: Infeed
 ) -> None:
     """Measure one update in the pipeline, and draw it next to the prediction."""
-    # Imported here because most runs have no pipeline to profile.
+    # Imported here because most runs do not profile.
     from millrace.report.sections import save_part
     from millrace.run.pipeline_profile import draw_profile, profile_part, profile_pipeline
 
@@ -289,12 +288,3 @@ def _profile_pipeline(
         f"{facts['measured_idle']:.0%} of it; predicted "
         f"{1e3 * facts['predicted_seconds']:.1f} ms and {facts['predicted_idle']:.0%}"
     )
-
-
-def _report_compilation(run: Run, program: TrainingProgram, num_bytes: int) -> None:
-    run.summary |= {
-        "status": "completed",
-        "compile_seconds": program.compile_seconds,
-        "memory_bytes": num_bytes,
-    }
-    run.closing_facts["memory"] = f"{num_bytes / 2**20:,.1f} MiB on each device"

@@ -111,7 +111,7 @@ def test_available_memory_proportion_has_no_effect(shares, tmp_path, monkeypatch
     for given in (words, ["--config", "own"]):
         config, _ = parse(CnnConfig, given, program="", named_configs=file)
         (notice,) = config.graphcore.notices()
-        assert notice.startswith("--available-memory-proportion has no effect here: ")
+        assert notice.startswith("--available-memory-proportion has no effect: ")
         assert not config.workflow.compiler_options()["gpu"]
 
 
@@ -138,6 +138,6 @@ def test_options_without_effect_are_documented_and_get_a_notice():
     names = {
         name.replace("_", "-")
         for name, field in GraphcoreOptions.__dataclass_fields__.items()
-        if "no_effect" in field.metadata
+        if "without_effect" in field.metadata
     }
     assert set(re.findall(r"^\| `--([a-z-]+)`", listed, re.M)) == names

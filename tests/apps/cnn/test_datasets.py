@@ -159,7 +159,7 @@ def test_json_goes_to_standard_output_only(command, tmp_path, words, elements, s
     (epoch,) = json.loads(out)["epochs"]
     assert (epoch["elements_processed"], epoch["total_bytes_processed"]) == (elements, size)
     assert "Throughput = " in errors
-    assert "--precision has no effect here" in errors
+    assert "--precision has no effect: " in errors
     assert sorted(tmp_path.iterdir()) == before
 
 

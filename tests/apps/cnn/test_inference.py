@@ -88,7 +88,7 @@ def test_throughput_and_latency_are_measured_for_each_batch_size(tmp_path, capsy
     assert len(events) == 6
     output = capsys.readouterr().err
     assert "random: neither checkpoint_dir nor pretrained" in output
-    assert "--half-partials has no effect here" in output
+    assert "--half-partials has no effect: " in output
     assert "batch 4" in output and "p99.9" in output
 
 

@@ -300,4 +300,4 @@ def test_training_does_not_limit_the_memory_of_the_device(tmp_path, monkeypatch,
     status, _ = run(tmp_path / "run", **RECIPE | options)
     assert status == 0
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
-    assert "--available-memory-proportion has no effect here" in capsys.readouterr().err
+    assert "--available-memory-proportion has no effect: " in capsys.readouterr().err

@@ -47,12 +47,12 @@ class ValidateConfig:
     """Calls with one batch each that are timed for latency; 0: none. p99 needs 100 calls,
     p99.9 needs 1000 (default: 1000, but at most 30 seconds)."""
     num_replicas: int = field(default=1, metadata={"aliases": ("--replicas",)})
-    """Devices, each of which processes batches of its own."""
+    """Number of devices; each processes its own batches."""
     precision: PrecisionName = "32.32"
     """Bits of computation and of stored weights: 16.16, 16.32 or 32.32. Weights are cast
     to the compute type in advance."""
     half_type: HalfType = "bfloat16"
-    """The 16-bit type in precision."""
+    """The 16-bit type that precision refers to."""
     fold_batch_norm: bool = True
     """Fold batch norm into the preceding convolutions."""
     checkpoint_dir: Path | None = field(
@@ -122,7 +122,7 @@ class ValidateConfig:
             return self.graphcore.notices()
         defaults = ModelOptions()
         return self.graphcore.notices() + [
-            f"--{name.replace('_', '-')} has no effect here: batch norm uses the moving "
+            f"--{name.replace('_', '-')} has no effect: batch norm uses the moving "
             "statistics."
             for name in _TRAINING_ONLY
             if getattr(self.model, name) != getattr(defaults, name)

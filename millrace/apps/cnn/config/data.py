@@ -31,7 +31,7 @@ class DataOptions:
     used."""
     image_size: int | None = None
     """Height and width that images of imagenet and imagefolder are cropped to (default:
-    224, or what the efficientnet was designed for)."""
+    224, or the size that an efficientnet was designed for)."""
     normalize_input: bool = field(
         default=True, metadata={"aliases": ("--normalise-input",)}
     )

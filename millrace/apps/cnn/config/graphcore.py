@@ -22,7 +22,7 @@ def _stands_for(*names: str) -> Any:
 
 
 def _no_effect(*aliases: str) -> Any:
-    metadata = {"no_effect": True, "may_change": True, "aliases": aliases}
+    metadata = {"without_effect": True, "may_change": True, "aliases": aliases}
     return field(default=None, metadata=metadata)
 
 
@@ -49,8 +49,7 @@ class GraphcoreOptions:
     ) = _no_effect("--internal-exchange-optimisation-target")
     """No effect: it controls the exchange between the tiles of an IPU."""
     available_memory_proportion: list[float] | None = _no_effect()
-    """No effect: it divides the memory of an IPU between weights and products, in percent
-    or up to 1; one number, or two per pipeline stage."""
+    """No effect: it divides the memory of an IPU between weights and products."""
     max_reduce_many_buffer_size: int | None = _no_effect()
     """No effect: XLA decides which reductions to combine."""
     gather_conv_output: bool | None = _no_effect()
@@ -77,13 +76,13 @@ class GraphcoreOptions:
         given = [
             field.name
             for field in dataclasses.fields(self)
-            if "no_effect" in field.metadata and getattr(self, field.name) not in (None, [])
+            if "without_effect" in field.metadata
+            and getattr(self, field.name) not in (None, [])
         ]
-        docs = field_docs(GraphcoreOptions) if given else {}
-        reasons = {name: " ".join(docs[name].split()) for name in given}
+        docs = field_docs(GraphcoreOptions)
         return [
-            f"--{name.replace('_', '-')} has {reason[0].lower()}{reason[1:]}"
-            for name, reason in reasons.items()
+            f"--{name.replace('_', '-')} has {docs[name].replace('No', 'no', 1)}"
+            for name in given
         ]
 
 
@@ -101,7 +100,7 @@ class GraphcoreTrainingOptions(GraphcoreOptions):
     auto_loss_scaling: bool = False
     """Same as loss_scaling dynamic."""
     pipeline: bool | None = None
-    """Train in a pipeline, with the stages of pipeline_splits or the number in shards."""
+    """Train in a pipeline, with the stages given by pipeline_splits or shards."""
     shards: int | None = None
     """Number of pipeline stages; without pipeline_splits, the splits are chosen by cost."""
 

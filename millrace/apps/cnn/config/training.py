@@ -24,7 +24,7 @@ class RecipeOptions:
     weight_decay: float = 0.0
     """Decoupled weight decay, scaled by the learning rate."""
     l2_regularization: float = 0.0
-    """L2 regularization: this times the weight is added to the gradient."""
+    """L2 regularization: adds this factor times the weight to the gradient."""
     decay_kernels_only: bool = False
     """Apply weight_decay and l2_regularization to kernels only, not to biases and norms."""
     lr_schedule: ScheduleName = "const"
@@ -38,15 +38,15 @@ class RecipeOptions:
     lr_staircase: bool = False
     """Keep the learning rate constant within an epoch."""
     label_smoothing: float = 0.0
-    """Share of each label that is spread evenly over the classes."""
+    """Fraction of each label that is spread evenly over the classes."""
     label_smoothing_over: Literal["all", "others"] = "all"
     """Classes that label_smoothing spreads over: all of them, or all but the label."""
     mixup_alpha: float = 0.0
     """Mixup: blend each sample with the one before it in its micro-batch. Shares are drawn
-    from Beta(alpha, alpha); the sample itself gets the larger one. 0: off."""
+    from Beta(alpha, alpha); the sample itself gets the larger one. 0 turns it off."""
     cutmix_lambda: float = 1.0
-    """CutMix: replace a box, the same for all samples of a micro-batch, by that of the
-    sample two before. About this part of the area is kept. 1: off."""
+    """CutMix: replace a box, the same for all samples of a micro-batch, with that of the
+    sample two before. Keeps about this fraction of the area. 1 turns it off."""
     weight_avg_exp: list[float] = field(default_factory=list)
     """After training, save and validate the exponential moving average of all checkpoints
     with this decay. Several numbers give several averages."""
@@ -113,12 +113,12 @@ class WorkflowOptions:
     shuffle: bool = True
     """Shuffle the training samples in every epoch."""
     logs_per_epoch: float = 1.0
-    """How often metrics are logged; 0: only at the end."""
+    """Logs of metrics per epoch; 0: only at the end."""
     checkpoints: bool = True
     """Write checkpoints; a run without them cannot be resumed."""
     ckpts_per_epoch: float | None = None
-    """How often a checkpoint is written; 0: only at the end (default: as often as logs, at
-    most once per epoch)."""
+    """Checkpoints per epoch; 0: only at the end (default: as often as logs, at most once
+    per epoch)."""
     first_ckpt_epoch: float = 0.0
     """Epoch after which the first checkpoint is written."""
     checkpoint_dir: Path | None = field(
@@ -131,15 +131,15 @@ class WorkflowOptions:
     clean_dir: bool = False
     """Delete the checkpoints at the end of the run."""
     validation: bool = field(default=True, metadata={"negations": ("--no-validation",)})
-    """Validate. With synthetic data, off unless given."""
+    """Validate the model. With synthetic data, off by default."""
     validate: When | None = None
     """When to validate: during training (the default), or after it, on every checkpoint
     (all are kept) or only on the last."""
     validations_per_epoch: float | None = None
-    """How often to validate during training; 0: only at the end (default: as often as
+    """Validations per epoch, during training; 0: only at the end (default: as often as
     logs, at most once per epoch)."""
     validation_micro_batch_size: int | None = None
-    """Samples that each replica validates at a time (default: micro_batch_size)."""
+    """Samples per replica and validation batch (default: micro_batch_size)."""
     validation_num_replicas: int | None = None
     """Replicas that validate (default: one on every device that trains)."""
     target_accuracy: float | None = field(default=None, metadata={"may_change": True})

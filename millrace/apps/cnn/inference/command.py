@@ -51,7 +51,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
     images = data.load(config.train_config)
     model = build_model(config.train_config, images)
     weights, origin = load_weights(config, images, model)
-    network = build_inference_network(config, images, model, weights)
+    network = build_network(config, images.image_shape, model, weights)
     _describe(config, run, images, weights.params, origin)
     started = time.perf_counter()
     run.summary["results"] = results = []
@@ -88,19 +88,6 @@ def _cast_to_stored(path: Path, shapes: Weights) -> Weights:
     dtype = jnp.dtype(stored[0].split("[")[0]) if stored else jnp.dtype("float32")
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes.params)
     return shapes._replace(params=params)
-
-
-def build_inference_network(
-    config: ValidateConfig, images: ImageData, model: list[Layer], weights: Weights
-) -> Network:
-    """Return the network as it runs: batch norm folded, weights in the compute type."""
-    return build_network(
-        model,
-        weights,
-        images.image_shape,
-        folded=config.fold_batch_norm,
-        compute=config.train_config.plan.types.compute,
-    )
 
 
 def build_inference(

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
 from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import compile_for, not_kept, options_in_force
@@ -66,19 +67,18 @@ class Network(NamedTuple):
 
 
 def build_network(
+    config: ValidateConfig,
+    image_shape: tuple[int, int, int],
     model: list[Layer],
     weights: Weights,
-    image_shape: tuple[int, ...],
-    *,
-    folded: bool,
-    compute: str,
 ) -> Network:
-    """Return a network with weights in the compute type; `folded` folds batch norm."""
+    """Return the network as it runs: batch norm folded, weights in the compute type."""
     params, model_state = weights
-    if folded:
+    if config.fold_batch_norm:
         example = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
         model, params, model_state = fold(model, params, model_state, example)
-    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(compute)), params)
+    dtype = jnp.dtype(config.train_config.plan.types.compute)
+    params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), params)
     return Network(model, Weights(params, model_state))
 
 
