@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import millrace as mr
-from millrace.apps.cnn import models
+from millrace.apps.cnn.models import catalog
 from millrace.nn.layers import apply_layers, init_layers
 from millrace.nn.losses import correct, cross_entropy
 
@@ -34,7 +34,7 @@ class Training:
         batch: int,
         prepare: Callable[[jax.Array, jax.Array], jax.Array] = lambda images, key: images,
     ) -> None:
-        layers = models.build(sizes["model"], sizes["classes"])
+        layers = catalog.build_layers(sizes["model"], sizes["classes"])
 
         def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
             images, labels = prepare(batch["image"], key), batch["label"]

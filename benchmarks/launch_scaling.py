@@ -161,10 +161,10 @@ def gradient_bytes() -> int:
     """Count the bytes that an update exchanges."""
     import numpy as np
 
-    from millrace.apps.cnn.models import build
+    from millrace.apps.cnn.models.catalog import build_layers
     from millrace.nn.layers import init_shapes, num_parameters
 
-    model = build(_MODEL, num_classes=10)
+    model = build_layers(_MODEL, num_classes=10)
     return 4 * num_parameters(init_shapes(model, np.zeros((1, 32, 32, 3), np.float32))[0])
 
 

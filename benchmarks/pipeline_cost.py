@@ -38,7 +38,7 @@ from reporting import (
 )
 
 import millrace as mr
-from millrace.apps.cnn import models
+from millrace.apps.cnn.models import catalog
 from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import init_layers
 from millrace.nn.losses import cross_entropy
@@ -64,7 +64,7 @@ def loss_of(model_name: str) -> LayeredLoss:
     def outputs(logits: Any, batch: Any) -> Any:
         return cross_entropy(logits, batch["label"]).mean(), {}
 
-    return LayeredLoss(models.build(model_name, 10, batch_norm), inputs, outputs)
+    return LayeredLoss(catalog.build_layers(model_name, 10, batch_norm), inputs, outputs)
 
 
 class Variant:

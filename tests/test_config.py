@@ -1,6 +1,5 @@
 """Named YAML configurations and flags are built into checked, frozen dataclasses."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -285,7 +284,7 @@ def test_a_choice_may_be_written_in_any_case():
 def test_a_precision_that_yaml_parses_as_a_number_is_still_a_precision(tmp_path):
     path = entry(tmp_path, "precision: 16.32\nmicro_batch_size: 2")
     config, _ = parse(CnnConfig, ["--config", "it"], program="x", named_configs=path)
-    assert config.precision == "16.32"
+    assert config.plan.precision == "16.32"
 
 
 # Values of the wrong type
@@ -610,7 +609,7 @@ def test_help_shows_the_options_of_the_command_first_and_the_others_by_topic(cap
 
 def test_every_option_of_the_cnn_has_help():
     docs = field_docs(CnnConfig)
-    names = {field.name for field in dataclasses.fields(CnnConfig)}
+    names = flat_options(CnnConfig)
     assert {name for name in names if not docs.get(name, "").strip()} == set()
 
 

@@ -35,7 +35,7 @@ def _config_type(application: str) -> tuple[Any, Path | None]:
     if application == "cnn train":
         from millrace.apps.cnn.config import CnnConfig as config_type
     elif application == "cnn validate":
-        from millrace.apps.cnn.config.inference import ValidateConfig
+        from millrace.apps.cnn.config.commands import ValidateConfig
 
         return ValidateConfig, None
     elif application == "autoencoder train":
@@ -79,7 +79,8 @@ def _cnn_train(entry: Entry, config: Any, devices: list[Any]) -> Workload:
     from millrace.apps.cnn.evaluate import devices_per_replica
     from millrace.bench.cnn import cnn_training
 
-    _enough(config.num_replicas * devices_per_replica(config), devices)
+    per_replica = devices_per_replica(config.plan)
+    _enough(config.plan.num_replicas * per_replica, devices)
     return cnn_training(config)
 
 

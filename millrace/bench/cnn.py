@@ -14,13 +14,12 @@ import numpy as np
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.config.inference import ValidateConfig
-from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.feeding import open_infeed
-from millrace.apps.cnn.inference.command import inference_of, narrowed, weights_of
-from millrace.apps.cnn.inference.feed import feed_of
-from millrace.apps.cnn.inference.network import Network, latencies
-from millrace.apps.cnn.program import model_of, program_of
+from millrace.apps.cnn.config.commands import ValidateConfig
+from millrace.apps.cnn.data import ImageData, open_infeed
+from millrace.apps.cnn.inference.command import build_inference, load_weights
+from millrace.apps.cnn.inference.feed import build_feed
+from millrace.apps.cnn.inference.network import Network, build_network, time_calls
+from millrace.apps.cnn.program import build_model, build_program
 from millrace.apps.cnn.train import plan_events
 from millrace.bench.latency import latency_calls
 from millrace.bench.operations import Counted, count
@@ -42,11 +41,11 @@ _TORCH_MODELS = {
 def cnn_training(config: CnnConfig) -> Workload:
     """Return ``cnn train`` as work."""
     images = data.load(config)
-    model = model_of(config, images)
+    model = build_model(config, images)
     schedule = plan_events(config, len(images.training))
-    program = program_of(config, images, model, schedule)
+    program = build_program(config, images, model, schedule)
     example = np.zeros((1, *images.image_shape), np.float32)
-    weights = init_layers(model, jax.random.key(config.seed), example)
+    weights = init_layers(model, jax.random.key(config.run.seed), example)
     infeed = open_infeed(images, config, schedule.updates_per_epoch)
     execution = schedule.updates_per_execution
     return Training(program, weights, infeed, execution, _training_peer(config, images))
@@ -57,31 +56,32 @@ def _training_peer(config: CnnConfig, images: Any) -> dict[str, Any] | str:
     name = torch_model(config)
     if name is None:
         return _NO_MODEL
-    if config.optimizer != "sgd" or config.mixes:
+    if config.recipe.optimizer != "sgd" or config.recipe.mixes_samples:
         return "PyTorch's side trains with SGD, and mixes no pictures"
-    plain = config.batching.global_batch_size == config.micro_batch_size
-    if not plain or config.num_stages > 1:
+    plan = config.plan
+    plain = plan.batching.global_batch_size == plan.micro_batch_size
+    if not plain or plan.num_stages > 1:
         return "PyTorch's side has one device, and an update for each micro-batch"
     return {
         "kind": "training",
         "model": name,
-        "batch": config.micro_batch_size,
+        "batch": plan.micro_batch_size,
         "size": images.image_shape[0],
         "classes": images.num_classes,
-        "compute": config.types.compute,
-        "momentum": config.optimizer_params.get("momentum", 0.0),
-        "weight_decay": config.l2_regularization,
-        "label_smoothing": config.label_smoothing,
+        "compute": plan.types.compute,
+        "momentum": config.recipe.optimizer_params.get("momentum", 0.0),
+        "weight_decay": config.recipe.l2_regularization,
+        "label_smoothing": config.recipe.label_smoothing,
     }
 
 
 def torch_model(config: CnnConfig) -> str | None:
     """Return what PyTorch calls this network, if it has it."""
-    size = config.size_for(config.resolved_dataset)
-    if size is None or config.norm_layer["name"] == "group_norm":
+    size = config.size
+    if size is None or config.model.norm_layer["name"] == "group_norm":
         return None
     usual = {"resnext": (4, None), "efficientnet": (1, 6)}.get(config.resolved_model)
-    given = config.group_dim, config.expand_ratio
+    given = config.model.group_dim, config.model.expand_ratio
     if usual and any(g not in (None, u) for g, u in zip(given, usual, strict=True)):
         return None
     if config.resolved_image_size < 33 and config.resolved_model != "efficientnet":
@@ -118,10 +118,10 @@ def _network(config: ValidateConfig) -> tuple[ImageData, Network]:
     like = dataclasses.replace(config, batch_size=[1], num_batches=None)
 
     def make() -> tuple[ImageData, Network]:
-        images = data.load(config.training)
-        model = model_of(config.training, images)
-        weights = weights_of(config, images, model)[:2]
-        return images, narrowed(config, images, model, *weights)
+        images = data.load(config.train_config)
+        model = build_model(config.train_config, images)
+        weights, _ = load_weights(config, images, model)
+        return images, build_network(config, images.image_shape, model, weights)
 
     return _shared.get(repr(like), make)
 
@@ -134,12 +134,12 @@ class Validation(Workload):
     def __init__(self, config: ValidateConfig) -> None:
         (self.batch,) = config.batch_size
         images, network = _network(config)
-        self._feed = feed_of(config, images, self.batch)
-        self._inference = inference_of(config, images, network, self._feed)
+        self._feed = build_feed(config, images, self.batch)
+        self._inference = build_inference(config, images, network, self._feed)
         self.samples_per_unit = self._feed.batch.shape[0]
         self.units_per_call = self._feed.batches_per_call
         self.num_devices = config.num_replicas
-        self.compute = config.training.types.compute
+        self.compute = config.train_config.plan.types.compute
         self.peer = _inference_peer(config, images)
         self._programs: list[Any] = []
 
@@ -166,8 +166,7 @@ class Validation(Workload):
         shape = (batch.shape[0] // self.num_devices, *batch.shape[1:])
         images = jax.ShapeDtypeStruct(shape, jnp.dtype(self.compute))
         weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            (network.params, network.model_state),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), network.weights
         )
         return count(network.apply, weights, images)
 
@@ -176,16 +175,16 @@ class Validation(Workload):
 
     def latency(self, seconds: float) -> list[float]:
         batch = self._feed.one_batch()
-        timed = functools.partial(latencies, self._inference, batch)
+        timed = functools.partial(time_calls, self._inference, [batch])
         once = statistics.median(timed(_FIRST_CALLS))
         return list(timed(latency_calls(once, seconds)))
 
 
 def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | str:
-    name = torch_model(config.training)
+    name = torch_model(config.train_config)
     if name is None:
         return _NO_MODEL
-    if config.synthetic != "device" or config.num_replicas > 1:
+    if config.data.synthetic != "device" or config.num_replicas > 1:
         return "PyTorch's side has one device, on which its pictures lie"
     return {
         "kind": "inference",
@@ -193,5 +192,5 @@ def _inference_peer(config: ValidateConfig, images: Any) -> dict[str, Any] | str
         "batch": config.batch_size[0],
         "size": images.image_shape[0],
         "classes": images.num_classes,
-        "compute": config.training.types.compute,
+        "compute": config.train_config.plan.types.compute,
     }

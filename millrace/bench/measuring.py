@@ -4,7 +4,7 @@ import statistics
 import time
 from typing import Any
 
-from millrace.apps.cnn.inference.command import latency_figures
+from millrace.apps.cnn.inference.latency import latency_figures
 from millrace.bench.latency import supported
 from millrace.bench.workload import Workload
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -24,6 +23,7 @@ from millrace.bench.roofline import measure_limits, parts_of_limits
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import Workload
+from millrace.config import flat_options, replace_options
 from millrace.program import memory_fit
 
 _MAX_THREADS = 8
@@ -164,7 +164,7 @@ class Session:
         self._say(f"{name}: compiled in {work.compile_seconds:.1f} s")
 
         def needs(batch: int) -> int:
-            changed = dataclasses.replace(config, **_batch(config, batch))
+            changed = replace_options(config, **_batch(config, batch))
             smaller = build_workload(entry, changed, self._devices)
             smaller.compile(self._options)
             return smaller.memory_bytes
@@ -258,5 +258,6 @@ def _batch(config: Any, batch: int) -> dict[str, Any]:
     """Say which option of a configuration is the batch, and what it should be."""
     if isinstance(getattr(config, "batch_size", None), list):
         return {"batch_size": [batch]}
-    name = "micro_batch_size" if hasattr(config, "micro_batch_size") else "batch_size"
+    known = flat_options(type(config))
+    name = "micro_batch_size" if "micro_batch_size" in known else "batch_size"
     return {name: batch}

@@ -56,18 +56,18 @@ COMMANDS = {
         named_configs="millrace.apps.cnn:runs.yml",
     ),
     "cnn validate": Command(
-        "millrace.apps.cnn.config.inference:ValidateConfig",
+        "millrace.apps.cnn.config.commands:ValidateConfig",
         "millrace.apps.cnn.inference.command:validate",
         "measure inference: throughput, latency and accuracy",
     ),
     "cnn verify-dataset": Command(
-        "millrace.apps.cnn.config.datasets:VerifyDatasetConfig",
-        "millrace.apps.cnn.verify_dataset:verify_dataset",
+        "millrace.apps.cnn.config.commands:VerifyDatasetConfig",
+        "millrace.apps.cnn.datasets:verify_dataset",
         "check a dataset on disk for missing or damaged samples",
         needs_run=False,
     ),
     "cnn benchmark-dataset": Command(
-        "millrace.apps.cnn.config.datasets:BenchmarkDatasetConfig",
+        "millrace.apps.cnn.config.commands:BenchmarkDatasetConfig",
         "millrace.apps.cnn.datasets:benchmark_dataset",
         "measure how fast the host can read and preprocess a dataset",
         needs_run=False,

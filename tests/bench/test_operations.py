@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from millrace.apps.cnn import models
-from millrace.apps.cnn.families import find_size
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.spec import find_size
 from millrace.bench.building import bytes_of, configuration
 from millrace.bench.cnn import Validation
 from millrace.bench.operations import count
@@ -59,7 +59,7 @@ def test_a_convolution_sees_only_its_group_s_channels(groups):
 
 def test_resnet50_has_the_published_operations():
     options = {"shape": find_size("resnet", "50", small=False).shape, "small": False}
-    model = models.build("resnet", 1000, batch_norm, **options)
+    model = catalog.build_layers("resnet", 1000, batch_norm, **options)
     x = shape(1, 224, 224, 3)
     params, model_state = init_shapes(model, x)
 
@@ -106,7 +106,7 @@ def test_bytes_are_never_fewer_than_what_products_and_convolutions_touch(
     work = Validation(configuration(Entry(name="x", command=INFERENCE)))
     monkeypatch.setattr(work, "compiled_bytes", lambda: counted_by_xla)
     work.work_out_cost()
-    weights = jax.tree.leaves(work._inference.network.params)
+    weights = jax.tree.leaves(work._inference.network.weights.params)
     at_least = sum(x.size * x.dtype.itemsize for x in weights if x.ndim > 1)
     touched = bytes_of(INFERENCE)
     assert touched >= at_least

@@ -38,11 +38,11 @@ def test_single_device_speeds_are_those_of_the_reports(network):
 def test_networks_have_the_parameters_that_are_exchanged(name, parameters):
     import numpy as np
 
-    from millrace.apps.cnn.models import build
+    from millrace.apps.cnn.models.catalog import build_layers
     from millrace.nn.layers import init_shapes, num_parameters
 
     side, classes = (32, 10) if name.startswith("cifar") else (224, 1000)
-    model = build(name, num_classes=classes)
+    model = build_layers(name, num_classes=classes)
     weights, _ = init_shapes(model, np.zeros((1, side, side, 3), np.float32))
     assert num_parameters(weights) == parameters
 

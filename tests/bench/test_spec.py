@@ -60,8 +60,8 @@ def test_there_is_an_entry_for_each_batch_of_the_references():
 def test_the_references_training_has_their_batches(name, batch, devices):
     (entry,) = select(SHIPPED, [name])
     config = configuration(entry)
-    assert config.batching.global_batch_size == batch
-    assert config.num_replicas * config.num_stages == devices
+    assert config.plan.batching.global_batch_size == batch
+    assert config.plan.num_replicas * config.plan.num_stages == devices
 
 
 def test_names_may_be_groups_and_patterns_and_keep_their_order():
@@ -111,7 +111,7 @@ def test_a_wrong_spec_is_refused_before_anything_is_measured(entry, said, spec, 
 def test_a_variable_of_the_environment_says_where_data_are(monkeypatch):
     entry = Entry(name="x", command="cnn train --data-dir $DATASETS_DIR/")
     monkeypatch.setenv("DATASETS_DIR", "/somewhere")
-    assert str(configuration(entry).dataset_path) == "/somewhere"
+    assert str(configuration(entry).data.dataset_path) == "/somewhere"
 
 
 def test_batch_sizes_make_an_entry_each():

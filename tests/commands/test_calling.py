@@ -97,7 +97,7 @@ def test_the_accuracy_of_the_model_is_the_reported_one(cnn):
 
 def test_images_that_look_already_scaled_cause_a_warning(cnn):
     shape = (2, *cnn.model.image_shape)
-    with pytest.warns(UserWarning, match="as they are stored, from 0 to 255"):
+    with pytest.warns(UserWarning, match="Give unscaled images, from 0 to 255"):
         cnn.model.predict(np.full(shape, 0.5, np.float32))
     cnn.model.predict(np.ones(shape, np.uint8))
     cnn.model.predict(np.full(shape, 8.0))

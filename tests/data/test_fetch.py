@@ -16,6 +16,7 @@ from image_files import real_data
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.cli import main
+from millrace.config import build
 from millrace.data import catalog, fetch
 from millrace.data.catalog import DataFile, Dataset
 from millrace.data.fetch import FetchError
@@ -448,11 +449,8 @@ def test_mnist_is_downloaded_and_then_found_without_a_path(command, server, tmp_
     assert f"mnist is in {tmp_path / 'cache' / 'mnist'}\n" in out
     assert "millrace cnn train --dataset mnist\n" in out
     assert "fetching train-images-idx3-ubyte.gz, 9,912,422 bytes\n" in errors
-    images = data.load(
-        CnnConfig(
-            dataset="mnist", accelerator_side_preprocess=True, eight_bit_transfer=True
-        )
-    )
+    options = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
+    images = data.load(build(CnnConfig, {"dataset": "mnist", **options}))
     assert images.folder == tmp_path / "cache" / "mnist"
     sources = images.training, images.validation
     assert verify(sources, catalog.CATALOG["mnist"]) == []

@@ -10,7 +10,7 @@ import pytest
 from launched import environment, summary
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.config.inference import ValidateConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.config import parse
 from millrace.distributed.environment import add_launcher_replicas
 from millrace.distributed.launcher import Launcher
@@ -88,8 +88,8 @@ def test_processes_have_the_replicas_and_batches_of_the_reference(
     variables, args = given_to_process(command, monkeypatch)
     assert variables["JAX_NUM_CPU_DEVICES"] == str(devices)
     config, _ = parse(CnnConfig, add_launcher_replicas(CnnConfig, args), program="x")
-    assert config.batching.global_batch_size == batch
-    assert config.num_replicas == int(variables["MILLRACE_NUM_PROCESSES"])
+    assert config.plan.batching.global_batch_size == batch
+    assert config.plan.num_replicas == int(variables["MILLRACE_NUM_PROCESSES"])
 
 
 @pytest.mark.parametrize(

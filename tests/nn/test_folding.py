@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
-from millrace.apps.cnn.families import find_size
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.spec import find_size
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
 from millrace.nn.folding import SMALL_BATCH, fold
@@ -21,7 +21,8 @@ def network(name, size=None):
     if size:
         options = {"shape": find_size(name, size, small=True).shape}
         options |= {"small": True} if name != "efficientnet" else {}
-    return models.build(name, 10, functools.partial(batch_norm, epsilon=1e-3), **options)
+    norm = functools.partial(batch_norm, epsilon=1e-3)
+    return catalog.build_layers(name, 10, norm, **options)
 
 
 def trained(model, example, seed=0):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
+from millrace.apps.cnn.models import catalog
 from millrace.config import ConfigurationError
 from millrace.nn import layers
 from millrace.nn.losses import correct, cross_entropy
@@ -15,7 +15,7 @@ def drawn(layer: layers.Layer, shape: tuple[int, ...]):
 
 
 def test_weights_are_keyed_by_layer_name_and_counted():
-    model = models.build("digits_cnn", 10)
+    model = catalog.build_layers("digits_cnn", 10)
     params, model_state = layers.init_layers(
         model, jax.random.key(0), jnp.zeros((2, 8, 8, 1))
     )
@@ -44,7 +44,7 @@ def test_two_layers_of_one_name_are_refused():
 
 
 def test_splitting_a_model_changes_nothing():
-    model = models.build("digits_cnn", 10)
+    model = catalog.build_layers("digits_cnn", 10)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
     params, model_state = layers.init_layers(model, jax.random.key(0), x)
     whole, moved = layers.apply_layers(model, params, model_state, x, training=True)
@@ -185,7 +185,7 @@ def test_a_compiled_maximum_has_a_gradient_that_goes_to_the_largest_value():
 
 
 def test_an_input_too_small_for_the_model_names_the_layer_where_it_ends():
-    model = models.build("toy_model", 10)
+    model = catalog.build_layers("toy_model", 10)
     with pytest.raises(ConfigurationError, match=r"max_pooling\w* leaves nothing of"):
         layers.init_layers(model, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
 

@@ -1,4 +1,4 @@
-"""``mr.cnn``: the commands of this application from Python."""
+"""``mr.cnn``: the commands of this application, from Python."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ __all__ = ["load", "train", "validate"]
 
 
 def train(**options: Any) -> "RunResult[TrainedCnn]":
-    """Train an image classifier; the options are those of ``millrace cnn train``.
+    """Train an image classifier.
 
     Args:
-        options: With underscores: ``config="digits_demo", num_epochs=5``.
+        options: Options of ``millrace cnn train``, with underscores:
+            ``config="digits_demo", num_epochs=5``.
     """
     return call_command("cnn train", options, load)
 
@@ -26,7 +27,7 @@ def validate(**options: Any) -> RunResult[None]:
 
 
 def load(run: Path | str) -> "TrainedCnn":
-    """Return the network that a run has trained."""
+    """Return the model that a run has trained."""
     from millrace.apps.cnn.predictor import load_trained
 
     return load_trained(run)

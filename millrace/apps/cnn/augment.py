@@ -1,20 +1,100 @@
-"""Mixup and CutMix: each sample is blended with others of its micro-batch, on the device.
+"""Preprocessing and augmentation on the device, at the start of the compiled loop.
 
-The partners are the micro-batch itself, rolled along: by one for mixup and, after it, by
-two for CutMix. So one key gives both the pictures and the shares of their labels.
+Scaling, crops and flips are the same arithmetic as in `millrace.data.augment` on the host,
+in the same order: values are scaled first, so that zero padding is the mean of an image.
+
+Mixup and CutMix blend each sample with others of its micro-batch. The partners are the
+micro-batch itself, rolled by one sample for mixup and then by two for CutMix, so that one
+key determines both the images and the shares of their labels.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_STREAM = 0x317  # sets these random numbers apart from those of the layers
+PAD = 4
+_CROP_STREAM = 0x5EED  # separate these random numbers from each other and from
+_MIX_STREAM = 0x317  # those of the layers, which get the same key
 _MIXUP_PARTNER = 1
 _NUM_QUANTILES = 4096
+
+
+# Scaling, crops and flips
+
+
+def standardize(
+    images: jax.Array,  # (batch, height, width, channels)
+) -> jax.Array:
+    """Scale each image to mean 0 and standard deviation 1."""
+    images = images.astype(jnp.float32)
+    axes = (1, 2, 3)
+    floor = 1 / math.sqrt(math.prod(images.shape[1:]))
+    std = jnp.maximum(images.std(axes, keepdims=True), floor)
+    return (images - images.mean(axes, keepdims=True)) / std
+
+
+def normalize(
+    images: jax.Array,  # (batch, height, width, channels)
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> jax.Array:
+    """Scale bytes to 0–1 and normalize each channel."""
+    scale = jnp.array([1 / (255 * s) for s in std], jnp.float32)
+    offset = jnp.array([m / s for m, s in zip(mean, std, strict=True)], jnp.float32)
+    return images.astype(jnp.float32) * scale - offset
+
+
+def random_flip(
+    images: jax.Array,  # (batch, height, width, channels)
+    key: jax.Array,
+) -> jax.Array:
+    """Mirror each image horizontally with probability one half."""
+    key = jax.random.fold_in(key, _CROP_STREAM)
+    flipped = jax.random.bernoulli(key, 0.5, (images.shape[0], 1, 1, 1))
+    return jnp.where(flipped, images[:, :, ::-1], images)
+
+
+def random_crop_and_flip(
+    images: jax.Array,  # (batch, height, width, channels)
+    key: jax.Array,
+) -> jax.Array:
+    """Pad each image with zeros, crop it at random to its size, and mirror half of them."""
+    count = images.shape[0]
+    offset_key, flip_key = jax.random.split(jax.random.fold_in(key, _CROP_STREAM))
+    top, left = jax.random.randint(offset_key, (2, count), 0, 2 * PAD + 1)
+    return crop_and_flip(images, top, left, jax.random.bernoulli(flip_key, 0.5, (count,)))
+
+
+def crop_and_flip(
+    images: jax.Array,  # (batch, height, width, channels)
+    top: jax.Array,  # (batch,)
+    left: jax.Array,  # (batch,)
+    flipped: jax.Array,  # (batch,)
+) -> jax.Array:
+    """Crop each zero-padded image at an offset, and mirror it where `flipped`.
+
+    A single gather does all of it; indices outside an image read zeros.
+    """
+    count, height, width, _ = images.shape
+    across = jnp.arange(width)
+    across = jnp.where(flipped[:, None], across[::-1], across)
+    rows = top[:, None] + jnp.arange(height) - PAD
+    columns = left[:, None] + across - PAD
+    # Negative indices would count from the end; past the end, zeros are filled in.
+    rows = jnp.where(rows < 0, height, rows)
+    columns = jnp.where(columns < 0, width, columns)
+    samples = jnp.arange(count)[:, None, None]
+    return images.at[samples, rows[:, :, None], columns[:, None, :]].get(
+        mode="fill", fill_value=0
+    )
+
+
+# Mixup and CutMix
 
 
 class Mixing(NamedTuple):
@@ -24,46 +104,48 @@ class Mixing(NamedTuple):
     cutmix_lambda: float = 1.0
 
 
-class Draw(NamedTuple):
-    """What chance has chosen for a micro-batch; None where a kind is off."""
+class MixDraw(NamedTuple):
+    """The random choices for a micro-batch; None for a method that is off."""
 
     shares: jax.Array | None
-    """Of each sample in its blend with the one before, at least one half."""
+    """Share of each sample in its blend with the one before, at least 0.5: (batch,)."""
     box: jax.Array | None
-    """Top, bottom, left and right edge of what is replaced, in pixels."""
+    """Top, bottom, left and right edge of the box to replace, in pixels."""
 
 
-def draw(mixing: Mixing, key: jax.Array, num_samples: int, height: int, width: int) -> Draw:
+def draw_mix(
+    mixing: Mixing, key: jax.Array, num_samples: int, height: int, width: int
+) -> MixDraw:
     """Draw the shares of mixup and the box of CutMix.
 
-    The box has a side of √(1 - lambda) of the picture's, its center lies anywhere, and
-    what would be outside is cut off.
+    The sides of the box are √(1 - lambda) of the image's. Its center is uniform, and it is
+    clipped to the image.
     """
-    share_key, place_key = jax.random.split(jax.random.fold_in(key, _STREAM))
+    share_key, box_key = jax.random.split(jax.random.fold_in(key, _MIX_STREAM))
     shares = box = None
     if mixing.mixup_alpha > 0:
-        shares = _larger_shares(share_key, mixing.mixup_alpha, num_samples)
+        shares = _draw_shares(share_key, mixing.mixup_alpha, num_samples)
     if mixing.cutmix_lambda < 1:
         sides = jnp.array([height, width])
         side = math.sqrt(1 - mixing.cutmix_lambda)
         half = jnp.array([int(height * side) // 2, int(width * side) // 2])
-        center = jax.random.randint(place_key, (2,), 0, sides)
+        center = jax.random.randint(box_key, (2,), 0, sides)
         first, last = jnp.maximum(center - half, 0), jnp.minimum(center + half, sides)
         box = jnp.stack([first[0], last[0], first[1], last[1]])
-    return Draw(shares, box)
+    return MixDraw(shares, box)
 
 
-def _larger_shares(key: jax.Array, alpha: float, count: int) -> jax.Array:
+def _draw_shares(key: jax.Array, alpha: float, count: int) -> jax.Array:
     """Draw x from Beta(alpha, alpha) and return the larger of x and 1 - x.
 
-    By looking its quantile up: JAX's own draws and rejects in a loop, for each round of
-    which a GPU waits for its host.
+    Looks up quantiles, because ``jax.random.beta`` uses rejection sampling: on a GPU, each
+    iteration of its loop waits for the host.
     """
     table = jnp.asarray(_quantiles(alpha))
     place = jax.random.uniform(key, (count,)) * _NUM_QUANTILES
     below = jnp.clip(jnp.floor(place), 0, _NUM_QUANTILES - 1).astype(jnp.int32)
-    part = place - below
-    s = (1 - part) * table[below] + part * table[below + 1]
+    fraction = place - below
+    s = (1 - fraction) * table[below] + fraction * table[below + 1]
     return 1 - s ** (1 / alpha) / 2
 
 
@@ -71,44 +153,51 @@ def _larger_shares(key: jax.Array, alpha: float, count: int) -> jax.Array:
 def _quantiles(alpha: float) -> np.ndarray:
     """Return quantiles of s, where s^(1/alpha) / 2 is the smaller of x and 1 - x.
 
-    The density of s, (1 - s^(1/alpha) / 2)^(alpha - 1), has none of the poles that a Beta
-    distribution has, so that a table serves.
+    The density of s, (1 - s^(1/alpha) / 2)^(alpha - 1), has no poles, unlike that of the
+    Beta distribution, so a table is accurate.
     """
     s = np.linspace(0, 1, 16 * _NUM_QUANTILES + 1)
     density = (1 - s ** (1 / alpha) / 2) ** (alpha - 1)
     mass = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
-    wanted = np.linspace(0, 1, _NUM_QUANTILES + 1)
-    return np.interp(wanted, mass / mass[-1], s).astype(np.float32)
+    levels = np.linspace(0, 1, _NUM_QUANTILES + 1)
+    return np.interp(levels, mass / mass[-1], s).astype(np.float32)
 
 
-def mix_images(images: jax.Array, drawn: Draw) -> jax.Array:
-    """Blend (samples, height, width, channels) as drawn; in float32, rounded once."""
+def mix_images(
+    images: jax.Array,  # (batch, height, width, channels)
+    draw: MixDraw,
+) -> jax.Array:
+    """Blend images in float32, and round once."""
     mixed = images.astype(jnp.float32)
-    if drawn.shares is not None:
-        shares = drawn.shares[:, None, None, None]
+    if draw.shares is not None:
+        shares = draw.shares[:, None, None, None]
         mixed = shares * mixed + (1 - shares) * jnp.roll(mixed, _MIXUP_PARTNER, 0)
-    if drawn.box is not None:
+    if draw.box is not None:
         _, height, width, _ = images.shape
-        top, bottom, left, right = drawn.box
+        top, bottom, left, right = draw.box
         rows, columns = jnp.arange(height)[:, None], jnp.arange(width)
         inside = (top <= rows) & (rows < bottom) & (left <= columns) & (columns < right)
-        other = jnp.roll(mixed, _cutmix_partner(len(images)), 0)
-        mixed = jnp.where(inside[:, :, None], other, mixed)
+        partner = jnp.roll(mixed, _cutmix_partner(len(images)), 0)
+        mixed = jnp.where(inside[:, :, None], partner, mixed)
     return mixed.astype(images.dtype)
 
 
 def mix_labels(
-    labels: jax.Array, drawn: Draw, height: int, width: int
+    labels: jax.Array,  # (batch,)
+    draw: MixDraw,
+    height: int,
+    width: int,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the labels each sample is made of, each with its shares; they add up to 1."""
+    """Return the labels of each blended sample with their shares, which add up to 1."""
     parts = [(labels, jnp.ones(labels.shape, jnp.float32))]
-    if drawn.shares is not None:
+    if draw.shares is not None:
         before = jnp.roll(labels, _MIXUP_PARTNER)
-        parts = [(labels, drawn.shares), (before, 1 - drawn.shares)]
-    if drawn.box is None:
+        parts = [(labels, draw.shares), (before, 1 - draw.shares)]
+    if draw.box is None:
         return parts
-    top, bottom, left, right = drawn.box
-    kept = 1 - (bottom - top) * (right - left) / (height * width)  # what is left of lambda
+    top, bottom, left, right = draw.box
+    # The true share: clipping makes the box smaller than 1 - lambda.
+    kept = 1 - (bottom - top) * (right - left) / (height * width)
     partner = _cutmix_partner(len(labels))
     return [
         *((label, kept * share) for label, share in parts),
@@ -120,5 +209,5 @@ def mix_labels(
 
 
 def _cutmix_partner(num_samples: int) -> int:
-    """Two before, so that it is another than mixup's; of two samples, the other one."""
+    """Return 2, so that the partner is not that of mixup; with two samples, 1."""
     return 2 if num_samples > 2 else 1

@@ -1,13 +1,13 @@
-"""Images for training and validation, and where they are prepared.
+"""Images for training and validation: loaded, preprocessed and fed to the devices.
 
-With accelerator-side preprocessing the host only gathers samples, and the device scales,
-crops and flips them as the first thing in the compiled loop; otherwise the host does it
-all, in the same order.
+With accelerator_side_preprocess, the host only gathers samples, and the device scales,
+crops and flips them at the start of the compiled loop. Otherwise the host does all of it,
+in the same order.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,97 +16,107 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.preprocessing import Preparation, as_float, preparation
+from millrace.apps.cnn.models.spec import has_small_images
+from millrace.apps.cnn.preprocessing import Preprocessing, as_float, get_preprocessing
 from millrace.data import augment, cifar, mnist
 from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
 from millrace.data.image_source import ImageSource
-from millrace.data.imagenet import ImageSplits, load_image_folder, load_imagenet
-from millrace.data.source import ArraySource, SyntheticImages
+from millrace.data.imagenet import load_image_folder, load_imagenet
+from millrace.data.mnist import load_digits
+from millrace.data.parallel import ParallelStream
+from millrace.data.source import (
+    PIXEL_MEAN,
+    PIXEL_STD,
+    PIXEL_TRUNCATION,
+    ArraySource,
+    SyntheticImages,
+)
 from millrace.data.stream import Stream
+from millrace.feeds.device import ResidentDataset
+from millrace.feeds.infeed import Infeed
+from millrace.run.run import Run
 
 T = TypeVar("T")
 
 _ARRAYS: dict[str, Callable[[Any], tuple[ArraySource, ArraySource]]] = {
-    "digits": lambda _: mnist.load_digits(),
+    "digits": lambda _: load_digits(),
     "mnist": mnist.load_mnist,
     "fashion-mnist": mnist.load_fashion_mnist,
     "cifar10": cifar.load_cifar10,
     "cifar100": cifar.load_cifar100,
 }
-_PICTURES: dict[str, Callable[..., ImageSplits]] = {
+_IMAGE_FILES: dict[str, Callable[..., Any]] = {
     "imagenet": load_imagenet,
     "imagefolder": load_image_folder,
 }
+_MAX_NAMES_SHOWN = 3
 
 
 class ImageData(NamedTuple):
-    """A data set, and what is done to its images on either side of the infeed."""
+    """A data set, with its preprocessing on the host and on the device."""
 
     training: Any
     validation: Any
-    """None where a folder has none and none is needed."""
+    """None if a folder has no validation split and none is needed."""
     num_classes: int
     image_shape: tuple[int, int, int]
-    transform: Callable[[Any, np.random.Generator], Any] | None
-    """On the host, for each training batch; None where it has nothing to do."""
-    prepare: Callable[[jax.Array, jax.Array | None], jax.Array]
-    """On the device: ``(images, key)``; the key is None in validation."""
+    preprocess: Callable[[jax.Array, jax.Array | None], jax.Array]
+    """Runs on the device: ``(images, key)``; the key is None in validation."""
+    transform: Callable[[Any, np.random.Generator], Any] | None = None
+    """Runs on the host, on each training batch of arrays."""
     folder: Path | None = None
-    """Where the files were found, if there are any."""
+    """The folder of the files, if there are any."""
     warning: str | None = None
-    """What is odd about the files, if anything."""
+    """A warning about incomplete files."""
 
     def stream(self, batch_size: int, **options: Any) -> Stream:
-        """Return training batches without end; `options` are those of `Stream`."""
+        """Return an endless stream of training batches; `options` are those of `Stream`."""
         if isinstance(self.training, ImageSource):
             return self.training.stream(batch_size, **options)
         return Stream(self.training, batch_size, transform=self.transform, **options)
 
     @property
     def corrupt(self) -> dict[str, str]:
-        """The samples found unreadable so far, by name, with what is wrong."""
+        """The samples found unreadable so far, with the reasons."""
         sources = (self.training, self.validation)
         found = [s.corrupt for s in sources if isinstance(s, ImageSource)]
         return functools.reduce(lambda some, more: some | more, found, {})
 
 
 def load(config: CnnConfig) -> ImageData:
-    """Load the data set that the configuration names, or make it up."""
+    """Load the data set, or generate a synthetic one."""
+    if config.data.synthetic:
+        return _load_synthetic(config)
     name = config.resolved_dataset
-    if config.synthetic:
-        return _synthetic(name, config)
-    steps = preparation(name, normalize=config.normalize_input)
-    if name in _PICTURES:
-        return _pictures(name, config, steps)
+    steps = get_preprocessing(name, normalize=config.data.normalize_input)
+    if not has_small_images(name):
+        return _load_files(config, steps)
     (training, validation), folder = _find(name, config, _ARRAYS[name])
-    loaded = ImageData(
+    transform, scale = None, _host_scaling(steps, config)
+    if scale is not None:
+        on_device = config.data.accelerator_side_preprocess
+        random_steps = () if on_device else steps.augment_on_host
+        scale_batch = augment.by_sample(lambda images, _: scale(images))
+        transform = augment.map_images(scale_batch, *random_steps)
+        validation = _ScaledSource(validation, scale)
+    return ImageData(
         training,
         validation,
         CATALOG[name].num_classes,
         CATALOG[name].image_shape,
-        None,
-        _on_device(steps, config),
-        folder if CATALOG[name].files else None,
-    )
-    if config.eight_bit_transfer:
-        return loaded
-    travels = _on_wire(steps, config)
-    at_random = () if config.accelerator_side_preprocess else steps.augment_on_host
-    return loaded._replace(
-        validation=_Prepared(validation, travels),
-        transform=augment.map_images(
-            augment.by_sample(lambda image, _: travels(image)), *at_random
-        ),
+        _device_preprocessing(steps, config),
+        transform,
+        folder=folder if CATALOG[name].files else None,
     )
 
 
 def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple[T, Path]:
-    """Load from the folder given or, where it has no such data set, from the cache."""
-    given = config.dataset_path
+    """Load from dataset_path or, if the data set is not there, from the cache."""
+    given = config.data.dataset_path
     try:
         return load_from(given), given
     except DatasetNotFound as error:
-        # The references keep imagenet-data among other data sets.
+        # Graphcore's commands give the parent of imagenet-data.
         inside = [given / "imagenet-data"] if name == "imagenet" else []
         for folder in (*inside, download_folder(name)):
             with contextlib.suppress(DatasetNotFound):
@@ -114,102 +124,166 @@ def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple
         raise error
 
 
-def _pictures(name: str, config: CnnConfig, steps: Preparation) -> ImageData:
-    """Return pictures, each decoded, cropped and scaled in the thread that reads it."""
-    size = config.resolved_image_size
-    on_device = config.accelerator_side_preprocess
-    travels = _on_wire(steps, config)
+def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
+    """Load image files; each is decoded, cropped and scaled in the thread that reads it."""
+    name, size = config.resolved_dataset, config.resolved_image_size
+    flips = not config.data.accelerator_side_preprocess
+    scale = _host_scaling(steps, config)
 
     def prepare(image: Any, generator: np.random.Generator | None) -> np.ndarray:
-        pixels = augment.prepare_image(image, generator, size=size, flip=not on_device)
-        return pixels if config.eight_bit_transfer else travels(pixels)
+        pixels = augment.prepare_image(image, generator, size=size, flip=flips)
+        return pixels if scale is None else scale(pixels)
 
-    options = {
-        "prepare": prepare,
-        "max_corrupt": config.max_corrupt,
-        "needs_validation": config.validation,
-    }
-    found, folder = _find(name, config, functools.partial(_PICTURES[name], **options))
+    load_from = functools.partial(
+        _IMAGE_FILES[name],
+        prepare=prepare,
+        max_corrupt=config.data.max_corrupt,
+        needs_validation=config.workflow.validation,
+    )
+    found, folder = _find(name, config, load_from)
     return ImageData(
         found.training,
         found.validation,
         found.num_classes,
         (size, size, 3),
-        None,
-        _on_device(steps, config),
-        folder,
-        found.warning,
+        _device_preprocessing(steps, config),
+        folder=folder,
+        warning=found.warning,
     )
 
 
-def _synthetic(name: str, config: CnnConfig) -> ImageData:
-    """Return random samples in the form that travels, as many as the real set has."""
-    known = CATALOG["imagenet" if name in _PICTURES else name]
-    steps = synthetic_preparation(config)
-    shape = known.image_shape
-    if name in _PICTURES:
-        shape = (config.resolved_image_size, config.resolved_image_size, 3)
+def _load_synthetic(config: CnnConfig) -> ImageData:
+    """Return random samples, as many as the real data set has."""
+    small = has_small_images(config.resolved_dataset)
+    known = CATALOG[config.resolved_dataset if small else "imagenet"]
+    size, steps = config.resolved_image_size, _synthetic_preprocessing(config)
+    shape = known.image_shape if small else (size, size, 3)
     training, validation = (
         SyntheticImages(
             count,
             shape,
             known.num_classes,
-            prepare=None if config.eight_bit_transfer else _on_wire(steps, config),
-            seed=config.seed,
+            prepare=_host_scaling(steps, config),
+            seed=config.run.seed,
         )
         for count in (known.num_training, known.num_validation)
     )
-    device = _on_device(steps, config)
-    return ImageData(training, validation, known.num_classes, shape, None, device)
+    preprocess = _device_preprocessing(steps, config)
+    return ImageData(training, validation, known.num_classes, shape, preprocess)
 
 
-def describe(images: ImageData, config: CnnConfig) -> str:
-    """Name the data set and its sizes in a line."""
-    about = f" (synthetic, made on the {config.synthetic})" if config.synthetic else ""
-    if images.folder is not None:
-        about = f" from {images.folder.resolve()}"
-    held_out = 0 if images.validation is None else len(images.validation)
-    return (
-        f"{config.resolved_dataset}{about}, {len(images.training):,} training and "
-        f"{held_out:,} validation samples, {images.num_classes} classes"
-    )
-
-
-def synthetic_preparation(config: CnnConfig) -> Preparation:
-    """Return what is done to random bytes; those of real digits end at 16."""
+def _synthetic_preprocessing(config: CnnConfig) -> Preprocessing:
+    """Return the preprocessing of random bytes; unlike those of digits, they go to 255."""
     dataset = config.resolved_dataset
     like = "mnist" if dataset == "digits" else dataset
-    return preparation(like, normalize=config.normalize_input)
+    return get_preprocessing(like, normalize=config.data.normalize_input)
 
 
-def _on_wire(steps: Preparation, config: CnnConfig) -> Callable[[np.ndarray], np.ndarray]:
-    return as_float if config.accelerator_side_preprocess else steps.scale_on_host
+def _host_scaling(
+    steps: Preprocessing, config: CnnConfig
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return the scaling on the host; None if bytes are sent."""
+    if config.data.eight_bit_transfer:
+        return None
+    return as_float if config.data.accelerator_side_preprocess else steps.scale_on_host
 
 
-def _on_device(
-    steps: Preparation, config: CnnConfig
+def _device_preprocessing(
+    steps: Preprocessing, config: CnnConfig
 ) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
-    def prepare(image: jax.Array, key: jax.Array | None) -> jax.Array:
-        if not config.accelerator_side_preprocess:
-            return image
-        image = steps.scale_on_device(image)
+    def preprocess(
+        images: jax.Array,  # (batch, height, width, channels)
+        key: jax.Array | None,
+    ) -> jax.Array:
+        if not config.data.accelerator_side_preprocess:
+            return images
+        images = steps.scale_on_device(images)
         if key is not None and steps.augment_on_device is not None:
-            image = steps.augment_on_device(image, key)
-        return image.astype(jnp.dtype(config.types.compute))
+            images = steps.augment_on_device(images, key)
+        return images.astype(jnp.dtype(config.plan.types.compute))
 
-    return prepare
+    return preprocess
 
 
-class _Prepared:
-    """A source whose images are brought into the form that travels."""
+class _ScaledSource:
+    """A source whose images are scaled when they are read."""
 
-    def __init__(self, source: Any, function: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, source: Any, scale: Callable[[np.ndarray], np.ndarray]) -> None:
         self._source = source
-        self._function = function
+        self._scale = scale
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, indices: np.ndarray) -> Any:
         batch = self._source[indices]
-        return batch | {"image": self._function(batch["image"])}
+        return batch | {"image": self._scale(batch["image"])}
+
+
+def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) -> Infeed:
+    """Return an infeed of training batches."""
+    samples = config.plan.batching.samples_per_step
+    if config.data.synthetic == "device":
+        generate = functools.partial(_generate, images, config, samples)
+        return Infeed(ResidentDataset(generate))
+    stream = images.stream(
+        samples,
+        batches_per_epoch=batches_per_epoch,
+        seed=config.run.seed,
+        shuffle=config.workflow.shuffle,
+    )
+    return Infeed(
+        ParallelStream(stream, config.data.pipeline_num_parallel),
+        prefetch_depth=config.workflow.prefetch_depth,
+    )
+
+
+def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) -> Any:
+    """Generate random batches on the device, distributed like `SyntheticImages`.
+
+    This happens once, before the loop, so that only the model is measured.
+    """
+    pixel_key, label_key = jax.random.split(jax.random.key(config.run.seed))
+    shape = (count, samples)
+    limit = PIXEL_TRUNCATION
+    image = jax.random.truncated_normal(
+        pixel_key, -limit, limit, (*shape, *images.image_shape)
+    )
+    image = PIXEL_MEAN + PIXEL_STD * image
+    label = jax.random.randint(label_key, shape, 0, images.num_classes)
+    sent_as = images.training[np.arange(1)]["image"].dtype
+    if not config.data.accelerator_side_preprocess:
+        scale = _synthetic_preprocessing(config).scale_on_device
+        image = scale(image.reshape(-1, *images.image_shape)).reshape(image.shape)
+    return {"image": image.astype(sent_as), "label": label}
+
+
+def describe(images: ImageData, config: CnnConfig) -> str:
+    """Return the name of the data set, its source and its sizes, in one line."""
+    where = config.data.synthetic
+    source = f" (synthetic, generated on the {where})" if where else ""
+    if images.folder is not None:
+        source = f" from {images.folder.resolve()}"
+    num_validation = 0 if images.validation is None else len(images.validation)
+    return (
+        f"{config.resolved_dataset}{source}, {len(images.training):,} training and "
+        f"{num_validation:,} validation samples, {images.num_classes} classes"
+    )
+
+
+@contextlib.contextmanager
+def reporting_corrupt_samples(images: ImageData, run: Run) -> Iterator[None]:
+    """Report unreadable samples at the end, also after an error."""
+    run.summary["corrupt_samples"] = {}
+    try:
+        yield
+    finally:
+        run.summary["corrupt_samples"] = corrupt = images.corrupt
+        if corrupt:
+            names = list(corrupt)
+            shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+            more = len(names) - _MAX_NAMES_SHOWN
+            run.console.warning(
+                f"{len(names)} samples could not be read and were replaced by others: "
+                f"{shown}{f' and {more} more (see summary.json)' if more > 0 else ''}."
+            )

@@ -1,19 +1,26 @@
-"""Validation: of weights in training, or of a run's checkpoints when it is over."""
+"""Validation of weights, of checkpoints, and of averages of checkpoints."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.checkpoint.averaging import (
+    exponential_average,
+    save_average,
+    select_last_epochs,
+    uniform_average,
+)
 from millrace.checkpoint.find import is_checkpoint
-from millrace.checkpoint.store import restore_part
+from millrace.checkpoint.store import checkpoints_in, restore_part
 from millrace.config import ConfigurationError
 from millrace.data.source import Source
 from millrace.distributed import coordination
 from millrace.loop.evaluate import evaluate
+from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_duration, format_number
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
@@ -23,13 +30,16 @@ from millrace.run.saved import find_run
 
 ACCURACY = "validation_accuracy"
 
+Validate = Callable[[Weights], dict[str, float]]
+"""Returns the metrics of weights."""
+
 
 class Validator:
-    """Validates weights on replicas of its own, every sample counted once.
+    """Validates weights on its own replicas, counting every sample once.
 
     Args:
-        metric_fn: Returns loss and accuracy of every sample of a batch.
-        config: Gives the number of replicas, the micro-batch and the precision.
+        metric_fn: Returns the loss and accuracy of every sample in a batch.
+        config: Gives the number of replicas, the micro-batch size and the precision.
         source: The validation samples.
     """
 
@@ -37,27 +47,32 @@ class Validator:
         num_replicas = _num_replicas(config, len(jax.devices()))
         plan = Plan(
             num_replicas=num_replicas,
-            precision=config.precision,
-            half_type=config.half_type,
+            precision=config.plan.precision,
+            half_type=config.plan.half_type,
         )
         self._program = EvaluationProgram(metric_fn, plan)
         self.devices = self._program.devices
-        micro_batch = config.validation_micro_batch_size or config.micro_batch_size
-        self._batch_size = micro_batch * num_replicas
+        self._batch_size = validation_batch_size(config) * num_replicas
         self._source = source
 
     def __call__(self, state: Any) -> dict[str, float]:
-        """Return the mean metrics of a state's weights."""
+        """Return the mean metrics of the weights in a state."""
         weights = Weights(state.params, state.model_state)
         placed = self._program.place(weights)
         return evaluate(self._program, placed, self._source, self._batch_size)
 
 
+def validation_batch_size(config: CnnConfig) -> int:
+    """Return the samples that each replica validates at a time."""
+    return config.workflow.validation_micro_batch_size or config.plan.micro_batch_size
+
+
 def _num_replicas(config: CnnConfig, num_devices: int) -> int:
-    """As asked for, or one on every device that trains, if it is there."""
-    asked = config.validation_num_replicas
+    """Return the number of replicas that validate."""
+    asked = config.workflow.validation_num_replicas
     if asked is None:
-        return min(config.num_replicas * devices_per_replica(config), num_devices)
+        num_training = config.plan.num_replicas * devices_per_replica(config.plan)
+        return min(num_training, num_devices)
     if asked > num_devices:
         raise ConfigurationError(
             f"validation_num_replicas is {asked}, but there are only {num_devices} devices."
@@ -65,78 +80,148 @@ def _num_replicas(config: CnnConfig, num_devices: int) -> int:
     return asked
 
 
-def devices_per_replica(config: CnnConfig) -> int:
-    """Count the devices that the stages of a replica lie on."""
+def devices_per_replica(plan: Plan) -> int:
+    """Return the number of devices that the stages of a replica use."""
     used: set[int] = set()
-    for place in config.device_mapping or range(config.num_stages):
-        used |= set(place) if isinstance(place, list) else {place}
+    for device in plan.device_mapping or range(plan.num_stages):
+        used |= set(device) if isinstance(device, list) else {device}
     return len(used)
 
 
+# Checkpoints
+
+
 def find_checkpoints(config: CnnConfig) -> list[Path]:
-    """Return the checkpoints that a run without training is to validate."""
-    given = config.checkpoint_input_dir or config.checkpoint_dir
+    """Return the checkpoints to validate in a run without training."""
+    given = config.workflow.checkpoint_input_dir or config.workflow.checkpoint_dir
     assert given is not None, "checked by WorkflowOptions"
     paths = find_run(given, command="cnn train").checkpoints
-    return paths if config.validates == "every" else paths[-1:]
+    return paths if config.workflow.when_to_validate == "every" else paths[-1:]
 
 
 def validate_checkpoints(
     paths: Iterable[Path],
-    validator: Callable[[Weights], dict[str, float]],
+    validate: Validate,
     like: Weights,
     run: Run,
     elapsed: Callable[[], float],
 ) -> list[dict[str, float]]:
-    """Validate one checkpoint after the other; report and return what was found.
+    """Validate checkpoints in turn; report and return their events.
 
-    What a run that is resumed has already validated is not validated again.
+    A resumed run does not validate a checkpoint again.
 
     Args:
-        paths: Checkpoints.
-        validator: Returns the metrics of weights.
-        like: Weights of the shapes and types to expect.
-        run: Whose metrics and summary receive the results.
-        elapsed: The run's clock, in seconds.
+        paths: The checkpoints.
+        validate: Returns the metrics of weights.
+        like: The shapes and types of the weights.
+        run: The run that reports the metrics.
+        elapsed: Returns the seconds since the run began to train.
     """
     before = {
         event["update"]: event
         for event in run.directory.read_metrics()
         if ACCURACY in event
     }
-    found = []
+    events = []
     for path in paths:
         run.console.status("validating")
         weights, manifest = restore_part(path, like)
         event = before.get(manifest["update"])
         if event is None:
-            metrics = {f"validation_{n}": v for n, v in validator(weights).items()}
+            metrics = {f"validation_{n}": v for n, v in validate(weights).items()}
             place = {"update": manifest["update"], "epoch": manifest.get("epoch", 0.0)}
             event = {**place, "time": round(elapsed(), 3), **metrics}
             report_event(event, run)
-        # When these weights were made, not when they were validated.
-        found.append({**event, "time": manifest["time"]})
-    run.summary["validations"] = found
+        # The time at which the weights were saved, not validated.
+        events.append({**event, "time": manifest["time"]})
+    run.summary["validations"] = events
     run.summary["metrics"] |= {
-        name: value for name, value in found[-1].items() if name.startswith("validation_")
+        name: value for name, value in events[-1].items() if name.startswith("validation_")
     }
-    return found
+    return events
+
+
+def delete_checkpoints(folder: Path) -> None:
+    """Delete the checkpoints in a folder, and the folder if it is empty then."""
+    coordination.barrier("checkpoints have been read")
+    if not coordination.is_first():
+        return
+    for path in folder.glob("*"):
+        if is_checkpoint(path):
+            shutil.rmtree(path)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+# Averages of checkpoints
+
+
+def averaging_warnings(config: CnnConfig, schedule: EventSchedule) -> list[str]:
+    """Warn if there is only one checkpoint to average."""
+    executions = range(0, schedule.total_updates, schedule.updates_per_execution)
+    several = any(schedule.due("checkpoint", update) for update in executions[1:])
+    if several or not config.recipe.averages_weights:
+        return []
+    return [
+        "Only one checkpoint is written, at the end, so averages equal its weights. Write "
+        "more with --ckpts-per-epoch."
+    ]
+
+
+def average_checkpoints(
+    config: CnnConfig, run: Run, folder: Path, like: Weights, validate: Validate | None
+) -> None:
+    """Save averages of the checkpoints in `folder`; validate and report them."""
+    # A resumed run may have validated some of them before.
+    before = {name: event for event in run.directory.read_metrics() for name in event}
+    run.summary["weight_averages"] = averages = {}
+    for name, weights, made_of in _averages(config, checkpoints_in(folder), like):
+        run.console.status("validating")
+        facts = save_average(folder / name, weights, made_of)
+        averages[name] = {"made_of": facts["made_of"]}
+        if validate is None:
+            continue
+        event = before.get(f"{name}_accuracy")
+        if event is None:
+            metrics = {f"{name}_{n}": value for n, value in validate(weights).items()}
+            place = {"update": facts["update"], "epoch": facts["epoch"]}
+            event = {**place, "time": round(run.elapsed(), 3), **metrics}
+            report_event(event, run)
+        for metric in ("loss", "accuracy"):
+            averages[name][f"validation_{metric}"] = event[f"{name}_{metric}"]
+        accuracy = averages[name]["validation_accuracy"]
+        run.closing_notes[name] = f"validation accuracy {accuracy:.4f}"
+
+
+def _averages(
+    config: CnnConfig, paths: Sequence[Path], like: Weights
+) -> Iterator[tuple[str, Weights, Sequence[Path]]]:
+    """Yield the name and weights of each average, and the checkpoints it is made of."""
+    for decay in config.recipe.weight_avg_exp:
+        name = f"weight_avg_exp_{decay:g}"
+        yield name, exponential_average(paths, like, decay), paths
+    for epochs in config.recipe.weight_avg_n:
+        last = select_last_epochs(paths, epochs)
+        yield f"weight_avg_N_{epochs:g}", uniform_average(last, like), last
+
+
+# Reports
 
 
 def report_event(event: dict[str, Any], run: Run) -> None:
-    """Send an event to all that receive them, and show it; an update of 0 says nothing."""
+    """Write an event to the metrics and print it; update 0 stands for no training."""
     for writer in run.writers:
         writer.write(event)
-    unsaid = () if event["update"] else ("update", "epoch")
+    hidden = () if event["update"] else ("update", "epoch")
     run.console.line(
         "  ".join(
-            f"{name} {format_number(v)}" for name, v in event.items() if name not in unsaid
+            f"{name} {format_number(v)}" for name, v in event.items() if name not in hidden
         )
     )
 
 
 def report_target(target: float | None, events: Sequence[dict[str, Any]], run: Run) -> None:
-    """Say when the validation accuracy first reached the target, if it did."""
+    """Report when the validation accuracy first reached the target."""
     if target is None:
         return
     validated = [event for event in events if ACCURACY in event]
@@ -151,15 +236,3 @@ def report_target(target: float | None, events: Sequence[dict[str, Any]], run: R
         if reached
         else ("not reached" if validated else "not validated")
     )
-
-
-def delete_checkpoints(folder: Path) -> None:
-    """Delete the checkpoints in a folder, and the folder if nothing else is in it."""
-    coordination.barrier("checkpoints have been read")
-    if not coordination.is_first():
-        return
-    for path in folder.glob("*"):
-        if is_checkpoint(path):
-            shutil.rmtree(path)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

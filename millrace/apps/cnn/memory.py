@@ -1,62 +1,51 @@
-"""Whether training fits the devices' memory: found out before the first update."""
+"""A check, before the first update, that training fits in device memory."""
 
-import dataclasses
+import jax
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.config.device import compiler_options
-from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.feeding import open_infeed
-from millrace.apps.cnn.program import program_of
-from millrace.config import ConfigurationError
+from millrace.apps.cnn.data import ImageData, open_infeed
+from millrace.apps.cnn.program import build_program
+from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
-from millrace.nn.layers import Layer, Tree
+from millrace.nn.layers import Layer
 from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.step import Weights
 
 
 def check_memory(
     config: CnnConfig,
     images: ImageData,
     model: list[Layer],
-    weights: tuple[Tree, Tree],
+    weights: Weights,
     schedule: EventSchedule,
-    needed: int,
-    device: object,
+    programs: list[jax.stages.Compiled],
 ) -> None:
-    """Refuse micro-batches that cannot fit, and say which would.
+    """Raise an error if compiled programs do not fit; name a micro-batch size that does."""
 
-    Args:
-        config: What was asked for.
-        images: To make smaller batches of.
-        model: The network.
-        weights: Its parameters and model state.
-        schedule: How many updates are made at a time.
-        needed: Bytes that the compiled programs take on a device.
-        device: One of the devices.
-    """
-
-    def needs(batch: int) -> int:
-        count = config.batching.gradient_accumulation_count
-        smaller = dataclasses.replace(
+    def needs(micro_batch_size: int) -> int:
+        count = config.plan.batching.gradient_accumulation_count
+        smaller = replace_options(
             config,
-            micro_batch_size=batch,
+            micro_batch_size=micro_batch_size,
             gradient_accumulation_count=count,
             global_batch_size=None,
         )
-        program = program_of(smaller, images, model, schedule)
-        state = program.init(*weights, seed=config.seed)
-        # Only the size matters: which kernels are the fastest need not be tried out.
-        options = dict(compiler_options(config))
+        program = build_program(smaller, images, model, schedule)
+        state = program.init(*weights, seed=config.run.seed)
+        # Only the size matters, so the kernels need not be autotuned.
+        options = config.workflow.compiler_options()
         options["gpu"] = {**options["gpu"], "xla_gpu_autotune_level": 0}
         with compiling(options) as programs, open_infeed(images, smaller, 1) as infeed:
             compile_calls(program, state, infeed, 1)
         return peak_bytes(programs)
 
-    said = too_large(config.micro_batch_size, needed, memory_limit(device), needs)
-    if said is not None:
+    needed, limit = peak_bytes(programs), memory_limit(jax.local_devices()[0])
+    problem = too_large(config.plan.micro_batch_size, needed, limit, needs)
+    if problem is not None:
         raise ConfigurationError(
-            f"A micro-{said}. Lower --micro-batch-size (with a larger "
+            f"A micro-{problem}. Lower --micro-batch-size (with a larger "
             "--gradient-accumulation-count for the same global batch), or save memory "
             "with --recomputation or --precision 16.16."
         )

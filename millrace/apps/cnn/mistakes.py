@@ -1,4 +1,4 @@
-"""What a trained network takes pictures for: the report's matrix and worst mistakes."""
+"""Predictions of a trained model for the report: confusion matrix, worst mistakes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.evaluate import validation_batch_size
 from millrace.data.image_source import ImageSource
 from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import jit
@@ -18,11 +19,11 @@ from millrace.program.step import Weights, narrow
 from millrace.report.sections import Confusion, Gallery, encode_png, save_section
 from millrace.run.run import Run
 
-MOST_SAMPLES = 10_000
-"""Validation samples that are looked at; of more, some evenly spaced."""
+MAX_SAMPLES = 10_000
+"""Validation samples to classify; from a larger set, that many evenly spaced ones."""
 NUM_MISTAKES = 24
 
-_NAMES = {
+_CLASS_NAMES = {
     "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
     "fashion-mnist": [
         *("T-shirt", "trouser", "pullover", "dress", "coat"),
@@ -31,119 +32,119 @@ _NAMES = {
 }
 
 Predict = Callable[[Any, Any, Any], tuple[jax.Array, jax.Array]]
+"""``(params, model_state, images)``: returns predicted classes and confidences."""
 
 
 class Mistake(NamedTuple):
-    """A sample that was taken for something else, and how sure the network was."""
+    """A misclassified sample."""
 
     confidence: float
     true: int
-    taken: int
+    predicted: int
     image: np.ndarray
 
 
 class Predictions(NamedTuple):
-    """What validation samples were taken for."""
+    """The predictions for validation samples."""
 
     counts: Counter[tuple[int, int]]
-    """How often, by true class and the class taken for."""
+    """Number of samples by true and predicted class."""
     mistakes: list[Mistake]
-    """The most confident ones, those first."""
+    """The most confident mistakes, in descending order."""
 
 
 def report_predictions(
     config: CnnConfig, run: Run, images: ImageData, model: list[Layer], state: Any
 ) -> None:
-    """Look at the validation samples once more, for the report; random ones tell nothing.
-
-    Args:
-        config: The run's.
-        run: Whose report receives the pictures.
-        images: The data set.
-        model: The network.
-        state: Has its weights, `params` and `model_state`.
-    """
-    weights = on_host(Weights(state.params, state.model_state))
-    if not config.validation or config.synthetic or weights is None or jax.process_index():
+    """Classify validation samples, unless synthetic, and add the results to the report."""
+    weights = _fetch_weights(Weights(state.params, state.model_state))
+    is_synthetic = config.data.synthetic is not None
+    if not config.workflow.validation or is_synthetic or weights is None:
         return
-    run.console.status("looking at mistakes")
-    predictions = predict_samples(
-        prediction_of(model, images, config.types.compute),
+    if jax.process_index():  # one process writes the report
+        return
+    run.console.status("finding the worst mistakes")
+    predictions = _predict_samples(
+        _build_predict(model, images, config.plan.types.compute),
         weights,
         images.validation,
-        min(config.validation_micro_batch_size or config.micro_batch_size, MOST_SAMPLES),
+        min(validation_batch_size(config), MAX_SAMPLES),
     )
     names = class_names(images, config.resolved_dataset)
-    keep_predictions(run.directory.path, predictions, names, len(images.validation))
+    _save_predictions(run.directory.path, predictions, names, len(images.validation))
 
 
-def prediction_of(model: list[Layer], images: ImageData, compute: str) -> Predict:
-    """Return what names each picture of a batch, and how sure it is."""
-
+def _build_predict(model: list[Layer], images: ImageData, compute: str) -> Predict:
     @jit
-    def predict(params: Any, model_state: Any, image: Any) -> tuple[jax.Array, jax.Array]:
-        image = images.prepare(narrow(image, compute), None)
+    def predict(
+        params: Any,
+        model_state: Any,
+        image: Any,  # (batch, height, width, channels)
+    ) -> tuple[jax.Array, jax.Array]:
+        image = images.preprocess(narrow(image, compute), None)
         logits, _ = apply_layers(
             model, narrow(params, compute), model_state, image, training=False
         )
-        shares = jax.nn.softmax(logits.astype(jnp.float32))
-        return shares.argmax(-1), shares.max(-1)
+        probabilities = jax.nn.softmax(logits.astype(jnp.float32))
+        return probabilities.argmax(-1), probabilities.max(-1)
 
     return predict
 
 
-def predict_samples(
+def _predict_samples(
     predict: Predict, weights: Any, source: Any, batch_size: int
 ) -> Predictions:
-    """Compare what validation samples are with what they are taken for."""
     counts: Counter[tuple[int, int]] = Counter()
     mistakes: list[Mistake] = []
-    weights = jax.device_put(weights, jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    weights = jax.device_put(weights, device)
     for counted, batch in _batches(source, batch_size):
-        image = jax.device_put(batch["image"], jax.local_devices()[0])
-        found = jax.device_get(predict(weights.params, weights.model_state, image))
+        image = jax.device_put(batch["image"], device)
+        classes, confidences = jax.device_get(
+            predict(weights.params, weights.model_state, image)
+        )
         for place in counted:
-            true, taken = int(batch["label"][place]), int(found[0][place])
-            counts[true, taken] += 1
-            if true != taken:
-                sure = float(found[1][place])
-                mistakes.append(Mistake(sure, true, taken, batch["image"][place]))
+            true, predicted = int(batch["label"][place]), int(classes[place])
+            counts[true, predicted] += 1
+            if true != predicted:
+                shown = batch["image"][place]
+                mistakes.append(Mistake(float(confidences[place]), true, predicted, shown))
         mistakes = sorted(mistakes, key=lambda m: -m.confidence)[:NUM_MISTAKES]
     return Predictions(counts, mistakes)
 
 
 def _batches(source: Any, batch_size: int) -> Iterator[tuple[list[int], Any]]:
-    """Yield the places that count in a batch, and the batch.
+    """Yield batches of one size, each after the positions in it that count.
 
-    What only fills up the last one, or stands in for an unreadable sample, does not.
+    Padding of the last batch and replacements of unreadable samples do not count.
     """
-    number = min(len(source), MOST_SAMPLES)
-    some = np.linspace(0, len(source) - 1, number).round().astype(int)
+    number = min(len(source), MAX_SAMPLES)
+    chosen = np.linspace(0, len(source) - 1, number).round().astype(int)
     for start in range(0, number, batch_size):
-        indices = some[start : start + batch_size]
-        filled = np.pad(indices, (0, batch_size - len(indices)), mode="edge")
-        batch = source[filled]
-        is_good = np.ones(len(indices), bool)
+        indices = chosen[start : start + batch_size]
+        padded = np.pad(indices, (0, batch_size - len(indices)), mode="edge")
+        batch = source[padded]
+        counts = np.ones(len(indices), bool)
         if isinstance(source, ImageSource):
-            is_good = ~source.is_corrupt(indices)
-        yield np.flatnonzero(is_good).tolist(), batch
+            counts = ~source.is_corrupt(indices)
+        yield np.flatnonzero(counts).tolist(), batch
 
 
-def keep_predictions(
+def _save_predictions(
     run: Path, predictions: Predictions, names: list[str], num_samples: int
 ) -> None:
-    """Add the matrix and the mistakes to a run's report."""
-    looked = sum(predictions.counts.values())
-    wrong = sum(n for (true, taken), n in predictions.counts.items() if true != taken)
-    of = f" of {num_samples:,}" if looked < num_samples else ""
-    note = f"{wrong:,} of {looked:,} validation samples{of} were mistaken."
+    """Add the confusion matrix and the worst mistakes to the report of a run."""
+    total = sum(predictions.counts.values())
+    wrong = sum(n for (true, guess), n in predictions.counts.items() if true != guess)
+    of_all = f" of {num_samples:,}" if total < num_samples else ""
+    note = f"{wrong:,} of {total:,} validation samples{of_all} were misclassified."
     counts = [[*place, number] for place, number in sorted(predictions.counts.items())]
     matrix = Confusion(title="Confusion matrix", note=note, names=names, counts=counts)
     save_section(run, "1-confusion", matrix)
     pictures = [
         {
-            "png": encode_png(_displayed(mistake.image)),
-            "caption": f"{names[mistake.true]}, taken for {names[mistake.taken]} "
+            "png": encode_png(_for_display(mistake.image)),
+            "caption": f"{names[mistake.true]}, predicted {names[mistake.predicted]} "
             f"({mistake.confidence:.0%})",
         }
         for mistake in predictions.mistakes
@@ -152,8 +153,10 @@ def keep_predictions(
     save_section(run, "2-mistakes", gallery)
 
 
-def _displayed(image: np.ndarray) -> np.ndarray:
-    """Bring a picture from the range that networks want to bytes, at least 64 wide."""
+def _for_display(
+    image: np.ndarray,  # (height, width, channels)
+) -> np.ndarray:
+    """Rescale an image to bytes, and enlarge it to about 64 pixels."""
     values = np.asarray(image, np.float32)
     low, high = values.min(), values.max()
     values = (values - low) / (high - low if high > low else 1.0) * 255
@@ -162,13 +165,13 @@ def _displayed(image: np.ndarray) -> np.ndarray:
 
 
 def class_names(images: ImageData, dataset: str) -> list[str]:
-    """Return what the classes are called, or their numbers."""
-    known = getattr(images.training, "classes", None) or _NAMES.get(dataset)
+    """Return the names of the classes, or their numbers if they have none."""
+    known = getattr(images.training, "classes", None) or _CLASS_NAMES.get(dataset)
     return list(known or map(str, range(images.num_classes)))
 
 
-def on_host(weights: Any) -> Any | None:
-    """Return weights that this process can read in whole; None if it cannot."""
+def _fetch_weights(weights: Any) -> Any | None:
+    """Copy weights to the host; return None if this process has only a part of them."""
     leaves = jax.tree.leaves(weights)
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         return jax.device_get(weights)

@@ -1,4 +1,4 @@
-"""What is done to the images of each data set, alike on the host and on the device."""
+"""Preprocessing of each data set, the same on the host and on the device."""
 
 import functools
 from collections.abc import Callable
@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn import device_images
-from millrace.data import augment
+from millrace.apps.cnn import augment as on_device
+from millrace.apps.cnn.models.spec import has_small_images
+from millrace.data import augment as on_host
 from millrace.data.catalog import CATALOG
 from millrace.data.mnist import DIGITS_MAX_PIXEL
 
-_IMAGENET = CATALOG["imagenet"]
-_STATISTICS = {"mean": _IMAGENET.mean, "std": _IMAGENET.std}
-_MEAN_OF_BYTES = (123.68, 116.78, 103.94)
-"""As the references have it where they do not normalize."""
+_IMAGENET = {"mean": CATALOG["imagenet"].mean, "std": CATALOG["imagenet"].std}
+_IMAGENET_BYTES_MEAN = (123.68, 116.78, 103.94)  # as in Graphcore's applications
 
 
-class Preparation(NamedTuple):
-    """To the range the networks expect; then, in training, at random."""
+class Preprocessing(NamedTuple):
+    """Scaling to the range that models expect, and random augmentation for training."""
 
     scale_on_host: Callable[[np.ndarray], np.ndarray]
     scale_on_device: Callable[[jax.Array], jax.Array]
@@ -28,41 +27,41 @@ class Preparation(NamedTuple):
     augment_on_device: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-def preparation(dataset: str, *, normalize: bool = True) -> Preparation:
-    """Return what is done to images of a data set.
+def get_preprocessing(dataset: str, *, normalize: bool = True) -> Preprocessing:
+    """Return the preprocessing of a data set.
 
     Args:
-        dataset: Its name.
-        normalize: Whether pictures of any size are scaled, or only their mean is
-            subtracted.
+        dataset: The name of the data set.
+        normalize: Whether large images are normalized, or only their mean is subtracted.
     """
     if dataset.startswith("cifar"):
-        return Preparation(
-            augment.standardize,
-            device_images.standardize,
-            (augment.pad_and_crop, augment.random_flip),
-            device_images.random_crop_and_flip,
+        return Preprocessing(
+            on_host.standardize,
+            on_device.standardize,
+            (on_host.pad_and_crop, on_host.random_flip),
+            on_device.random_crop_and_flip,
         )
-    if dataset in ("imagenet", "imagefolder"):  # the host has cropped, and maybe flipped
-        if not normalize:
-            mean = _MEAN_OF_BYTES
-            return Preparation(
-                lambda image: as_float(image) - np.array(mean, np.float32),
-                lambda image: image.astype(jnp.float32) - jnp.array(mean, jnp.float32),
-                augment_on_device=device_images.random_flip,
-            )
-        return Preparation(
-            functools.partial(augment.normalize, **_STATISTICS),
-            functools.partial(device_images.normalize, **_STATISTICS),
-            augment_on_device=device_images.random_flip,
+    if has_small_images(dataset):
+        largest = DIGITS_MAX_PIXEL if dataset == "digits" else 255
+        return Preprocessing(
+            lambda images: as_float(images) / largest,
+            lambda images: images.astype(jnp.float32) / largest,
         )
-    largest = DIGITS_MAX_PIXEL if dataset == "digits" else 255
-    return Preparation(
-        lambda image: as_float(image) / largest,
-        lambda image: image.astype(jnp.float32) / largest,
+    # The host has already cropped these images, and flipped them if it scales them.
+    if normalize:
+        return Preprocessing(
+            functools.partial(on_host.normalize, **_IMAGENET),
+            functools.partial(on_device.normalize, **_IMAGENET),
+            augment_on_device=on_device.random_flip,
+        )
+    mean = np.array(_IMAGENET_BYTES_MEAN, np.float32)
+    return Preprocessing(
+        lambda images: as_float(images) - mean,
+        lambda images: images.astype(jnp.float32) - jnp.array(mean),
+        augment_on_device=on_device.random_flip,
     )
 
 
-def as_float(image: np.ndarray) -> np.ndarray:
-    """Widen to what travels where bytes do not."""
-    return image.astype(np.float32)
+def as_float(images: np.ndarray) -> np.ndarray:
+    """Convert bytes to float32."""
+    return images.astype(np.float32)

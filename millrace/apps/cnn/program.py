@@ -1,4 +1,4 @@
-"""The recipe: what is learned, by which optimizer, and how it is measured."""
+"""The training program: model, loss, optimizer, learning rate and metrics."""
 
 import dataclasses
 import functools
@@ -9,120 +9,110 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.cnn import models
-from millrace.apps.cnn.augment import Mixing, draw, mix_images, mix_labels
+from millrace.apps.cnn.augment import Mixing, draw_mix, mix_images, mix_labels
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.models import catalog
 from millrace.loop.event_schedule import EventSchedule
 from millrace.nn.layered_loss import LayeredLoss
-from millrace.nn.layers import Layer, apply_layers
+from millrace.nn.layers import Layer, apply_layers, init_shapes
 from millrace.nn.losses import correct, cross_entropy
 from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
 from millrace.program.evaluate import MetricFn
 from millrace.program.learning_rate import learning_rate_schedule
 from millrace.program.optimizers import build_optimizer
 from millrace.program.replicas import REPLICA_AXIS
+from millrace.program.step import Weights
 from millrace.program.training import TrainingProgram, training_program
 
 
-def model_of(config: CnnConfig, images: ImageData) -> list[Layer]:
-    """Return the network, with as many outputs as the data set has classes."""
-    return models.build(
-        config.resolved_model, images.num_classes, norm_factory(config), **config.network
+def build_model(config: CnnConfig, images: ImageData) -> list[Layer]:
+    """Return the layers of the model, with one output per class."""
+    return catalog.build_layers(
+        config.resolved_model, images.num_classes, build_norm(config), **config.network
     )
 
 
-def program_of(
+def weight_shapes(config: CnnConfig, images: ImageData, model: list[Layer]) -> Weights:
+    """Return the shapes and types of the weights, as checkpoints hold them."""
+    example = np.zeros((1, *images.image_shape), np.float32)
+    params, model_state = init_shapes(model, example)
+    dtype = jnp.dtype(config.plan.types.weights)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
+    return Weights(params, model_state)
+
+
+def build_program(
     config: CnnConfig, images: ImageData, model: list[Layer], schedule: EventSchedule
 ) -> TrainingProgram:
-    """Return the training loop: the model's loss, the optimizer and the plan."""
-    learning_rate = learning_rate_of(config, schedule)
+    """Return the training program: the loss and the optimizer under the plan."""
+    learning_rate = build_learning_rate(config, schedule)
     optimizer = build_optimizer(
-        config.optimizer,
-        config.optimizer_params,
+        config.recipe.optimizer,
+        config.recipe.optimizer_params,
         learning_rate=learning_rate,
-        weight_decay=config.weight_decay,
-        l2_regularization=config.l2_regularization,
-        decay_kernels_only=config.decay_kernels_only,
-        global_batch_size=config.batching.global_batch_size,
+        weight_decay=config.recipe.weight_decay,
+        l2_regularization=config.recipe.l2_regularization,
+        decay_kernels_only=config.recipe.decay_kernels_only,
+        global_batch_size=config.plan.batching.global_batch_size,
     )
-    splits = models.split_points(model, config.pipeline_splits)
+    splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
     return training_program(
-        loss_of(model, images, config),
+        build_loss(config, images, model),
         optimizer,
-        dataclasses.replace(config, pipeline_splits=splits),
+        dataclasses.replace(config.plan, pipeline_splits=splits),
         watch={"learning_rate": learning_rate},
     )
 
 
-def learning_rate_of(config: CnnConfig, schedule: EventSchedule) -> optax.Schedule:
-    """Return the learning rate of each update."""
-    return learning_rate_schedule(
-        config.lr_schedule,
-        config.lr_schedule_params,
-        global_batch_size=config.batching.global_batch_size,
-        updates_per_epoch=schedule.updates_per_epoch,
-        warmup=config.lr_warmup_params,
-        staircase=config.lr_staircase,
-    )
+def build_loss(config: CnnConfig, images: ImageData, model: list[Layer]) -> LayeredLoss:
+    """Return the loss and accuracy of a micro-batch.
 
-
-def warnings_about_rate(config: CnnConfig, schedule: EventSchedule) -> list[str]:
-    """Say where the learning rate has come down to 0 long before the run's end."""
-    starts = np.arange(0, schedule.total_updates, schedule.updates_per_epoch)
-    rates = np.asarray(jax.jit(jax.vmap(learning_rate_of(config, schedule)))(starts))
-    learns_until = 1 + max(np.flatnonzero(rates > 0), default=-1)
-    if learns_until >= len(starts) - 1:
-        return []
-    decays = "epochs_to_total_decay" in config.lr_schedule_params
-    where = f"from epoch {learns_until} of {len(starts)} on"
-    return [
-        f"The learning rate is {rates[-1]:g} {where}: nothing is learned there. Change "
-        f"{'epochs_to_total_decay in ' if decays else ''}--lr-schedule-params, or "
-        "--num-epochs."
-    ]
-
-
-def loss_of(model: list[Layer], images: ImageData, config: CnnConfig) -> LayeredLoss:
-    """Return the loss of a micro-batch, and its accuracy.
-
-    Where samples are blended, accuracy is by the label with the largest share: the
+    If samples are blended, the accuracy is that of the label with the largest share, the
     sample's own.
     """
-    mixing = Mixing(config.mixup_alpha, config.cutmix_lambda)
-    side = images.image_shape[:2]
+    options = config.recipe
+    mixing = Mixing(options.mixup_alpha, options.cutmix_lambda)
+    height, width, _ = images.image_shape
 
+    # In a pipeline, inputs run in the first stage and targets in the last. Both draw the
+    # same blend from the key of the micro-batch.
     def inputs(batch: Any, key: jax.Array) -> jax.Array:
-        image = images.prepare(batch["image"], key)
-        if not config.mixes:
+        image = images.preprocess(batch["image"], key)
+        if not options.mixes_samples:
             return image
-        return mix_images(image, draw(mixing, key, len(image), *side))
+        return mix_images(image, draw_mix(mixing, key, len(image), height, width))
 
     def targets(batch: Any, key: jax.Array) -> Any:
         label = batch["label"]
-        if not config.mixes:
+        if not options.mixes_samples:
             return [(label, None)]
-        return mix_labels(label, draw(mixing, key, len(label), *side), *side)
+        draw = draw_mix(mixing, key, len(label), height, width)
+        return mix_labels(label, draw, height, width)
 
-    def outputs(logits: jax.Array, parts: Any) -> Any:
+    def outputs(
+        logits: jax.Array,  # (batch, classes)
+        labels_and_shares: Any,
+    ) -> Any:
         loss = jnp.float32(0)
-        for label, share in parts:
-            each = cross_entropy(
-                logits, label, config.label_smoothing, over=config.label_smoothing_over
+        for label, share in labels_and_shares:
+            losses = cross_entropy(
+                logits, label, options.label_smoothing, over=options.label_smoothing_over
             )
-            loss += (each if share is None else share * each).mean()
-        return loss, {"accuracy": correct(logits, parts[0][0]).mean()}
+            loss += (losses if share is None else share * losses).mean()
+        own_label, _ = labels_and_shares[0]
+        return loss, {"accuracy": correct(logits, own_label).mean()}
 
-    shape = (config.micro_batch_size, *images.image_shape)
+    shape = (config.plan.micro_batch_size, *images.image_shape)
     example = {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
     return LayeredLoss(model, inputs, outputs, example, targets)
 
 
-def metrics_of(model: list[Layer], images: ImageData) -> MetricFn:
-    """Return what validation measures of each sample."""
+def build_metrics(model: list[Layer], images: ImageData) -> MetricFn:
+    """Return the function that computes loss and accuracy of each validation sample."""
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
-        image = images.prepare(batch["image"], None)
+        image = images.preprocess(batch["image"], None)
         logits, _ = apply_layers(model, params, model_state, image, training=False)
         return {
             "loss": cross_entropy(logits, batch["label"]),
@@ -132,17 +122,43 @@ def metrics_of(model: list[Layer], images: ImageData) -> MetricFn:
     return metric_fn
 
 
-def norm_factory(config: CnnConfig) -> NormFactory:
-    """Return what makes the model's normalization layers."""
-    options = {key: value for key, value in config.norm_layer.items() if key != "name"}
-    if config.norm_layer["name"] == "group_norm":
+def build_learning_rate(config: CnnConfig, schedule: EventSchedule) -> optax.Schedule:
+    """Return the learning rate as a function of the update."""
+    return learning_rate_schedule(
+        config.recipe.lr_schedule,
+        config.recipe.lr_schedule_params,
+        global_batch_size=config.plan.batching.global_batch_size,
+        updates_per_epoch=schedule.updates_per_epoch,
+        warmup=config.recipe.lr_warmup_params,
+        staircase=config.recipe.lr_staircase,
+    )
+
+
+def learning_rate_warnings(config: CnnConfig, schedule: EventSchedule) -> list[str]:
+    """Warn if the learning rate is 0 long before the end of the run."""
+    starts = np.arange(0, schedule.total_updates, schedule.updates_per_epoch)
+    rates = np.asarray(jax.jit(jax.vmap(build_learning_rate(config, schedule)))(starts))
+    first_zero = 1 + max(np.flatnonzero(rates > 0), default=-1)
+    if first_zero >= len(starts) - 1:
+        return []
+    decays = "epochs_to_total_decay" in config.recipe.lr_schedule_params
+    return [
+        f"The learning rate is {rates[-1]:g} from epoch {first_zero} of {len(starts)} on: "
+        "nothing is learned from there. Change "
+        f"{'epochs_to_total_decay in ' if decays else ''}--lr-schedule-params, or "
+        "--num-epochs."
+    ]
+
+
+def build_norm(config: CnnConfig) -> NormFactory:
+    """Return the factory of the model's normalization layers."""
+    options = dict(config.model.norm_layer)
+    if options.pop("name") == "group_norm":
         return functools.partial(group_norm, **options)
     groups = None
-    if config.dbn_replica_group_size > 1:
-        groups = ReplicaGroups(
-            REPLICA_AXIS, config.num_replicas, config.dbn_replica_group_size
-        )
-    options = {"momentum": config.bn_momentum} | options
+    if (group_size := config.model.dbn_replica_group_size) > 1:
+        groups = ReplicaGroups(REPLICA_AXIS, config.plan.num_replicas, group_size)
+    options = {"momentum": config.model.bn_momentum} | options
     return functools.partial(
-        batch_norm, stable=config.stable_norm, groups=groups, **options
+        batch_norm, stable=config.model.stable_norm, groups=groups, **options
     )

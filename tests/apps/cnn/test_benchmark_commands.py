@@ -1,6 +1,6 @@
-"""The training commands of Graphcore's TensorFlow 1 benchmarks, word for word.
+"""The training commands of Graphcore's TensorFlow 1 benchmarks, verbatim.
 
-``poprun`` gives the number of replicas where the command does not.
+The number of replicas comes from ``poprun`` if the command does not have it.
 """
 
 import json
@@ -10,12 +10,12 @@ import shlex
 
 import pytest
 
-from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.program import norm_factory
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import plan_events
 from millrace.cli import main
-from millrace.config import ConfigurationError, parse
+from millrace.config import ConfigurationError, option_value, parse
 
 IMAGES = 1_281_167
 
@@ -61,7 +61,7 @@ COMMANDS = {
         "--batch-size 6 --pipeline --gradient-accumulation-count 16", "--standard-imagenet"
     )
     + POPRUN[8],
-    # The README's two "standard" commands are these as well.
+    # The two "standard" commands in the README are the same.
     "efficientnet m2000": EFFICIENTNET.format(2),
     "efficientnet pod16": EFFICIENTNET.format(1) + POPRUN[4],
 }
@@ -82,82 +82,88 @@ def parsed(words):
         ("efficientnet pod16", 800, 1601, 100),
     ],
 )
-def test_batches_updates_and_lines_are_those_of_the_reference(
-    name, batch, updates, per_line
-):
+def test_batches_updates_and_logs_are_those_of_the_original(name, batch, updates, per_line):
     config = parsed(COMMANDS[name])
     schedule = plan_events(config, IMAGES)
-    assert config.batching.global_batch_size == batch
+    assert config.plan.batching.global_batch_size == batch
     assert schedule.updates_per_epoch == updates
     assert schedule.periods["log"] == per_line
     assert not schedule.warnings
-    assert config.validation is False
-    assert (config.pipeline_schedule, config.recomputation) == ("grouped", True)
-    assert config.optimizer_state_offloading is False
-    model = models.build(
-        config.resolved_model, 1000, norm_factory(config), **config.network
+    assert config.workflow.validation is False
+    assert (config.plan.pipeline_schedule, config.plan.recomputation) == ("grouped", True)
+    assert config.plan.optimizer_state_offloading is False
+    model = catalog.build_layers(
+        config.resolved_model, 1000, build_norm(config), **config.network
     )
     names = [layer.name for layer in model]
-    splits = models.split_points(model, config.pipeline_splits)
-    assert len(splits) + 1 == config.num_stages == config.shards
+    splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
+    assert len(splits) + 1 == config.plan.num_stages == config.graphcore.shards
     assert [names.index(str(split)) for split in splits]
 
 
-def test_the_resnet_command_means_what_it_says():
+def test_the_resnet_command_sets_the_expected_options():
     config = parsed(COMMANDS["resnet50 m2000"])
     assert config.model_title == "resnet 50"
-    assert config.norm_layer["name"] == "batch_norm"
-    assert config.optimizer == "sgd" and config.optimizer_params == {"momentum": 0.9}
-    assert config.eight_bit_transfer and config.accelerator_side_preprocess
-    assert config.precision == "16.32"
+    assert config.model.norm_layer["name"] == "batch_norm"
+    assert config.recipe.optimizer == "sgd" and config.recipe.optimizer_params == {
+        "momentum": 0.9
+    }
+    assert config.data.eight_bit_transfer and config.data.accelerator_side_preprocess
+    assert config.plan.precision == "16.32"
     # 2^-11 per sample, divided by ten four times, warming up for five epochs
-    assert config.lr_schedule == "stepped"
-    assert config.lr_schedule_params["values"][0] == 2**-11 * 16_384
-    assert config.lr_schedule_params["boundaries"] == [0.3, 0.6, 0.8, 0.9]
-    assert config.lr_warmup_params == {"warmup_mode": "mask", "warmup_epochs": 5}
-    assert config.l2_regularization == 1e-4 and config.decay_kernels_only
+    assert config.recipe.lr_schedule == "stepped"
+    assert config.recipe.lr_schedule_params["values"][0] == 2**-11 * 16_384
+    assert config.recipe.lr_schedule_params["boundaries"] == [0.3, 0.6, 0.8, 0.9]
+    assert config.recipe.lr_warmup_params == {"warmup_mode": "mask", "warmup_epochs": 5}
+    assert config.recipe.l2_regularization == 1e-4 and config.recipe.decay_kernels_only
 
 
-def test_the_resnext_command_means_what_it_says():
+def test_the_resnext_command_sets_the_expected_options():
     config = parsed(COMMANDS["resnext101 m2000"])
-    assert config.norm_layer == {
+    assert config.model.norm_layer == {
         "name": "group_norm", "num_groups": 32, "epsilon": 1e-6}  # fmt: skip
-    assert (config.num_epochs, config.num_replicas) == (2, 2)
-    assert config.lr_schedule_params == {
+    assert (config.workflow.num_epochs, config.plan.num_replicas) == (2, 2)
+    assert config.recipe.lr_schedule_params == {
         "initial_learning_rate": 2**-11, "epochs_to_total_decay": 2}  # fmt: skip
-    assert (config.label_smoothing, config.label_smoothing_over) == (0.1, "others")
+    assert (config.recipe.label_smoothing, config.recipe.label_smoothing_over) == (
+        0.1,
+        "others",
+    )
 
 
-def test_the_efficientnet_command_means_what_it_says():
+def test_the_efficientnet_command_sets_the_expected_options():
     config = parsed(COMMANDS["efficientnet m2000"])
-    assert (config.group_dim, config.expand_ratio) == (16, 4)
+    assert (config.model.group_dim, config.model.expand_ratio) == (16, 4)
     assert config.resolved_image_size == 380
-    assert config.norm_layer["num_groups"] == 4 and config.norm_layer["epsilon"] == 1e-3
-    assert config.optimizer == "rmsprop"
-    assert config.optimizer_params == {
+    assert (
+        config.model.norm_layer["num_groups"] == 4
+        and config.model.norm_layer["epsilon"] == 1e-3
+    )
+    assert config.recipe.optimizer == "rmsprop"
+    assert config.recipe.optimizer_params == {
         "momentum": 0.9,
         "base_decay_exponent": -14,
         "epsilon": 0.001,
         "initial_accumulator": 1.0,
     }
-    assert config.lr_schedule_params == {
+    assert config.recipe.lr_schedule_params == {
         "initial_learning_rate": 2**-14,
         "epochs_to_total_decay": 2,
         "num_decays": 146,
         "decay_rate": 0.97,
     }
-    assert (config.mixup_alpha, config.cutmix_lambda) == (0.2, 0.85)
-    assert config.weight_avg_exp == [0.97]
-    assert config.label_smoothing == 0.1  # the family's own, on ImageNet
-    assert config.l2_regularization == 1e-5
+    assert (config.recipe.mixup_alpha, config.recipe.cutmix_lambda) == (0.2, 0.85)
+    assert config.recipe.weight_avg_exp == [0.97]
+    assert config.recipe.label_smoothing == 0.1  # the default of the family on ImageNet
+    assert config.recipe.l2_regularization == 1e-5
 
 
-def test_the_validation_commands_words_are_understood():
+def test_options_of_the_validation_commands_are_accepted():
     words = (
         "--model resnet --model-size 50 --dataset imagenet --batch-size 1 {} --batch-norm"
     )
-    assert parsed(words.format("--synthetic-data")).synthetic == "device"
-    assert parsed(words.format("--generated-data --eight-bit-io")).synthetic == "host"
+    assert parsed(words.format("--synthetic-data")).data.synthetic == "device"
+    assert parsed(words.format("--generated-data --eight-bit-io")).data.synthetic == "host"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_the_validation_commands_words_are_understood():
                 "epochs_to_total_decay": 40, "end_learning_rate_ratio": 1e-5, "power": 2},
             "lr_warmup_params": {"warmup_mode": "shift", "warmup_epochs": 5}}),
         ("--model resnet --lr-warmup-params None", {"lr_warmup_params": None}),
-        # Other models have no recipe, but the words mean the same.
+        # Other models have no recipe, but the shorthands work.
         ("--model resnet50 --optimiser momentum", {"optimizer_params": {"momentum": 0.9}}),
         ("--momentum 0.5", {"optimizer_params": {"momentum": 0.5}}),
         ("--base-learning-rate -10", {
@@ -201,35 +207,39 @@ def test_the_validation_commands_words_are_understood():
     ],
     ids=str,
 )  # fmt: skip
-def test_words_stand_for_options_and_families_have_recipes(words, options):
+def test_shorthands_and_recipes_of_families_set_options(words, options):
     config = parsed(words + " --gradient-accumulation-count 6")
-    assert {name: getattr(config, name) for name in options} == options
+    found = {
+        name: config.model_title if name == "model_title" else option_value(config, name)
+        for name in options
+    }
+    assert found == options
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("--pipeline", "pipeline needs pipeline_splits, or shards.*got neither"),
+        ("--pipeline", "pipeline needs pipeline_splits, or .*got neither"),
         ("--pipeline --shards 1", "got shards 1"),
         ("--shards 2", "divides the model only in a pipeline"),
         ("--pipeline --shards 4 --pipeline-splits a b", "needs 3 pipeline_splits; got 2"),
         ("--pipeline False --pipeline-splits a", "pipeline is False"),
-        ("--batch-norm --groups 4", "groups is about group norm"),
+        ("--batch-norm --groups 4", "groups is for group norm"),
         ("--groups 0", "groups must be at least 1"),
-        ("--generated-data --synthetic-data", "got synthetic_data device as well"),
-        ("--eight-bit-io --eight-bit-transfer False", "eight_bit_transfer True; got"),
+        ("--generated-data --synthetic-data", "but synthetic_data is device"),
+        ("--eight-bit-io --eight-bit-transfer False", "eight_bit_transfer True, but"),
         ("--model resnet --dataset imagenet --optimizer lars", "give base_learning_rate"),
         ("--normalise-input False", "normalize_input is for imagenet"),
     ],
     ids=str,
 )
-def test_words_that_contradict_each_other_are_refused(words, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_contradicting_options_are_rejected(words, message):
+    with pytest.raises(ConfigurationError, match=message):
         parsed(words)
 
 
 SHRUNKEN = " --generated-data --image-size 32 --batch-size 2 --weight-updates-per-epoch 1"
-"""The same splits in the smallest network that has them all."""
+"""Small images and batches; each test adds the smallest network that has all splits."""
 
 
 @pytest.mark.slow
@@ -247,7 +257,7 @@ SHRUNKEN = " --generated-data --image-size 32 --batch-size 2 --weight-updates-pe
          "--replicas 2", 8),
     ],
 )  # fmt: skip
-def test_every_command_trains_when_it_is_made_small(
+def test_every_command_trains_a_small_model(
     name, smaller, devices, tmp_path, monkeypatch, capsys
 ):
     logger = logging.getLogger("millrace")
@@ -257,11 +267,11 @@ def test_every_command_trains_when_it_is_made_small(
     with pytest.raises(SystemExit) as left:
         main(["cnn", "train", *words, "--run-dir", "run"])
     logger.handlers, logger.level, logger.propagate = kept
-    said = capsys.readouterr().err
-    assert left.value.code == 0, said
+    output = capsys.readouterr().err
+    assert left.value.code == 0, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["device"]["count"] == devices
-    assert summary["updates"] == parsed(COMMANDS[name]).num_epochs
+    assert summary["updates"] == parsed(COMMANDS[name]).workflow.num_epochs
     assert math.isfinite(summary["metrics"]["train_loss"])
     averaged = "efficientnet" in name
     assert ("weight_avg_exp_0.97" in summary.get("weight_averages", {})) == averaged

@@ -1,23 +1,25 @@
+"""Data sets of small images, preprocessed on the host or on the device."""
+
 import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import data, device_images
+from millrace.apps.cnn import augment, data
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.preprocessing import preparation
+from millrace.apps.cnn.preprocessing import get_preprocessing
 from millrace.config import ConfigurationError, build
 from millrace.data import cifar as cifar_files
 
 
 @pytest.fixture(autouse=True)
 def small_cifar(monkeypatch):
-    """Let files of 20 images pass for whole ones."""
+    """Accept files of 20 images as complete."""
     monkeypatch.setattr(cifar_files, "_num_images", lambda name, layout, file: 20)
 
 
 @pytest.fixture(scope="module")
 def cifar_folder(tmp_path_factory):
-    """The official binary layout, with 20 random pictures a file instead of 10,000."""
+    """The official binary layout, with 20 random images per file instead of 10,000."""
     folder = tmp_path_factory.mktemp("cifar")
     rng = np.random.default_rng(0)
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
@@ -28,7 +30,8 @@ def cifar_folder(tmp_path_factory):
 
 
 def images(folder, **options):
-    return data.load(CnnConfig(dataset="cifar10", dataset_path=folder, **options))
+    given = {"dataset": "cifar10", "dataset_path": folder, **options}
+    return data.load(build(CnnConfig, given))
 
 
 def standardized(image):
@@ -40,68 +43,68 @@ def standardized(image):
 BYTES = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
 
 
-def test_validation_images_are_the_same_wherever_they_are_prepared(cifar_folder):
+def test_validation_images_are_the_same_preprocessed_on_host_or_device(cifar_folder):
     prepared = []
     for options in [{}, {"accelerator_side_preprocess": True}, BYTES]:
         loaded = images(cifar_folder, **options)
         batch = loaded.validation[np.arange(8)]["image"]
-        prepared.append((batch.dtype, np.asarray(loaded.prepare(batch, None))))
+        prepared.append((batch.dtype, np.asarray(loaded.preprocess(batch, None))))
     assert [str(dtype) for dtype, _ in prepared] == ["float32", "float32", "uint8"]
     raw = images(cifar_folder, **BYTES).validation[np.arange(8)]["image"]
     for _, image in prepared:
         np.testing.assert_allclose(image, standardized(raw), atol=1e-4)
 
 
-def cut_out(raw, top, left, flipped):
-    """The oracle: pad the standardized picture with zeros, cut, mirror; one at a time."""
+def crop(raw, top, left, flipped):
+    """Pad standardized images with zeros, crop and mirror them, one at a time."""
     padded = np.pad(standardized(raw), ((0, 0), (4, 4), (4, 4), (0, 0)))
     cut = [p[t : t + 32, x : x + 32] for p, t, x in zip(padded, top, left, strict=True)]
     return np.stack([c[:, ::-1] if f else c for c, f in zip(cut, flipped, strict=True)])
 
 
-def places_found(raw, prepared):
-    """Find the window and side of each prepared picture; each must fit exactly one."""
+def find_crops(raw, prepared):
+    """Return the crop and flip of each image; exactly one must match."""
     found = []
     for before, after in zip(raw, prepared, strict=True):
         top, left, flipped = np.unravel_index(np.arange(162), (9, 9, 2))
-        candidates = cut_out(np.repeat(before[None], 162, 0), top, left, flipped)
+        candidates = crop(np.repeat(before[None], 162, 0), top, left, flipped)
         fits = np.abs(candidates - after).max((1, 2, 3)) < 1e-3
         assert fits.sum() == 1
         found.append(int(fits.argmax()))
     return found
 
 
-def test_the_device_crops_and_flips_where_it_is_told(cifar_folder):
+def test_the_device_crops_and_flips_at_the_given_offsets(cifar_folder):
     raw = images(cifar_folder, **BYTES).training[np.arange(81)]["image"]
     top, left = np.divmod(np.arange(81), 9)
     flipped = np.arange(81) % 2 == 0
-    cut = device_images.crop_and_flip(device_images.standardize(raw), top, left, flipped)
-    np.testing.assert_allclose(cut, cut_out(raw, top, left, flipped), atol=1e-4)
-    assert np.all(np.asarray(cut)[0, :4] == 0)  # the padding is the picture's mean
+    cut = augment.crop_and_flip(augment.standardize(raw), top, left, flipped)
+    np.testing.assert_allclose(cut, crop(raw, top, left, flipped), atol=1e-4)
+    assert np.all(np.asarray(cut)[0, :4] == 0)  # zero is the mean of the image
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_every_training_image_has_a_window_and_a_side_of_its_own(cifar_folder, place):
+def test_every_training_image_is_cropped_and_flipped_independently(cifar_folder, place):
     raw = images(cifar_folder, **BYTES).training[np.arange(60)]["image"]
     if place == "device":
         loaded = images(cifar_folder, **BYTES)
-        prepared = loaded.prepare(raw, jax.random.key(0))
-        again = loaded.prepare(raw, jax.random.key(0))
-        other = loaded.prepare(raw, jax.random.key(1))
+        prepared = loaded.preprocess(raw, jax.random.key(0))
+        again = loaded.preprocess(raw, jax.random.key(0))
+        other = loaded.preprocess(raw, jax.random.key(1))
     else:
         transform = images(cifar_folder).transform
         prepared, again, other = (
             transform({"image": raw}, np.random.default_rng(seed))["image"]
             for seed in (0, 0, 1)
         )
-    found = places_found(raw, np.asarray(prepared))
+    found = find_crops(raw, np.asarray(prepared))
     assert len({place // 2 for place in found}) > 25
     assert 15 <= sum(place % 2 for place in found) <= 45
     np.testing.assert_array_equal(prepared, again)
     assert not np.array_equal(prepared, other)
 
 
-def test_bytes_are_gathered_and_nothing_else(cifar_folder):
+def test_the_host_only_gathers_bytes_for_eight_bit_transfer(cifar_folder):
     loaded = images(cifar_folder, **BYTES)
     assert loaded.transform is None
     batch = loaded.training[np.array([3, 1])]
@@ -109,30 +112,30 @@ def test_bytes_are_gathered_and_nothing_else(cifar_folder):
     np.testing.assert_array_equal(batch["image"], loaded.training.arrays["image"][[3, 1]])
 
 
-def test_the_device_prepares_in_single_precision_for_the_compute_type(cifar_folder):
+def test_the_device_preprocesses_in_float32_and_rounds_to_the_compute_type(cifar_folder):
     loaded = images(cifar_folder, **BYTES, precision="16.32")
     raw = loaded.validation[np.arange(8)]["image"]
-    prepared = loaded.prepare(raw, None)
+    prepared = loaded.preprocess(raw, None)
     assert prepared.dtype == np.float16 or str(prepared.dtype) == "bfloat16"
-    exact = np.asarray(device_images.standardize(raw)).astype(prepared.dtype)
+    exact = np.asarray(augment.standardize(raw)).astype(prepared.dtype)
     np.testing.assert_array_equal(np.asarray(prepared), exact)
 
 
-def test_an_even_picture_becomes_zeros():
-    even = np.full((1, 32, 32, 3), 7, np.uint8)
-    np.testing.assert_array_equal(device_images.standardize(even), 0)
+def test_a_constant_image_becomes_zeros():
+    constant = np.full((1, 32, 32, 3), 7, np.uint8)
+    np.testing.assert_array_equal(augment.standardize(constant), 0)
 
 
 def test_mnist_and_digits_are_scaled():
     white = np.full((1, 2, 2, 1), 255, np.uint8)
-    scaled = preparation("mnist")
+    scaled = get_preprocessing("mnist")
     assert float(scaled.scale_on_host(white).max()) == 1.0
     assert float(scaled.scale_on_device(white).max()) == 1.0
     for options in ({}, {"accelerator_side_preprocess": True}, BYTES):
-        loaded = data.load(CnnConfig(**options))
+        loaded = data.load(build(CnnConfig, options))
         batch = loaded.validation[np.arange(360)]["image"]
         assert (batch.dtype == np.uint8) == (options is BYTES)
-        prepared = np.asarray(loaded.prepare(batch, None))
+        prepared = np.asarray(loaded.preprocess(batch, None))
         assert (prepared.min(), prepared.max()) == (0, 1)
         assert len(np.unique(prepared)) == 17
 
@@ -140,32 +143,3 @@ def test_mnist_and_digits_are_scaled():
 def test_a_missing_data_set_names_the_files_and_the_folder(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no cifar10 in .*data_batch_1.bin"):
         images(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "dataset", "model"),
-    [
-        ({}, "digits", "digits_cnn"),
-        ({"model_name": "cifar_resnet8"}, "cifar10", "cifar_resnet8"),
-        ({"dataset": "mnist"}, "mnist", "toy_model"),
-        ({"model_name": "digits_cnn"}, "digits", "digits_cnn"),
-    ],
-)
-def test_what_is_not_given_follows_from_what_is(options, dataset, model):
-    config = build(CnnConfig, options)
-    assert (config.resolved_dataset, config.resolved_model) == (dataset, model)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"eight_bit_transfer": True}, "accelerator_side_preprocess must be on"),
-        ({"norm_layer": {"name": "layer_norm"}}, "must be batch_norm or .*group_norm"),
-        ({"norm_layer": {"name": "group_norm"}}, "only one of them; got neither"),
-        ({"norm_layer": {"name": "batch_norm", "groups": 2}}, "got groups as well"),
-        ({"num_replicas": 4, "dbn_replica_group_size": 3}, "cannot be divided into groups"),
-    ],
-)
-def test_combinations_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        build(CnnConfig, options)

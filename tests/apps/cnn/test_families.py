@@ -1,4 +1,4 @@
-"""Networks that come in sizes: their parameters, their names, their parts."""
+"""Families of models: parameters, names, blocks."""
 
 import functools
 from unittest import mock
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.families import Scaled, find_size
+from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.models.efficientnet import efficientnet, squeeze_excite
+from millrace.apps.cnn.models.spec import EfficientNetShape, find_size
 from millrace.config import ConfigurationError, build
 from millrace.nn.layers import Call, apply_layers, init_layers, init_shapes, num_parameters
 from millrace.nn.norms import batch_norm, group_norm
 
 GROUP_NORM = functools.partial(group_norm, num_groups=4)
 
-# Only shapes are wanted, and on CPU a depthwise convolution is many operations.
+# Only shapes are needed, and on CPU a depthwise convolution is many operations.
 quick_shapes = mock.patch("jax.default_backend", lambda: "gpu")
 
 
@@ -26,7 +26,7 @@ def network(family, size, *, small=False, norm=GROUP_NORM, classes=1000, **optio
     shape = find_size(family, size, small=small).shape
     if family != "efficientnet":
         options["small"] = small
-    return models.build(family, classes, norm, shape=shape, **options)
+    return catalog.build_layers(family, classes, norm, shape=shape, **options)
 
 
 @quick_shapes
@@ -38,7 +38,7 @@ def parameters(model, size):
 @pytest.mark.parametrize(
     ("family", "size", "options", "count"),
     [
-        # torchvision's counts
+        # from torchvision
         ("resnet", "18", {}, 11_689_512),
         ("resnet", "50", {}, 25_557_032),
         pytest.param("resnet", "34", {}, 21_797_672, marks=pytest.mark.slow),
@@ -49,7 +49,7 @@ def parameters(model, size):
             "resnext", "101", {"group_dim": 8}, 88_791_336, marks=pytest.mark.slow
         ),
         pytest.param("efficientnet", "7", {}, 66_347_960, marks=pytest.mark.slow),
-        # The reference's own tests, and what its description gives
+        # from the tests and the README of Graphcore's application
         ("resnext", "14", {}, 9_411_880),
         ("resnext", "101", {}, 44_177_704),
         ("efficientnet", "B0", {}, 5_288_548),
@@ -63,10 +63,10 @@ def test_parameter_counts_are_the_published_ones(family, size, options, count):
     assert parameters(network(family, size, **options), 64) == count
 
 
-def test_networks_for_small_pictures_are_he_et_als():
+def test_networks_for_small_images_are_those_of_he_et_al():
     model = network("resnet", "20", small=True, classes=10)
     assert parameters(model, 32) == 269_722
-    # Both tables have a network of depth 56; the one of bottlenecks is meant.
+    # Depth 56 exists with basic blocks and with bottlenecks, which are used.
     names = {layer.name for layer in network("resnet", "56", small=True)}
     assert "b1/0/conv3" in names
 
@@ -83,16 +83,16 @@ def test_networks_for_small_pictures_are_he_et_als():
          ["block1a/b/conv", "block2a/SE", "block3a/b/conv", "Top/conv"]),
     ],
 )  # fmt: skip
-def test_the_references_split_points_are_layers_or_blocks(family, size, splits, layers):
+def test_graphcores_pipeline_splits_are_layers_or_blocks(family, size, splits, layers):
     model = network(family, size)
     names = [layer.name for layer in model]
-    found = models.split_points(model, splits)
+    found = catalog.find_split_layers(model, splits)
     assert found == (layers or splits)
     places = [names.index(split) for split in found]
     assert places == sorted(places)
     assert len(set(names)) == len(names)
-    assert models.split_points(model, [4]) == [4]
-    assert models.split_points(model, ["nowhere"]) == ["nowhere"]  # refused later
+    assert catalog.find_split_layers(model, [4]) == [4]
+    assert catalog.find_split_layers(model, ["nowhere"]) == ["nowhere"]  # an error later
 
 
 @quick_shapes
@@ -101,7 +101,9 @@ def test_a_network_can_be_split_before_any_layer(family):
     if family == "resnext":
         model = network("resnext", "11", small=True, norm=batch_norm, classes=10)
     else:
-        model = efficientnet(Scaled(0.25, 0.5, 0.2, 32), 10, batch_norm, group_dim=4)
+        model = efficientnet(
+            EfficientNetShape(0.25, 0.5, 0.2, 32), 10, batch_norm, group_dim=4
+        )
     x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
     params, model_state = init_shapes(model, x)
 
@@ -112,14 +114,14 @@ def test_a_network_can_be_split_before_any_layer(family):
 
         return jax.eval_shape(apply, params, model_state, x)
 
-    for layer in model:  # what flows between any two layers is arrays, all the way
+    for layer in model:  # only float32 arrays pass between layers
         x = run([layer], x)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(x))
     assert x.shape == (2, 10)
 
 
-def test_halves_of_a_network_give_what_the_whole_gives():
-    model = efficientnet(Scaled(0.25, 1.0, 0.2, 32), 10, GROUP_NORM)
+def test_two_parts_of_a_network_give_the_output_of_the_whole():
+    model = efficientnet(EfficientNetShape(0.25, 1.0, 0.2, 32), 10, GROUP_NORM)
     model = [layer for layer in model if layer.name.startswith("block2b")]
     x = jax.random.normal(jax.random.key(1), (4, 4, 4, 8))
     params, model_state = init_layers(model, jax.random.key(0), x)
@@ -136,7 +138,7 @@ def test_halves_of_a_network_give_what_the_whole_gives():
     np.testing.assert_allclose(*both(params, x), atol=1e-6)
 
 
-def test_blocks_that_could_be_the_identity_start_as_it():
+def test_blocks_without_a_projection_start_as_the_identity():
     asked = {}
 
     def norm(name, *, zero_scale=False):
@@ -150,7 +152,7 @@ def test_blocks_that_could_be_the_identity_start_as_it():
 
 
 @quick_shapes
-def test_groups_are_channels_over_their_dim():
+def test_the_number_of_groups_is_channels_divided_by_group_dim():
     def kernels(**options):
         model = network("efficientnet", "0", **options)
         params, _ = init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32))
@@ -163,7 +165,7 @@ def test_groups_are_channels_over_their_dim():
     assert modified["block1a/b/conv"] == (3, 3, 16, 32)
 
 
-def test_branches_are_left_out_more_often_the_deeper_they_are():
+def test_deeper_branches_are_dropped_more_often():
     model = network("efficientnet", "0")
     drops = [layer for layer in model if layer.name.endswith("drop_connect")]
     x = {"main": jnp.ones((4000, 1, 1, 2)), "skip": jnp.zeros((4000, 1, 1, 2))}
@@ -172,14 +174,14 @@ def test_branches_are_left_out_more_often_the_deeper_they_are():
         y, _ = layer.apply({}, {}, x, Call(True, jax.random.key(3)))
         return float((y["main"][:, 0, 0, 0] > 0).mean())
 
-    # Of 16 blocks the residual ones; the last, block6d, is the 15th.
+    # Of 16 blocks, 9 are residual; the last one, block6d, is the 15th.
     assert len(drops) == 9
     assert drops[-1].name == "block6d/drop_connect"
     assert kept(drops[-1]) == pytest.approx(1 - 0.2 * 14 / 16, abs=0.03)
     assert kept(drops[0]) == pytest.approx(1 - 0.2 * 2 / 16, abs=0.03)
 
 
-def test_squeeze_and_excite_weighs_channels_by_their_means():
+def test_squeeze_and_excite_scales_channels_by_their_means():
     random = np.random.default_rng(0)
     x = random.standard_normal((3, 4, 5, 6)).astype(np.float32)
     layer = squeeze_excite("SE", 2)
@@ -200,7 +202,7 @@ def test_squeeze_and_excite_weighs_channels_by_their_means():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model_name": "resnet", "model_size": "51"}, "no resnet of size 51.*101, 152"),
         ({"model_name": "resnext", "model_size": "18"}, "no resnext of size 18"),
@@ -220,12 +222,12 @@ def test_squeeze_and_excite_weighs_channels_by_their_means():
     ],
     ids=str,
 )
-def test_a_size_that_is_not_there_is_refused(options, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_invalid_sizes_are_rejected(options, message):
+    with pytest.raises(ConfigurationError, match=message):
         build(CnnConfig, {"dataset": "imagenet"} | options)
 
 
-def test_sizes_decide_the_size_of_pictures():
+def test_the_model_size_determines_the_image_size():
     for options, side in [
         ({"model_name": "EfficientNet", "model_size": 4}, 380),
         ({"model_name": "efficientnet"}, 224),

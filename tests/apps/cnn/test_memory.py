@@ -1,4 +1,4 @@
-"""Training that cannot fit is refused before the first update."""
+"""Training that does not fit in memory is an error before the first update."""
 
 import json
 
@@ -23,24 +23,24 @@ def run(path, *words):
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory):
-    """The memory of a run that is only compiled."""
+    """The memory that the run needs."""
     path = tmp_path_factory.mktemp("memory") / "compiled"
     assert run(path, "--compile-only") == 0
     return json.loads((path / "summary.json").read_text())["memory_bytes"]
 
 
 @pytest.mark.parametrize("words", [[], ["--compile-only"]], ids=" ".join)
-def test_a_micro_batch_too_large_says_what_would_fit(
+def test_a_micro_batch_that_is_too_large_names_one_that_fits(
     words, needed, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(memory, "memory_limit", lambda _: needed * 3 // 4)
     assert run(tmp_path / "run", *words) == 2
     assert not (tmp_path / "run").exists()
-    said = capsys.readouterr().err
-    assert "A micro-batch 64 needs" in said
-    assert "largest power of two that fits is 32. Lower --micro-batch-size" in said
+    output = capsys.readouterr().err
+    assert "A micro-batch 64 needs" in output
+    assert "largest power of two that fits is 32. Lower --micro-batch-size" in output
 
 
-def test_what_just_fits_is_trained(needed, tmp_path, monkeypatch):
+def test_a_run_that_just_fits_is_trained(needed, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "memory_limit", lambda _: needed)
     assert run(tmp_path / "run") == 0

@@ -1,3 +1,5 @@
+"""Models that have only one size: parameters, names, blocks."""
+
 import functools
 
 import jax
@@ -5,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.config.inference import ValidateConfig
-from millrace.apps.cnn.families import FAMILIES, SINGLE_MODELS
+from millrace.apps.cnn.config.commands import ValidateConfig
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.spec import FAMILIES, SINGLE_MODELS
 from millrace.config import ConfigurationError, parse
 from millrace.nn.layers import apply_layers, init_layers, init_shapes, num_parameters
 from millrace.nn.norms import batch_norm, group_norm
 
 
-def shapes_of(name, size, classes):
-    """Weights as shapes only: nothing is computed."""
-    model = models.build(name, classes)
+def init_model(name, size, classes):
+    """Return the layers and the shapes of the weights."""
+    model = catalog.build_layers(name, classes)
     example = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
     return model, init_shapes(model, example)
 
@@ -31,14 +33,14 @@ def shapes_of(name, size, classes):
         ("cifar_resnet44", 32, 10, 658_586),
         ("cifar_resnet56", 32, 10, 853_018),
         ("resnet50", 224, 1000, 25_557_032),
-        # torchvision's 11,689,512 and 21,797,672, which have no projection in the first
-        # stack, plus one 1 x 1 convolution of 64 channels and its norm.
+        # torchvision has 11,689,512 and 21,797,672, without a projection in the first
+        # stack: a 1 x 1 convolution of 64 channels and its norm.
         ("resnet18", 224, 1000, 11_689_512 + 64 * 64 + 128),
         ("resnet34", 224, 1000, 21_797_672 + 64 * 64 + 128),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, size, classes, count):
-    _, (params, _) = shapes_of(name, size, classes)
+    _, (params, _) = init_model(name, size, classes)
     assert num_parameters(params) == count
 
 
@@ -54,15 +56,15 @@ def test_parameter_counts_are_the_published_ones(name, size, classes, count):
         ("cifar_resnet56", [f"conv2_block{b}_post_addition_relu" for b in (4, 7)]),
     ],
 )
-def test_the_references_split_points_are_layer_names_in_order(name, splits):
-    names = [layer.name for layer in models.build(name, 10)]
+def test_graphcores_pipeline_splits_are_layers_in_order(name, splits):
+    names = [layer.name for layer in catalog.build_layers(name, 10)]
     places = [names.index(split) for split in splits]
     assert places == sorted(places)
     assert len(set(names)) == len(names)
 
 
 def test_a_residual_network_can_be_split_before_any_layer():
-    model = models.build("cifar_resnet8", 10)
+    model = catalog.build_layers("cifar_resnet8", 10)
     x = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
     params, model_state = init_layers(model, jax.random.key(0), x)
     whole, _ = apply_layers(model, params, model_state, x, training=True)
@@ -72,8 +74,8 @@ def test_a_residual_network_can_be_split_before_any_layer():
         np.testing.assert_allclose(second, whole, atol=1e-5)
 
 
-def test_the_cifar_shortcut_thins_pixels_and_pads_channels():
-    model = models.build("cifar_resnet8", 10)
+def test_the_cifar_shortcut_drops_pixels_and_pads_channels():
+    model = catalog.build_layers("cifar_resnet8", 10)
     (shortcut,) = [x for x in model if x.name == "conv3_block1_shortcut"]
     x = jnp.arange(2 * 4 * 4 * 3, dtype=jnp.float32).reshape(2, 4, 4, 3)
     y, _ = shortcut.apply({}, {}, {"main": x, "skip": x}, None)
@@ -89,7 +91,7 @@ def test_blocks_without_projection_start_as_the_identity():
         asked[name] = zero_scale
         return batch_norm(name, zero_scale=zero_scale)
 
-    models.build("resnet50", 10, norm)
+    catalog.build_layers("resnet50", 10, norm)
     starting_at_zero = {name for name, zero in asked.items() if zero}
     blocks = {2: 3, 3: 4, 4: 6, 5: 3}
     assert starting_at_zero == {
@@ -99,9 +101,9 @@ def test_blocks_without_projection_start_as_the_identity():
     }
 
 
-def test_group_norm_takes_batch_norms_place():
+def test_group_norm_can_replace_batch_norm():
     norm = functools.partial(group_norm, num_groups=4)
-    model = models.build("cifar_resnet8", 10, norm)
+    model = catalog.build_layers("cifar_resnet8", 10, norm)
     x = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
     params, model_state = init_layers(model, jax.random.key(0), x)
     assert not model_state
@@ -111,17 +113,17 @@ def test_group_norm_takes_batch_norms_place():
     np.testing.assert_allclose(one[0], both[0], atol=1e-5)
 
 
-def test_an_unknown_model_names_the_nearest():
+def test_an_unknown_model_suggests_the_nearest():
     with pytest.raises(ConfigurationError, match="Did you mean cifar_resnet20"):
-        models.build("cifar_resnet_20", 10)
+        catalog.build_layers("cifar_resnet_20", 10)
 
 
 @pytest.mark.parametrize("command", [CnnConfig, ValidateConfig])
-def test_an_unknown_model_is_refused_before_its_data_are_looked_for(command):
+def test_an_unknown_model_is_an_error_before_data_are_loaded(command):
     with pytest.raises(ConfigurationError, match="there is no model 'alexnet'"):
         parse(command, ["--model", "alexnet"], program="x")
 
 
-def test_every_model_that_can_be_named_can_be_built():
-    assert set(SINGLE_MODELS) == set(models._MODELS)
-    assert set(FAMILIES) == set(models._FAMILIES)
+def test_every_model_name_can_be_built():
+    assert set(SINGLE_MODELS) == set(catalog._MODELS)
+    assert set(FAMILIES) == set(catalog._FAMILIES)

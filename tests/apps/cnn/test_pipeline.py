@@ -1,4 +1,4 @@
-"""Pipelines from the command line: resumed, validated, watched."""
+"""Pipelines from the command line: resumed, validated, profiled."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def events(run):
 
 
 @pytest.mark.devices(2)
-def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
+def test_a_resumed_pipeline_gives_the_same_metrics(run, tmp_path):
     other = tmp_path / "run"
     shutil.copytree(run, other)
     newest = max((other / "checkpoints").glob("update-*"))
@@ -51,7 +51,7 @@ def test_a_resumed_pipeline_reaches_the_same_numbers(run, tmp_path):
 
 
 @pytest.mark.devices(2)
-def test_the_report_shows_the_pipeline_as_it_was_measured(run):
+def test_the_report_shows_the_measured_pipeline(run):
     page = (run / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
     drawn = page[page.index("<h2>Pipeline</h2>") :]
@@ -59,8 +59,7 @@ def test_the_report_shows_the_pipeline_as_it_was_measured(run):
 
 
 @pytest.mark.devices(2)
-def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
-    """They can be validated without a pipeline, with the same result."""
+def test_checkpoints_of_a_pipeline_can_be_validated_without_it(run, tmp_path):
     words = ["--training", "False", "--checkpoint-dir", str(run), "--validate", "last"]
     alone = tmp_path / "alone"
     with pytest.raises(SystemExit) as left:
@@ -73,7 +72,7 @@ def test_checkpoints_of_a_pipeline_are_those_of_the_whole_model(run, tmp_path):
 
 
 @pytest.mark.devices(2)
-def test_a_watched_pipeline_is_drawn_and_told_of(run):
+def test_a_profiled_pipeline_is_drawn_and_summarized(run):
     assert "predicted" in (run / "pipeline.html").read_text()
     facts = json.loads((run / "summary.json").read_text())["pipeline"]
     assert len(facts["forward_seconds"]) == 2
@@ -83,7 +82,7 @@ def test_a_watched_pipeline_is_drawn_and_told_of(run):
 @pytest.mark.parametrize(
     "mapping", [["0", "0"], pytest.param(["0", "1"], marks=pytest.mark.slow)]
 )
-def test_a_pipeline_of_convolutions_computes_in_16_bits(mapping, tmp_path):
+def test_a_pipeline_of_convolutions_runs_in_16_bits(mapping, tmp_path):
     assert (
         train(
             *("--device-mapping", *mapping, "--precision", "16.32"),
@@ -97,7 +96,7 @@ def test_a_pipeline_of_convolutions_computes_in_16_bits(mapping, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.devices(4)
-def test_batch_norm_over_groups_of_replicas_works_in_a_pipeline(tmp_path):
+def test_batch_norm_is_shared_between_replicas_in_a_pipeline(tmp_path):
     assert (
         train(
             *("--num-replicas", "2", "--dbn-replica-group-size", "2"),

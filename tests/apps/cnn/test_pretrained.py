@@ -1,4 +1,4 @@
-"""Published weights: read safely, and of the same meaning as where they come from."""
+"""Published weights: read safely, with the same logits as in the original framework."""
 
 import json
 import shlex
@@ -11,20 +11,20 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.evaluate import Weights
+from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.models.pretrained import (
     _is_source,
     _sources,
     fit_pretrained,
     read_pretrained,
 )
-from millrace.apps.cnn.program import norm_factory
+from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import train
 from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError, build
 from millrace.nn.layers import apply_layers, init_layers, init_shapes
+from millrace.program.step import Weights
 from millrace.run.run import run_command
 
 
@@ -42,7 +42,7 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 
 def norm(features):
-    """Of a norm, what there is in such a file; the last is of no use to us."""
+    """Return the arrays of a batch norm in such a file; the last one is ignored."""
     random = np.random.default_rng(features)
     names = ("weight", "bias", "running_mean", "running_var")
     values = {name: random.uniform(0.5, 1.5, features) for name in names}
@@ -50,7 +50,7 @@ def norm(features):
 
 
 def resnet8_file(path, *, num_classes=10, channels=1, **changes):
-    """As torchvision would name the weights of a network for small pictures."""
+    """Write weights of a network for small images, with the names of torchvision."""
     random = np.random.default_rng(0)
     arrays = {"conv1.weight": random.standard_normal((16, channels, 3, 3)) / 3}
     arrays |= {f"bn1.{name}": value for name, value in norm(16).items()}
@@ -75,15 +75,17 @@ RESNET8 = {"model_name": "resnet", "model_size": "8", "dataset": "digits"}
 
 def load(path, num_classes=10, **options):
     config = build(CnnConfig, RESNET8 | options)
-    model = models.build("resnet", num_classes, norm_factory(config), **config.network)
+    model = catalog.build_layers(
+        "resnet", num_classes, build_norm(config), **config.network
+    )
     example = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
     return fit_pretrained(path, read_pretrained(path), *init_shapes(model, example))
 
 
-def test_weights_are_turned_into_our_order(tmp_path):
+def test_weights_are_converted_to_our_dimension_order(tmp_path):
     path, arrays = resnet8_file(tmp_path)
-    params, model_state, notes = load(path)
-    assert not notes
+    params, model_state, notices = load(path)
+    assert not notices
     kernel = arrays["layer2.0.conv1.weight"].astype(np.float32)
     np.testing.assert_array_equal(
         params["b2/0/conv1"]["kernel"], np.einsum("oihw->hwio", kernel)
@@ -97,9 +99,9 @@ def test_weights_are_turned_into_our_order(tmp_path):
 
 
 def small_efficientnet():
-    """The shapes of its weights and of what it carries."""
+    """Return the shapes of the weights and of the model state."""
     config = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
-    model = models.build("efficientnet", 10, norm_factory(config), **config.network)
+    model = catalog.build_layers("efficientnet", 10, build_norm(config), **config.network)
     return init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
 
 
@@ -110,7 +112,7 @@ def names_by_layer(params):
     }
 
 
-def test_timms_names_of_an_efficientnet_are_found():
+def test_names_of_timms_efficientnet_are_known():
     params, model_state = _sources(*small_efficientnet())
     found = names_by_layer(params)
     assert found["block0/conv"] == ["conv_stem.weight"]
@@ -126,7 +128,7 @@ def test_timms_names_of_an_efficientnet_are_found():
     assert model_state["Top/norm"]["var"].name == "bn2.running_var"
 
 
-def test_torchvisions_names_of_an_efficientnet_are_found():
+def test_names_of_torchvisions_efficientnet_are_known():
     params, model_state = _sources(*small_efficientnet(), torchvision=True)
     found = names_by_layer(params)
     assert found["block0/conv"] == ["features.0.0.weight"]
@@ -146,43 +148,43 @@ def test_torchvisions_names_of_an_efficientnet_are_found():
 
 
 @pytest.mark.parametrize("torchvision", [False, True])
-def test_a_file_of_an_efficientnet_may_be_timms_or_torchvisions(torchvision):
+def test_efficientnet_weights_are_read_from_timm_or_torchvision(torchvision):
     shapes = small_efficientnet()
     sources = _sources(*shapes, torchvision=torchvision)
     found = {
         source.name: np.full(source.shape, number, np.float32)
         for number, source in enumerate(jax.tree.leaves(sources, is_leaf=_is_source))
     }
-    params, _, notes = fit_pretrained(Path("theirs"), found, *shapes)
-    assert not notes
+    params, _, notices = fit_pretrained(Path("theirs"), found, *shapes)
+    assert not notices
     name = "classifier.1.weight" if torchvision else "classifier.weight"
     assert (params["fc1"]["kernel"] == found[name][0, 0]).all()
 
 
-def test_other_classes_leave_the_last_layer_as_it_is(tmp_path):
+def test_the_last_layer_is_kept_if_the_classes_differ(tmp_path):
     path, _ = resnet8_file(tmp_path)
-    params, _, notes = load(path, num_classes=7)
-    assert notes == [
-        "resnet8.safetensors is for other classes: the last layer starts anew."
+    params, _, notices = load(path, num_classes=7)
+    assert notices == [
+        "resnet8.safetensors has other classes: the last layer starts from random weights."
     ]
     assert params["fc1"]["kernel"].shape == (64, 7)
     assert isinstance(params["fc1"]["kernel"], jax.ShapeDtypeStruct)  # untouched
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "said"),
+    ("changes", "options", "message"),
     [
-        ({"conv1.weight": None}, {}, "conv1.weight is not in it"),
+        ({"conv1.weight": None}, {}, "conv1.weight is missing"),
         ({"features.0.weight": np.zeros(3)}, {}, "features.0.weight is not in this model"),
         ({"fc.bias": np.zeros(9)}, {}, r"fc.bias is \[9\], this model has \[10\]"),
-        ({}, {"model_size": "14"}, "layer1.1.conv1.weight is not in it.*and 27 more"),
+        ({}, {"model_size": "14"}, "layer1.1.conv1.weight is missing.*and 27 more"),
         ({}, {"groups": 4}, "Give --batch-norm"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_said_in_a_line(changes, options, said, tmp_path):
+def test_weights_that_do_not_fit_are_a_one_line_error(changes, options, message, tmp_path):
     path, _ = resnet8_file(tmp_path, **changes)
-    with pytest.raises(ConfigurationError, match=said) as caught:
+    with pytest.raises(ConfigurationError, match=message) as caught:
         load(path, **options)
     assert "\n" not in str(caught.value)
 
@@ -214,24 +216,24 @@ def test_training_starts_from_the_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
 
 
-def test_a_file_that_is_no_safetensors_file_is_a_mistake_in_the_command(tmp_path, capsys):
+def test_a_file_that_is_no_safetensors_file_is_a_one_line_error(tmp_path, capsys):
     (tmp_path / "weights").write_bytes(b"no weights at all")
     assert run(tmp_path, tmp_path / "weights") == 2
-    assert "is not a safetensors file" in (said := capsys.readouterr().err)
-    assert len(said.splitlines()) == 1
+    assert "is not a safetensors file" in (output := capsys.readouterr().err)
+    assert len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize("start", [b"PK\x03\x04\x14", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j"])
-def test_a_pickle_is_called_one_and_how_to_convert_it_is_said(start, tmp_path):
+def test_a_pickle_is_an_error_that_explains_how_to_convert_it(start, tmp_path):
     (path := tmp_path / "weights.pth").write_bytes(start + bytes(100))
     with pytest.raises(
         ConfigurationError, match=r"a PyTorch pickle.* can run code"
-    ) as said:
+    ) as caught:
         read_pretrained(path)
-    assert f"'{tmp_path / 'weights.safetensors'}'" in str(said.value)
+    assert f"'{tmp_path / 'weights.safetensors'}'" in str(caught.value)
 
 
-def test_a_pickle_converted_as_the_refusal_says_is_read(tmp_path):
+def test_a_pickle_converted_as_explained_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("safetensors")
     path = tmp_path / "weights.pth"
@@ -244,7 +246,7 @@ def test_a_pickle_converted_as_the_refusal_says_is_read(tmp_path):
     np.testing.assert_array_equal(found["a"], np.arange(3.0))
 
 
-def test_a_safetensors_file_that_is_cut_short_is_not_called_a_pickle(tmp_path):
+def test_a_truncated_safetensors_file_is_not_called_a_pickle(tmp_path):
     (path := tmp_path / "w").write_bytes(struct.pack("<Q", 0x280) + b'{"a": ')
     with pytest.raises(ConfigurationError, match="or is truncated"):
         read_pretrained(path)
@@ -253,14 +255,14 @@ def test_a_safetensors_file_that_is_cut_short_is_not_called_a_pickle(tmp_path):
 def model_and_weights(num_classes=1000, **options):
     values = {"dataset": "imagenet", "batch_norm": True} | options
     config = build(CnnConfig, values)
-    norm = norm_factory(config)
-    model = models.build(config.resolved_model, num_classes, norm, **config.network)
+    norm = build_norm(config)
+    model = catalog.build_layers(config.resolved_model, num_classes, norm, **config.network)
     example = np.zeros((1, 64, 64, 3), np.float32)
     return model, *init_layers(model, jax.random.key(0), example)
 
 
-def torchs(make, seed=0):
-    """A model of theirs in evaluation mode, all of whose numbers mean something."""
+def torch_model(make, seed=0):
+    """Return a PyTorch model in evaluation mode, with no number at its default."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(seed)
     model = make().eval()
@@ -310,14 +312,14 @@ def timms_efficientnet_b0():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_logits_are_those_of_the_model_that_the_weights_come_from(make, options, tmp_path):
-    torch, theirs = torchs(make)
+def test_logits_equal_those_of_the_original_model(make, options, tmp_path):
+    torch, theirs = torch_model(make)
     arrays = {name: value.numpy() for name, value in theirs.state_dict().items()}
     path = write_safetensors(tmp_path / "theirs.safetensors", arrays)
     model, params, model_state = model_and_weights(**options)
     found = read_pretrained(path)
-    params, model_state, notes = fit_pretrained(path, found, params, model_state)
-    assert not notes
+    params, model_state, notices = fit_pretrained(path, found, params, model_state)
+    assert not notices
     images = np.random.default_rng(1).standard_normal((2, 224, 224, 3), np.float32)
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2))).numpy()

@@ -1,7 +1,7 @@
-"""The commands that Graphcore's README gives, with ``millrace cnn train`` for its script.
+"""The commands in Graphcore's README, with ``millrace cnn train`` instead of its script.
 
-Words are as they stand there. What is added says where things are, and makes it small: 11
-updates per epoch like its 781 in that both are odd and 10 is not among their divisors.
+The arguments are verbatim. Paths are added, and sizes reduced: 11 updates per epoch are
+like the original 781 in that both are odd and not divisible by 10.
 """
 
 import json
@@ -31,13 +31,13 @@ LOGGING = (
 
 @pytest.fixture(autouse=True)
 def small_cifar(monkeypatch):
-    """Let files of PER_FILE images pass for whole ones."""
+    """Accept files of PER_FILE images as complete."""
     monkeypatch.setattr(cifar_files, "_num_images", lambda name, layout, file: PER_FILE)
 
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory):
-    """CIFAR-10 in the official format, but small."""
+    """A small CIFAR-10 in the official format."""
     folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-bin"
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def cifar(tmp_path_factory):
 
 @pytest.fixture
 def train(tmp_path, capsys, monkeypatch):
-    """Run the command in this process; return its status, what it said and its files."""
+    """Run the command in this process; return its status, output and files."""
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def train(tmp_path, capsys, monkeypatch):
         summary = json.loads((run / "summary.json").read_text()) if run.exists() else None
         return SimpleNamespace(
             status=left.value.code,
-            said=capsys.readouterr().err,
+            output=capsys.readouterr().err,
             summary=summary,
             events=[json.loads(line) for line in lines.splitlines()],
         )
@@ -73,10 +73,10 @@ def train(tmp_path, capsys, monkeypatch):
     logger.handlers, logger.level, logger.propagate = kept
 
 
-def test_the_simplest_command_checks_that_everything_runs(train):
+def test_the_simplest_command_runs(train):
     ended = train("", "--micro-batch-size", "64")
     assert (ended.status, ended.summary["status"]) == (0, "completed")
-    assert "digits_cnn" in ended.said
+    assert "digits_cnn" in ended.output
     assert ended.summary["metrics"]["validation_accuracy"] >= 0
 
 
@@ -90,14 +90,14 @@ def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, mon
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     words = "--model cifar_resnet8 --wandb --num-epochs 11 --precision 16.16 "
     words += f"--micro-batch-size 32 --dataset-path {cifar}"
-    # One update per epoch, so that eleven epochs are soon over.
+    # One update per epoch, so that eleven epochs are fast.
     ended = train(
         words, "--weight-updates-per-epoch", "1", "--validations-per-epoch", "0",
         "--wandb-run-name", "mill", "--wandb-tags", "first", "second",
     )  # fmt: skip
-    assert ended.status == 0, ended.said
+    assert ended.status == 0, ended.output
     assert ended.summary["updates"] == 11
-    assert "16.16 (bfloat16)" in ended.said
+    assert "16.16 (bfloat16)" in ended.output
     assert [step for step, values in logged if "train_loss" in values] == [*range(1, 12)]
     assert (opened[0]["name"], opened[0]["tags"]) == ("mill", ["first", "second"])
 
@@ -114,17 +114,17 @@ def test_recomputation_in_a_pipeline_of_four_stages(train, cifar):
     ended = train(words, *small)
     assert (ended.status, ended.summary["status"]) == (0, "completed")
     assert ended.summary["device"]["count"] == 4
-    assert "4 stages, grouped, recomputed" in ended.said
+    assert "4 stages, grouped, recomputed" in ended.output
     assert 0 <= ended.summary["metrics"]["validation_accuracy"] <= 1
 
 
-def test_a_pipeline_wants_twice_as_many_micro_batches_as_stages(train, cifar):
+def test_a_pipeline_needs_a_multiple_of_twice_its_stages_as_micro_batches(train, cifar):
     words = "--model-name cifar_resnet8 --pipeline-splits conv3_block1_add "
     words += f"--gradient-accumulation-count 6 --dataset-path {cifar}"
     ended = train(words)
     assert ended.status == 2
-    assert "multiple of 4" in ended.said
-    assert "The nearest: 4 or 8" in ended.said
+    assert "multiple of 4" in ended.output
+    assert "The nearest: 4 or 8" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_pipeline_wants_twice_as_many_micro_batches_as_stages(train, cifar):
         ("0", 6, 6 * 781, 1),
     ],
 )
-def test_all_of_cifar_is_cut_into_the_executions_that_the_readme_says(
+def test_cifar_is_divided_into_executions_as_in_the_readme(
     logs, epochs, execution, executions
 ):
     words = LOGGING.format(epochs=epochs, logs=logs).split()
@@ -166,63 +166,69 @@ def test_all_of_cifar_is_cut_into_the_executions_that_the_readme_says(
         ),
     ],
 )
-def test_logs_come_as_often_as_they_can(train, cifar, logs, updates_of_logs, warning):
+def test_logs_are_moved_to_whole_updates_with_a_warning(
+    train, cifar, logs, updates_of_logs, warning
+):
     words = LOGGING.format(epochs=6, logs=logs) + f" --dataset-path {cifar}"
     ended = train(words, "--model", "toy_model")
-    assert ended.status == 0, ended.said
+    assert ended.status == 0, ended.output
     assert [event["update"] for event in ended.events] == list(updates_of_logs)
-    assert (warning or "") in ended.said
-    assert ("warning" in ended.said) == (warning is not None)
-    assert "--half-partials changes nothing here" in ended.said
+    assert (warning or "") in ended.output
+    assert ("warning" in ended.output) == (warning is not None)
+    assert "--half-partials has no effect: " in ended.output
 
 
-def test_two_epochs_at_a_time_do_not_make_five(train, cifar):
+def test_logging_every_two_epochs_of_five_is_an_error(train, cifar):
     words = LOGGING.format(epochs=5, logs=0.5) + f" --dataset-path {cifar}"
     ended = train(words)
     assert ended.status == 2
-    assert "It is not possible to log 2.0 epochs at a time for 5 epochs" in ended.said
-    assert len(ended.said.splitlines()) == 1
+    assert "It is not possible to log 2.0 epochs at a time for 5 epochs" in ended.output
+    assert len(ended.output.splitlines()) == 1
 
 
-def test_cifar_is_prepared_on_the_device_and_travels_in_eight_bits(train, cifar):
+def test_cifar_is_sent_in_eight_bits_and_preprocessed_on_the_device(train, cifar):
     words = "--accelerator-side-preprocess True --eight-bit-transfer True"
     ended = train(
         words, "--dataset", "cifar10", "--dataset-path", str(cifar.parent),
         "--micro-batch-size", "64", "--fused-preprocessing",
     )  # fmt: skip
-    assert ended.status == 0, ended.said
+    assert ended.status == 0, ended.output
     assert ended.summary["updates"] == UPDATES
-    assert "toy_model, 242 parameters" in ended.said
-    assert "--fused-preprocessing changes nothing here" in ended.said
+    assert "toy_model, 242 parameters" in ended.output
+    assert "--fused-preprocessing has no effect: " in ended.output
 
 
-def test_imagenet_is_prepared_on_the_host(train, tmp_path):
+def test_imagenet_is_preprocessed_on_the_host(train, tmp_path):
     folder = write_folders(tmp_path / "imagenet-data", num_classes=2, per_class=32)
     words = "--accelerator-side-preprocess False --dataset gc-imagenet "
     words += f"--dataset-path {folder} --gradient-accumulation-count 8 --micro-batch-size 8"
     ended = train(words)
-    assert ended.status == 0, ended.said
+    assert ended.status == 0, ended.output
     assert ended.summary["updates"] == 1
-    assert "64 = micro batch 8 x accumulation 8 x replicas 1" in ended.said
+    assert "64 = micro batch 8 x accumulation 8 x replicas 1" in ended.output
 
 
-def test_a_configuration_file_and_a_parameter_given_besides(tmp_path):
+def test_an_option_overrides_a_configuration_file(tmp_path):
     path = tmp_path / "your_config_file"
     path.write_text("your_config: {num-epochs: 3, dataset: cifar10, optimizer: lars}\n")
     words = f"--config your_config --config_path {path} --num-epochs 4".split()
     config, _ = parse(CnnConfig, words, program="x", named_configs=tmp_path / "none")
-    assert (config.num_epochs, config.optimizer, config.dataset) == (4, "lars", "cifar10")
+    assert (config.workflow.num_epochs, config.recipe.optimizer, config.data.dataset) == (
+        4,
+        "lars",
+        "cifar10",
+    )
 
 
-def test_the_resnet50_configuration_finds_no_imagenet_here(train):
+def test_a_missing_imagenet_is_an_error(train):
     ended = train("--config mk2_resnet50_8k_bn_pipeline")
     assert ended.status == 2
-    assert "imagenet" in ended.said
+    assert "imagenet" in ended.output
     assert ended.summary is None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--pipline-schedule Grouped", "Did you mean --pipeline-schedule?"),
         ("--stochastic-roundings ON", "Did you mean --stochastic-rounding?"),
@@ -231,10 +237,10 @@ def test_the_resnet50_configuration_finds_no_imagenet_here(train):
         ("--dataset cifar", "Did you mean cifar10?"),
     ],
 )
-def test_a_mistyped_option_suggests_the_nearest(words, said):
+def test_a_mistyped_option_suggests_the_nearest(words, message):
     with pytest.raises(ConfigurationError) as caught:
         parse(CnnConfig, shlex.split(words), program="x")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 EVERY_OPTION = """
@@ -258,11 +264,11 @@ EVERY_OPTION = """
 """
 
 
-def test_every_option_of_the_readme_is_understood():
+def test_every_option_of_the_readme_is_accepted():
     config, given = parse(CnnConfig, shlex.split(EVERY_OPTION), program="x")
     assert len(given) == EVERY_OPTION.count("--")
-    assert config.stochastic_rounding is True
-    assert config.pipeline_schedule == "interleaved"
-    assert config.weight_decay == 0.0001
-    assert CnnConfig().weight_decay == 0
-    assert config.available_memory_proportion == [15, 15, 20, 20]
+    assert config.plan.stochastic_rounding is True
+    assert config.plan.pipeline_schedule == "interleaved"
+    assert config.recipe.weight_decay == 0.0001
+    assert CnnConfig().recipe.weight_decay == 0
+    assert config.graphcore.available_memory_proportion == [15, 15, 20, 20]

@@ -1,4 +1,4 @@
-"""Random pictures in place of real ones, to measure speed."""
+"""Synthetic images for measuring speed."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import data, feeding
+from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.cli import main
 from millrace.config import build
@@ -31,11 +31,11 @@ def load(**options):
     ],
 )
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_sizes_follow_the_data_set(options, shape, sizes, where):
+def test_synthetic_data_have_the_sizes_of_the_data_set(options, shape, sizes, where):
     config, images = load(synthetic_data=where, **options)
     assert (len(images.training), len(images.validation)) == sizes
     assert images.image_shape == shape
-    with feeding.open_infeed(images, config, 1) as infeed:
+    with data.open_infeed(images, config, 1) as infeed:
         element = infeed.peek()
     assert element["image"].shape == (1, *shape)
     assert element["image"].dtype == np.float32
@@ -44,18 +44,18 @@ def test_sizes_follow_the_data_set(options, shape, sizes, where):
 
 @pytest.mark.parametrize("dataset", ["cifar10", "digits", "mnist"])
 @pytest.mark.parametrize("options", [{}, {"accelerator_side_preprocess": True}, BYTES])
-def test_both_kinds_reach_the_network_in_its_range(dataset, options):
+def test_images_from_host_and_device_reach_the_model_in_the_same_range(dataset, options):
     ranges = []
     for where in ("host", "ipu"):
         config, images = load(
             synthetic_data=where, dataset=dataset, micro_batch_size=64, **options
         )
-        with feeding.open_infeed(images, config, 2) as infeed:
+        with data.open_infeed(images, config, 2) as infeed:
             batch = infeed.chunk(2).data
         assert batch["image"].dtype == (np.uint8 if options is BYTES else np.float32)
         labels = np.asarray(batch["label"])
         assert labels.min() >= 0 and labels.max() < 10 and len(np.unique(labels)) == 10
-        prepared = images.prepare(batch["image"][0], jax.random.key(0))
+        prepared = images.preprocess(batch["image"][0], jax.random.key(0))
         ranges.append((float(prepared.mean()), float(prepared.std())))
     np.testing.assert_allclose(*ranges, atol=0.02)
     if dataset == "cifar10":
@@ -64,18 +64,18 @@ def test_both_kinds_reach_the_network_in_its_range(dataset, options):
         np.testing.assert_allclose(ranges[0], (127 / 255, 0.88 * 60 / 255), atol=0.01)
 
 
-def test_only_the_seed_decides_what_is_made():
+def test_the_seed_determines_synthetic_data():
     batches = []
     for seed in (0, 0, 1):
         config, images = load(synthetic_data="device", dataset="mnist", seed=seed)
-        chunk = feeding.open_infeed(images, config, 2).chunk(2)
+        chunk = data.open_infeed(images, config, 2).chunk(2)
         batches.append(np.asarray(chunk.data["image"]))
     np.testing.assert_array_equal(batches[0], batches[1])
     assert not np.array_equal(batches[0], batches[2])
 
 
 @pytest.mark.parametrize("validation", [[], ["--validation"], ["--no-validation"]])
-def test_training_needs_no_files_and_validates_only_if_asked(
+def test_training_on_synthetic_data_needs_no_files_and_validates_only_if_asked(
     validation, tmp_path, monkeypatch, capsys
 ):
     logger = logging.getLogger("millrace")
@@ -92,12 +92,12 @@ def test_training_needs_no_files_and_validates_only_if_asked(
             ]
         )
     logger.handlers, logger.level, logger.propagate = kept
-    said = capsys.readouterr().err
-    assert left.value.code == 0, said
-    assert "digits (synthetic, made on the device), 1,437 training" in said
-    assert ("Validation is skipped" in said) == (not validation)
+    output = capsys.readouterr().err
+    assert left.value.code == 0, output
+    assert "digits (synthetic, generated on the device), 1,437 training" in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["updates"] == 6
     assert math.isfinite(summary["metrics"]["train_loss"])
     validates = validation == ["--validation"]
+    assert ("Validation is skipped" in output) != validates
     assert ("validation_accuracy" in summary["metrics"]) == validates

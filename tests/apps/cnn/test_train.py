@@ -1,4 +1,4 @@
-"""The application as a user calls it, on small data."""
+"""``cnn train`` on small data, and the named configurations."""
 
 import json
 from importlib import resources
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.apps.cnn import models
-from millrace.apps.cnn.config import CnnConfig, ipu
-from millrace.apps.cnn.program import norm_factory, warnings_about_rate
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.program import build_norm, learning_rate_warnings
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
 from millrace.run.run import run_command
@@ -39,7 +39,7 @@ def run(directory, **options):
     ],
     ids=str,
 )  # fmt: skip
-def test_digits_are_learnt_with_every_kind_of_option(options, tmp_path):
+def test_digits_are_learned_with_many_kinds_of_options(options, tmp_path):
     settings = {
         "micro_batch_size": 32,
         "num_epochs": 2,
@@ -61,7 +61,7 @@ def test_weight_updates_per_epoch_sets_the_length_of_an_epoch(tmp_path):
     assert summary["updates"] == 20
 
 
-def test_a_mistake_in_a_dictionary_of_options_is_exit_2(tmp_path, capsys):
+def test_an_unknown_key_in_a_dictionary_option_gives_status_2(tmp_path, capsys):
     status, summary = run(tmp_path / "run", optimizer_params={"momentun": 0.9})
     assert (status, summary) == (2, None)
     assert "Did you mean momentum?" in capsys.readouterr().err
@@ -72,36 +72,35 @@ RUNS = Path(str(resources.files("millrace.apps.cnn") / "runs.yml"))
 
 
 @pytest.mark.parametrize("name", load_yaml(RUNS))
-def test_every_named_configuration_makes_a_schedule_and_fits_its_model(name):
+def test_every_named_configuration_has_a_valid_schedule_and_valid_splits(name):
     config = build(CnnConfig, load_named(RUNS, name))
     schedule = plan_events(config, SIZES[config.resolved_dataset])
     assert schedule.total_updates % schedule.updates_per_execution == 0
     assert not schedule.warnings
-    assert not warnings_about_rate(config, schedule)
-    norm = norm_factory(config)
-    model = models.build(config.resolved_model, 10, norm, **config.network)
-    splits = models.split_points(model, config.pipeline_splits)
+    assert not learning_rate_warnings(config, schedule)
+    norm = build_norm(config)
+    model = catalog.build_layers(config.resolved_model, 10, norm, **config.network)
+    splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
     assert set(splits) <= {layer.name for layer in model}
-    for line in ipu.lines_about(config):
-        pytest.fail(line)  # what changes nothing is left out
+    assert config.graphcore.notices() == []  # options without effect are left out
 
 
-@pytest.mark.parametrize(("epochs", "said"), [(21, False), (22, True), (200, True)])
-def test_a_learning_rate_that_is_0_long_before_the_end_is_not_passed_over(epochs, said):
+@pytest.mark.parametrize(("epochs", "warns"), [(21, False), (22, True), (200, True)])
+def test_a_learning_rate_of_0_long_before_the_end_is_a_warning(epochs, warns):
     config = build(CnnConfig, load_named(RUNS, "digits_demo") | {"num_epochs": epochs})
-    found = warnings_about_rate(config, plan_events(config, SIZES["digits"]))
+    warnings = learning_rate_warnings(config, plan_events(config, SIZES["digits"]))
     start = f"The learning rate is 0 from epoch 20 of {epochs} on"
-    assert [warning.startswith(start) for warning in found] == [True] * said
-    assert all("epochs_to_total_decay in --lr-schedule-params" in w for w in found)
+    assert [warning.startswith(start) for warning in warnings] == [True] * warns
+    assert all("epochs_to_total_decay in --lr-schedule-params" in w for w in warnings)
 
 
-def test_a_run_says_that_its_learning_rate_is_0_before_it_trains(tmp_path, capsys):
+def test_a_run_warns_about_a_learning_rate_of_0_before_training(tmp_path, capsys):
     steps = {"boundaries": [1], "values": [0.1, 0.0]}
     options = {"lr_schedule": "stepped", "lr_schedule_params": steps, "num_epochs": 9}
     assert run(tmp_path / "run", compile_only=True, **options)[0] == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert said.count("The learning rate is 0 from epoch 2 of 9 on") == 1
-    assert "Change --lr-schedule-params, or --num-epochs." in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert output.count("The learning rate is 0 from epoch 2 of 9 on") == 1
+    assert "Change --lr-schedule-params, or --num-epochs." in output
 
 
 @pytest.mark.parametrize(
@@ -114,13 +113,15 @@ def test_a_run_says_that_its_learning_rate_is_0_before_it_trains(tmp_path, capsy
         ("resnet50_mlperf_pod16_bs20", 3.823),
     ],
 )
-def test_the_named_configurations_have_the_references_learning_rates(name, rate):
+def test_named_configurations_have_graphcores_learning_rates(name, rate):
     config = build(CnnConfig, load_named(RUNS, name))
-    per_sample = config.lr_schedule_params["initial_learning_rate"]
-    assert per_sample * config.batching.global_batch_size == pytest.approx(rate, rel=1e-4)
+    per_sample = config.recipe.lr_schedule_params["initial_learning_rate"]
+    assert per_sample * config.plan.batching.global_batch_size == pytest.approx(
+        rate, rel=1e-4
+    )
 
 
-def test_seed_002s_periods_hold_for_cifar():
+def test_logs_that_do_not_divide_an_epoch_are_moved_with_a_warning():
     quiet = {"logs_per_epoch": 10, "validation": False, "ckpts_per_epoch": 0}
     config = build(CnnConfig, SEEDS | quiet | {"model_name": "cifar_resnet8"})
     schedule = plan_events(config, 50_000)
@@ -132,7 +133,7 @@ def test_seed_002s_periods_hold_for_cifar():
         )
 
 
-def test_two_runs_with_one_seed_are_the_same_and_with_another_not(tmp_path):
+def test_the_seed_determines_the_run(tmp_path):
     settings = {"micro_batch_size": 64, "validation": False, "deterministic": True,
                 "lr_schedule_params": {"initial_learning_rate": 0.001}}  # fmt: skip
     losses = [

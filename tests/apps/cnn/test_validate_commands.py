@@ -1,6 +1,6 @@
-"""The validation commands of Graphcore's TensorFlow 1 benchmarks, word for word.
+"""The validation commands of Graphcore's TensorFlow 1 benchmarks, verbatim.
 
-``poprun`` gives the number of replicas, each of which was a process there.
+The number of replicas comes from ``poprun``, where each of them was a process.
 """
 
 import json
@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from millrace.apps.cnn.config.inference import ValidateConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.cli import main
 from millrace.config import parse
 
@@ -40,25 +40,25 @@ SMALLER = {
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=IDS)
-def test_a_command_means_what_it_says(name, words):
+def test_a_command_sets_the_expected_options(name, words):
     config = parse(ValidateConfig, shlex.split(words), program="x")[0]
     titles = {
         "resnet": "resnet 50",
         "resnext": "resnext 101",
         "efficientnet": "efficientnet B0",
     }
-    assert config.training.model_title == titles[name]
-    assert config.norm_layer["name"] == "batch_norm" and config.repeat == 10
+    assert config.train_config.model_title == titles[name]
+    assert config.model.norm_layer["name"] == "batch_norm" and config.repeat == 10
     generated = "--generated-data" in words
-    assert config.synthetic == ("host" if generated else "device")
-    assert config.eight_bit_transfer == generated
+    assert config.data.synthetic == ("host" if generated else "device")
+    assert config.data.eight_bit_transfer == generated
     assert config.num_replicas == (4 if generated else 1)
     assert config.precision == ("16.16" if name == "efficientnet" else "32.32")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=IDS)
-def test_a_command_runs_when_it_is_made_small(name, words, tmp_path, capsys):
+def test_a_command_runs_with_a_small_model(name, words, tmp_path, capsys):
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
     small = f"{SMALLER[name]} --image-size 32 --num-batches 2 --latency-calls 2"
@@ -69,4 +69,4 @@ def test_a_command_runs_when_it_is_made_small(name, words, tmp_path, capsys):
     assert left.value.code == 0, capsys.readouterr().err
     (result,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
     assert len(result["samples_per_second"]) == 10
-    assert set(result["latency_ms"]) == {"mean", "p50"}  # of two calls
+    assert set(result["latency_ms"]) == {"mean", "p50"}  # two calls support no more

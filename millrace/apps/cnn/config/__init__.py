@@ -1,97 +1,129 @@
-"""What ``millrace cnn train`` can be told. Imports nothing heavy."""
+"""Options of ``millrace cnn train``. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.apps.cnn.config import graphcore
-from millrace.apps.cnn.config.data import DEFAULT_IMAGE_SIZE, DataOptions
-from millrace.apps.cnn.config.device import DeviceOptions
-from millrace.apps.cnn.config.graphcore import ShorthandOptions
-from millrace.apps.cnn.config.ipu import IpuOptions
+from millrace.apps.cnn.config.data import DataOptions
+from millrace.apps.cnn.config.graphcore import GraphcoreTrainingOptions, expand_options
 from millrace.apps.cnn.config.model import ModelOptions
-from millrace.apps.cnn.config.training import RecipeOptions
-from millrace.apps.cnn.config.workflow import WorkflowOptions
+from millrace.apps.cnn.config.training import RecipeOptions, WorkflowOptions
+from millrace.apps.cnn.models.spec import Size, check_group_dim, has_small_images
 from millrace.plan import Plan
 from millrace.run.options import RunOptions
 
+_DEFAULT_IMAGE_SIZE = 224
+
 
 @dataclass(frozen=True, kw_only=True)
-class CnnConfig(
-    ModelOptions,
-    RecipeOptions,
-    DataOptions,
-    WorkflowOptions,
-    Plan,
-    DeviceOptions,
-    RunOptions,
-    ShorthandOptions,
-    IpuOptions,
-):
+class CnnConfig:
     """Train a convolutional network for image classification."""
 
-    expand_options = staticmethod(graphcore.expand_options)
+    model: ModelOptions = ModelOptions()
+    recipe: RecipeOptions = RecipeOptions()
+    data: DataOptions = DataOptions()
+    workflow: WorkflowOptions = WorkflowOptions()
+    plan: Plan = Plan()
+    run: RunOptions = RunOptions()
+    graphcore: GraphcoreTrainingOptions = GraphcoreTrainingOptions()
+
+    expand_options = staticmethod(expand_options)
 
     def __post_init__(self) -> None:
-        if self.auto_loss_scaling:
-            self._scale_loss_dynamically()
-        if self.validation is None:
-            wanted = self.synthetic_data is None or not self.training
-            object.__setattr__(self, "validation", wanted)
-            object.__setattr__(self, "skips_validation", not wanted)
-        RunOptions.__post_init__(self)
-        Plan.__post_init__(self)
-        self.check_model_options(self.resolved_dataset, self.num_replicas)
-        self.check_recipe(self.micro_batch_size, checkpoints=self.checkpoints)
-        self.check_workflow()
-        self.check_data_options(self.resolved_dataset)
-        self.check_device_options()
-        self.check_ipu_options(self.num_stages)
-        if self.pretrained is not None and not self.training:
-            raise ValueError("pretrained is where training starts, and training is off.")
-        if self.resume and not self.checkpoints:
-            raise ValueError("resume needs a checkpoint to go on from; checkpoints is off.")
-        if self.fused_preprocessing and not self.accelerator_side_preprocess:
+        """Check what crosses sections; each section has checked itself."""
+        self._check_model()
+        self._check_data()
+        self._check_workflow()
+        self.graphcore.check_memory_proportion(self.plan.num_stages)
+
+    def _check_model(self) -> None:
+        size, group_dim = self.size, self.model.group_dim
+        if size is not None and group_dim is not None:
+            small = has_small_images(self.resolved_dataset)
+            check_group_dim(size, group_dim, self.model.expand_ratio, small=small)
+        replicas, group = self.plan.num_replicas, self.model.dbn_replica_group_size
+        if replicas % group:
             raise ValueError(
-                "fused_preprocessing is about preparing images on the device, so "
-                "accelerator_side_preprocess must be on as well."
+                f"num_replicas ({replicas}) cannot be divided into groups of "
+                f"dbn_replica_group_size ({group})."
             )
 
-    def _scale_loss_dynamically(self) -> None:
-        if self.loss_scaling not in (0, "dynamic"):
+    def _check_data(self) -> None:
+        if has_small_images(dataset := self.resolved_dataset):
+            if not self.data.normalize_input:
+                raise ValueError(
+                    "normalize_input is for imagenet and imagefolder; images of "
+                    f"{dataset} are always scaled."
+                )
+            if self.data.image_size is not None:
+                raise ValueError(
+                    f"image_size is for imagenet and imagefolder; images of {dataset} "
+                    "keep their size."
+                )
+        if self.graphcore.fused_preprocessing and not self.data.accelerator_side_preprocess:
             raise ValueError(
-                "Give auto_loss_scaling or a fixed loss_scaling, not both; got "
-                f"loss_scaling {self.loss_scaling}."
+                "fused_preprocessing is for preprocessing on the device, so "
+                "accelerator_side_preprocess must be on as well."
             )
-        object.__setattr__(self, "loss_scaling", "dynamic")  # frozen from here on
+        micro_batch = self.plan.micro_batch_size
+        if self.recipe.mixes_samples and micro_batch < 2:
+            raise ValueError(
+                "mixup_alpha and cutmix_lambda blend the samples of a micro-batch, so "
+                f"micro_batch_size must be at least 2, got {micro_batch}."
+            )
+
+    def _check_workflow(self) -> None:
+        if self.model.pretrained is not None and not self.workflow.training:
+            raise ValueError("pretrained is for training, but training is off.")
+        if self.workflow.checkpoints:
+            return
+        if self.recipe.averages_weights:
+            raise ValueError(
+                "weight_avg_exp and weight_avg_n average checkpoints, but checkpoints is "
+                "off."
+            )
+        if self.run.resume:
+            raise ValueError("resume needs a checkpoint, but checkpoints is off.")
 
     @property
     def resolved_dataset(self) -> str:
-        """The data set, worked out from the model where it is not given."""
-        if self.dataset == "gc-imagenet":
+        """The data set, derived from the model if it is not given."""
+        if self.data.dataset == "gc-imagenet":
             return "imagenet"
-        small = self.model_name in (None, "digits_cnn")
-        return self.dataset or ("digits" if small else "cifar10")
+        small = self.model.model_name in (None, "digits_cnn")
+        return self.data.dataset or ("digits" if small else "cifar10")
 
     @property
     def resolved_model(self) -> str:
-        """The model, worked out from the data set where it is not given."""
+        """The model, derived from the data set if it is not given."""
         digits = self.resolved_dataset == "digits"
-        return self.model_name or ("digits_cnn" if digits else "toy_model")
+        return self.model.model_name or ("digits_cnn" if digits else "toy_model")
+
+    @property
+    def size(self) -> Size | None:
+        """The size of a family; None for other models."""
+        return self.model.find_size(self.resolved_dataset)
 
     @property
     def model_title(self) -> str:
-        """The model as a user would call it."""
-        size = self.size_for(self.resolved_dataset)
-        return f"{self.resolved_model} {size.name}" if size else self.resolved_model
+        """The name of the model, with its size."""
+        size = f" {self.size.name}" if self.size else ""
+        return f"{self.resolved_model}{size}"
 
     @property
     def network(self) -> dict[str, Any]:
-        """What ``models.build`` has to know besides the model's name."""
-        return self.network_for(self.resolved_dataset)
+        """The options of ``catalog.build_layers`` that depend on the family."""
+        if self.size is None:
+            return {}
+        options: dict[str, Any] = {"shape": self.size.shape}
+        if self.model.model_name != "efficientnet":
+            options["small"] = has_small_images(self.resolved_dataset)
+        for name in ("group_dim", "expand_ratio"):
+            if (value := getattr(self.model, name)) is not None:
+                options[name] = value
+        return options
 
     @property
     def resolved_image_size(self) -> int:
-        """The side that pictures of any size are cropped to."""
-        size = self.size_for(self.resolved_dataset)
-        usual = size.image_size if size else DEFAULT_IMAGE_SIZE
-        return self.image_size or usual
+        """The height and width that large images are cropped to."""
+        default = self.size.image_size if self.size else _DEFAULT_IMAGE_SIZE
+        return self.data.image_size or default

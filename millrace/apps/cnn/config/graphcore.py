@@ -1,89 +1,169 @@
-"""Options that stand for others, as Graphcore's TensorFlow 1 application has them.
+"""Options of Graphcore's applications, and the recipes that come with their models.
 
-They are expanded before a configuration is made; where the model is of a family, what is
-then still missing is taken from the family's recipe. Imports nothing heavy.
+Shorthands are replaced by the options they stand for before a configuration is built. If
+the model is a family, options that are still missing come from its recipe in the
+TensorFlow 1 application, as far as they affect what is learned. Imports nothing heavy.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from millrace.apps.cnn.config.family_recipe import norm_of, usual_recipe
-from millrace.apps.cnn.families import FAMILIES
-from millrace.config import ConfigurationError
+from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
+from millrace.batching import resolve_batching
+from millrace.config import ConfigurationError, field_docs
+
+Values = dict[str, Any]
+"""Options by name, not yet sorted into sections."""
 
 
-def _stands_for(*names: str, **metadata: Any) -> Any:
-    return field(default=None, metadata={"stands_for": names, **metadata})
+def _stands_for(*names: str) -> Any:
+    return field(default=None, metadata={"stands_for": names})
+
+
+def _no_effect(*aliases: str) -> Any:
+    metadata = {"without_effect": True, "may_change": True, "aliases": aliases}
+    return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShorthandOptions:
-    """In other words: each of these stands for options above."""
+class GraphcoreOptions:
+    """Graphcore options: shorthands, and options that have no effect here."""
 
-    momentum: float | None = None
-    """optimizer_params: its momentum."""
-    base_learning_rate: float | None = field(
-        default=None, metadata={"aliases": ("--base-learning-rate-exponent",)}
-    )
-    """lr_schedule_params: initial_learning_rate is 2 to this power; what else the schedule
-    needs comes from num_epochs."""
     batch_norm: bool | None = _stands_for("norm_layer")
-    """norm_layer: batch_norm; False: group_norm."""
+    """Same as norm_layer batch_norm; False: group_norm."""
     groups: int | None = None
-    """norm_layer: group_norm with so many groups."""
+    """Same as norm_layer group_norm with this many groups."""
     eight_bit_io: bool | None = _stands_for(
         "eight_bit_transfer", "accelerator_side_preprocess"
     )
-    """eight_bit_transfer and accelerator_side_preprocess."""
+    """Same as eight_bit_transfer and accelerator_side_preprocess."""
     generated_data: bool | None = _stands_for("synthetic_data")
-    """synthetic_data host."""
+    """Same as synthetic_data host."""
+    on_demand: bool | None = _no_effect()
+    """No effect: devices are always attached when first used."""
+    half_partials: bool | None = _no_effect("--enable-half-partials")
+    """No effect: XLA always accumulates matrix products and convolutions in 32 bits."""
+    internal_exchange_optimization_target: (
+        Literal["cycles", "memory", "balanced"] | None
+    ) = _no_effect("--internal-exchange-optimisation-target")
+    """No effect: it controls the exchange between the tiles of an IPU."""
+    available_memory_proportion: list[float] | None = _no_effect()
+    """No effect: it divides the memory of an IPU between weights and products."""
+    max_reduce_many_buffer_size: int | None = _no_effect()
+    """No effect: XLA decides which reductions to combine."""
+    gather_conv_output: bool | None = _no_effect()
+    """No effect: XLA combines small exchanges between replicas."""
+    conv_dithering: bool | None = _no_effect("--enable-conv-dithering")
+    """No effect: it spreads work over the tiles of an IPU."""
+    min_remote_tensor_size: int | None = _no_effect()
+    """No effect: optimizer_state_offloading keeps arrays under 4 KiB on the device."""
+    scheduling_algorithm: str | None = _no_effect()
+    """No effect: XLA has its own scheduler."""
+    nanoo: bool | None = _no_effect()
+    """No effect: numbers overflow to infinity; fp_exceptions stops at the first."""
+    accelerator_side_reduction: bool | None = _no_effect()
+    """No effect: metrics are always averaged over the replicas on the devices."""
+    fused_preprocessing: bool | None = _no_effect()
+    """No effect: XLA fuses the preprocessing of accelerator_side_preprocess."""
+    standard_imagenet: bool | None = _no_effect()
+    """No effect: images are always shuffled over all files."""
+    no_dataset_cache: bool | None = _no_effect()
+    """No effect: images are always read from the files in every epoch."""
+
+    def notices(self) -> list[str]:
+        """Return a notice about each option that was given and has no effect."""
+        given = [
+            field.name
+            for field in dataclasses.fields(self)
+            if "without_effect" in field.metadata
+            and getattr(self, field.name) not in (None, [])
+        ]
+        docs = field_docs(GraphcoreOptions)
+        return [
+            f"--{name.replace('_', '-')} has {docs[name].replace('No', 'no', 1)}"
+            for name in given
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphcoreTrainingOptions(GraphcoreOptions):
+    """Graphcore options: shorthands, and options that have no effect here."""
+
+    momentum: float | None = None
+    """Sets momentum in optimizer_params."""
+    base_learning_rate: float | None = field(
+        default=None, metadata={"aliases": ("--base-learning-rate-exponent",)}
+    )
+    """Sets initial_learning_rate in lr_schedule_params to 2 to this power; the other
+    parameters of the schedule follow from num_epochs."""
+    auto_loss_scaling: bool = False
+    """Same as loss_scaling dynamic."""
     pipeline: bool | None = None
-    """The stages of pipeline_splits, or as many as shards says."""
+    """Train in a pipeline, with the stages given by pipeline_splits or shards."""
     shards: int | None = None
-    """Stages of the pipeline; without pipeline_splits they are chosen by their cost."""
+    """Number of pipeline stages; without pipeline_splits, the splits are chosen by cost."""
+
+    def check_memory_proportion(self, num_stages: int) -> None:
+        """Refuse values of available_memory_proportion that Graphcore refuses."""
+        shares = self.available_memory_proportion or []
+        if len(shares) > 1 and (num_stages == 1 or len(shares) != 2 * num_stages):
+            per_stage = f", or {2 * num_stages} (two per stage)" if num_stages > 1 else ""
+            raise ValueError(
+                f"available_memory_proportion takes one percentage{per_stage}; got "
+                f"{len(shares)}."
+            )
+        for share in shares:
+            if not 0 < share <= 100:
+                raise ValueError(
+                    "available_memory_proportion must be a percentage, more than 0 and at "
+                    f"most 100; got {share:g}."
+                )
 
 
-def expand_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that `values` stand for, completed by a family's recipe."""
+def expand_options(values: Values) -> Values:
+    """Replace shorthands by the options they stand for, and complete the recipe."""
     values = dict(values)
     model = str(values.get("model_name")).lower()
     if model in FAMILIES:
         values["model_name"] = model
     for expand in (_expand_data, _expand_pipeline, _expand_norm, _expand_optimizer):
         expand(values)
-    return usual_recipe(values)
+    return default_recipe(values)
 
 
-def _put(values: dict[str, Any], shorthand: str, name: str, meaning: Any) -> None:
+def _set(values: Values, shorthand: str, name: str, meaning: Any) -> None:
     if values.get(name, meaning) != meaning:
         raise ConfigurationError(
-            f"{shorthand} means {name} {meaning}; got {name} {values[name]} as well. Give "
+            f"{shorthand} means {name} {meaning}, but {name} is {values[name]}. Give only "
             "one of them."
         )
     values[name] = meaning
 
 
-def _expand_data(values: dict[str, Any]) -> None:
+def _expand_data(values: Values) -> None:
     if values.get("eight_bit_io"):
-        _put(values, "eight_bit_io", "eight_bit_transfer", True)
-        _put(values, "eight_bit_io", "accelerator_side_preprocess", True)
+        _set(values, "eight_bit_io", "eight_bit_transfer", True)
+        _set(values, "eight_bit_io", "accelerator_side_preprocess", True)
     if values.get("generated_data"):
-        _put(values, "generated_data", "synthetic_data", "host")
+        _set(values, "generated_data", "synthetic_data", "host")
+    if values.get("synthetic_data") and values.get("training", True):
+        values.setdefault("validation", False)  # accuracy on random labels says nothing
 
 
-def _expand_pipeline(values: dict[str, Any]) -> None:
+def _expand_pipeline(values: Values) -> None:
     shards, splits = values.get("shards"), values.get("pipeline_splits")
-    wanted = values.get("pipeline")
+    pipeline = values.get("pipeline")
     if shards is not None and shards < 1:
         raise ConfigurationError(f"shards must be at least 1, got {shards}.")
-    if wanted is False and splits:
+    if pipeline is False and splits:
         raise ConfigurationError("pipeline is False, but pipeline_splits is given.")
-    if wanted and not splits and (shards or 1) == 1:
+    if pipeline and not splits and (shards or 1) == 1:
         raise ConfigurationError(
-            "pipeline needs pipeline_splits, or shards for how many stages to make; got "
+            "pipeline needs pipeline_splits, or the number of stages in shards; got "
             f"{'neither' if shards is None else f'shards {shards}'}."
         )
-    if shards is None or not (wanted or splits):
+    if shards is None or not (pipeline or splits):
         if (shards or 1) > 1:
             raise ConfigurationError(
                 f"shards ({shards}) divides the model only in a pipeline: give pipeline "
@@ -99,20 +179,165 @@ def _expand_pipeline(values: dict[str, Any]) -> None:
         )
 
 
-def _expand_norm(values: dict[str, Any]) -> None:
+def _expand_norm(values: Values) -> None:
     batch_norm, groups = values.get("batch_norm"), values.get("groups")
     if groups is not None and groups < 1:
         raise ConfigurationError(f"groups must be at least 1, got {groups}.")
     if groups is not None and batch_norm:
-        raise ConfigurationError("groups is about group norm, and batch_norm is on.")
+        raise ConfigurationError("groups is for group norm, but batch_norm is on.")
     if batch_norm is not None or (groups is not None and "norm_layer" not in values):
-        _put(values, "batch_norm", "norm_layer", norm_of(values, batch_norm=batch_norm))
+        _set(values, "batch_norm", "norm_layer", default_norm(values, batch_norm))
     if groups is not None:
         norm = {k: v for k, v in values["norm_layer"].items() if k != "channels_per_group"}
         values["norm_layer"] = norm | {"num_groups": groups}
 
 
-def _expand_optimizer(values: dict[str, Any]) -> None:
+def _expand_optimizer(values: Values) -> None:
     if values.get("optimizer") == "momentum":
         values["optimizer"] = "sgd"
         values.setdefault("optimizer_params", {"momentum": 0.9})
+    if values.get("auto_loss_scaling"):
+        if (scaling := values.get("loss_scaling", 0)) not in (0, "dynamic"):
+            raise ConfigurationError(
+                "Give auto_loss_scaling or a fixed loss_scaling, not both; got "
+                f"loss_scaling {scaling}."
+            )
+        values["loss_scaling"] = "dynamic"
+
+
+# Recipes of the families
+
+_EFFICIENTNET = "efficientnet"
+_WARMUP_EPOCHS = 5
+_LOGS_PER_EPOCH = 16
+_LR_EXPONENTS = {
+    # By whether it is EfficientNet: the learning rate per sample is 2 to this power.
+    True: {"sgd": -7, "momentum": -10, "rmsprop": -14},
+    False: {"sgd": -8, "momentum": -11},
+}
+_SMALL_LR_EXPONENT = -6
+_EPOCHS = {True: {True: 300, False: 350}, False: {True: 160, False: 100}}
+"""By whether it is EfficientNet, and whether images are small."""
+_RMSPROP = {"base_decay_exponent": -14, "epsilon": 0.001, "initial_accumulator": 1.0}
+_LARS = {"eeta": 0.001, "epsilon": 0}
+_STEPS = {True: (0.5, 0.75), False: (0.3, 0.6, 0.8, 0.9)}
+"""Fractions of the run at which the learning rate drops, by whether images are small."""
+
+
+def default_recipe(values: Values) -> Values:
+    """Complete options with the recipe of their family, and compute the learning rate."""
+    values = dict(values)
+    is_family = values.get("model_name") in FAMILIES
+    if is_family:
+        values = _family_defaults(values) | values
+    if values.get("momentum") is not None:
+        params = values.get("optimizer_params", {})
+        values["optimizer_params"] = {**params, "momentum": values["momentum"]}
+    if is_family or values.get("base_learning_rate") is not None:
+        _set_learning_rate(values, is_family)
+    return values
+
+
+def _family_defaults(values: Values) -> Values:
+    small, efficientnet = _is_small(values), values["model_name"] == _EFFICIENTNET
+    optimizer = values.get("optimizer", "sgd")
+    decay = 1e-6 if small else (1e-5 if efficientnet else 1e-4)
+    params = {
+        "sgd": {"momentum": 0},
+        "rmsprop": {"momentum": 0.9, **_RMSPROP},
+        "lars": {"momentum": 0.9, "weight_decay": decay, **_LARS},
+    }
+    decays_elsewhere = optimizer == "lars" or "weight_decay" in values
+    return {
+        "norm_layer": default_norm(values),
+        "num_epochs": _EPOCHS[efficientnet][small],
+        "logs_per_epoch": _LOGS_PER_EPOCH,
+        "optimizer_params": params[optimizer],
+        "l2_regularization": 0.0 if decays_elsewhere else decay,
+        "decay_kernels_only": True,
+        "lr_schedule": "stepped",
+        "label_smoothing": 0.1 if efficientnet and not small else 0.0,
+        "label_smoothing_over": "others",
+    }
+
+
+def default_norm(values: Values, batch_norm: bool | None = None) -> dict[str, Any]:
+    """Return the norm layer: batch norm for small images and for published weights."""
+    if values.get("model_name") not in FAMILIES:
+        return {"name": "batch_norm"} if batch_norm else _group_norm(32, 1.001e-5)
+    if batch_norm is None and values.get("groups") is None:
+        batch_norm = _is_small(values) or values.get("pretrained") is not None
+    if batch_norm:
+        return {"name": "batch_norm", "epsilon": 1e-5}
+    if values["model_name"] == _EFFICIENTNET:
+        return _group_norm(4, 1e-3)
+    return _group_norm(16 if _is_small(values) else 32, 1e-6)
+
+
+def _group_norm(num_groups: int, epsilon: float) -> dict[str, Any]:
+    return {"name": "group_norm", "num_groups": num_groups, "epsilon": epsilon}
+
+
+def _is_small(values: Values) -> bool:
+    return has_small_images(values.get("dataset"))
+
+
+def _set_learning_rate(values: Values, is_family: bool) -> None:
+    exponent = values.get("base_learning_rate")
+    if "lr_schedule_params" in values:
+        if exponent is not None:
+            rate = {"initial_learning_rate": 2.0**exponent}
+            values["lr_schedule_params"] = {**values["lr_schedule_params"], **rate}
+        return
+    if exponent is None:
+        exponent = _default_exponent(values)
+    name = values.get("lr_schedule", "const")
+    values["lr_schedule_params"] = _schedule_params(name, 2.0**exponent, values)
+    if is_family and name != "const":
+        mode = "shift" if name == "polynomial" else "mask"
+        warmup = {"warmup_mode": mode, "warmup_epochs": _WARMUP_EPOCHS}
+        values.setdefault("lr_warmup_params", warmup)
+
+
+def _default_exponent(values: Values) -> float:
+    efficientnet = values["model_name"] == _EFFICIENTNET
+    if _is_small(values) and not efficientnet:
+        return _SMALL_LR_EXPONENT
+    optimizer = values.get("optimizer", "sgd")
+    if optimizer == "sgd" and values["optimizer_params"].get("momentum"):
+        optimizer = "momentum"
+    if optimizer not in _LR_EXPONENTS[efficientnet]:
+        raise ConfigurationError(
+            f"{values['model_name']} has no default learning rate for {optimizer}: give "
+            "base_learning_rate (2 to this power is the rate per sample) or "
+            "lr_schedule_params."
+        )
+    return _LR_EXPONENTS[efficientnet][optimizer]
+
+
+def _schedule_params(name: str, rate: float, values: Values) -> dict[str, Any]:
+    epochs = values.get("num_epochs", 1)
+    decaying = {"initial_learning_rate": rate, "epochs_to_total_decay": epochs}
+    if name == "cosine":
+        return decaying
+    if name == "exponential":
+        return decaying | {"num_decays": 146, "decay_rate": 0.97}
+    if name == "polynomial":
+        after_warmup = {"epochs_to_total_decay": max(1, epochs - _WARMUP_EPOCHS)}
+        return decaying | after_warmup | {"end_learning_rate_ratio": 1e-5, "power": 2}
+    if name == "stepped":
+        batch, steps = _global_batch_size(values), _STEPS[_is_small(values)]
+        return {
+            "boundaries": [step * epochs for step in steps],
+            "values": [rate * batch * 0.1**drops for drops in range(len(steps) + 1)],
+        }
+    return {"initial_learning_rate": rate}
+
+
+def _global_batch_size(values: Values) -> int:
+    return resolve_batching(
+        micro_batch_size=values.get("micro_batch_size", 1),
+        num_replicas=values.get("num_replicas", 1),
+        gradient_accumulation_count=values.get("gradient_accumulation_count"),
+        global_batch_size=values.get("global_batch_size"),
+    ).global_batch_size

@@ -1,4 +1,4 @@
-"""Where the pictures of ``cnn validate`` come from, and a timed pass over them."""
+"""The batches of ``cnn validate``, and timed passes over them."""
 
 import abc
 import functools
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn.config.inference import ValidateConfig
-from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.feeding import open_infeed
-from millrace.apps.cnn.inference.network import Inference, drain
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
+from millrace.apps.cnn.data import ImageData, open_infeed
+from millrace.apps.cnn.inference.network import Inference, run_chunks
 from millrace.data.parallel import ParallelStream
 from millrace.data.stream import Stream
 from millrace.feeds.device import ResidentDataset
@@ -28,14 +28,14 @@ _STAGED_BYTES = 64 << 20
 _RESIDENT_BYTES = 256 << 20
 
 
-def calls_of(num_batches: int, per_call: int) -> tuple[int, int]:
-    """Divide a pass into calls of about `per_call` batches, as the reference does.
+def divide_into_calls(num_batches: int, per_call: int) -> tuple[int, int]:
+    """Divide a pass into calls of about `per_call` batches, as Graphcore's benchmark does.
 
     Returns:
-        How many calls, and the batches in each; what is left over is left out.
+        The number of calls, and the batches in each; leftover batches are dropped.
 
-    >>> calls_of(50_000, 1000), calls_of(12_500, 1000), calls_of(555, 1000)
-    ((50, 1000), (12, 1041), (1, 555))
+    >>> [divide_into_calls(count, 1000) for count in (50_000, 12_500, 555)]
+    [(50, 1000), (12, 1041), (1, 555)]
     """
     if num_batches <= per_call:
         return 1, num_batches
@@ -44,15 +44,16 @@ def calls_of(num_batches: int, per_call: int) -> tuple[int, int]:
 
 
 class Feed(abc.ABC):
-    """Batches of one size; closed by leaving its ``with``."""
+    """Batches of one size. A context manager."""
 
     batch: jax.ShapeDtypeStruct
-    """Shape and type of a batch over all replicas, as the devices get it."""
+    """Shape and type of a batch over all replicas, as it reaches the devices."""
     num_batches: int
-    """In one pass."""
+    """Batches per pass."""
     num_samples: int
+    """Samples per pass."""
     batches_per_call: int
-    """In one call, of which a pass is some; of real data, a pass."""
+    """Batches per call; with real data, a call is a pass."""
 
     @abc.abstractmethod
     def compile(self, inference: Inference) -> None:
@@ -60,21 +61,21 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def start(self, inference: Inference) -> None:
-        """Make everything ready, and warm."""
+        """Stage what a pass needs, and warm up."""
 
     @abc.abstractmethod
     def run(
         self, inference: Inference, calls: int | None = None
     ) -> tuple[float, dict[str, float]]:
-        """Make a pass, or so many calls; return their seconds, and what was found."""
+        """Make a pass, or a number of calls; return the seconds and the metrics."""
 
     @abc.abstractmethod
     def one_batch(self, number: int = 0) -> Any:
-        """Return a batch of a pass, to measure latency with."""
+        """Return a batch of a pass for measuring latency."""
 
     def several_batches(self, at_most: int) -> list[Any]:
-        """Return different ones, as many as a pass has and as take little memory."""
-        small_enough = max(1, _STAGED_BYTES // _size(self.batch))
+        """Return different batches, as many as a pass has and little memory holds."""
+        small_enough = max(1, _STAGED_BYTES // _num_bytes(self.batch))
         count = min(at_most, self.num_batches, small_enough)
         return [self.one_batch(number) for number in range(count)]
 
@@ -85,35 +86,58 @@ class Feed(abc.ABC):
         self.close()
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release resources."""
         return
 
 
-def feed_of(config: ValidateConfig, images: ImageData, size: int) -> Feed:
-    """Return the batches that a configuration asks for."""
-    if config.synthetic == "device":
-        return OnDevice(config, images, size)
-    if config.synthetic == "host":
-        return FromHost(config, images, size)
-    return Real(config, images, size)
+def build_feed(config: ValidateConfig, images: ImageData, size: int) -> Feed:
+    """Return the batches of a configuration, of `size` samples per replica."""
+    if config.data.synthetic == "device":
+        return DeviceFeed(config, images, size)
+    if config.data.synthetic == "host":
+        return HostFeed(config, images, size)
+    return DatasetFeed(config, images, size)
 
 
-class OnDevice(Feed):
-    """A few batches that are made on the devices, over and over."""
+class SyntheticFeed(Feed):
+    """Random batches, run in calls of several batches each."""
+
+    _calls: int
+
+    def _divide(self, batches: int, per_call: int) -> None:
+        """Set the sizes of a pass."""
+        self._calls, self.batches_per_call = divide_into_calls(batches, per_call)
+        self.num_batches = self._calls * self.batches_per_call
+        self.num_samples = self.num_batches * self.batch.shape[0]
+
+    @abc.abstractmethod
+    def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
+        """Return chunks of batches on the devices, one per call."""
+
+    def run(
+        self, inference: Inference, calls: int | None = None
+    ) -> tuple[float, dict[str, float]]:
+        started = time.perf_counter()
+        logits = run_chunks(inference, self._chunks(inference, calls or self._calls))
+        seconds = time.perf_counter() - started
+        if logits is not None and not np.isfinite(logits.astype(np.float32)).all():
+            raise FloatingPointError("The logits of the model are not finite.")
+        return seconds, {}
+
+
+class DeviceFeed(SyntheticFeed):
+    """A few batches generated on the devices and used again and again."""
 
     def __init__(self, config: ValidateConfig, images: ImageData, size: int) -> None:
-        training = config.for_batch(size)
-        self._infeed = open_infeed(images, training, batches_per_epoch=1)
+        train_config = config.train_config_for(size)
+        self._infeed = open_infeed(images, train_config, batches_per_epoch=1)
         assert isinstance(self._infeed.dataset, ResidentDataset)
-        self.batch = _arriving(images, training)
-        samples = self.batch.shape[0]
-        wanted = config.num_batches or max(1, len(images.validation) // samples)
-        self._calls, self.batches_per_call = calls_of(wanted, config.batches_per_step)
-        self.num_batches = self._calls * self.batches_per_call
-        self.num_samples = self.num_batches * samples
-        # Never one alone: its logits would be computed once, before the loop.
+        self.batch = _arriving_batch(images, train_config)
+        one_pass = max(1, len(images.validation) // self.batch.shape[0])
+        self._divide(config.num_batches or one_pass, config.batches_per_step)
+        # At least two: XLA would hoist the logits of a single batch out of the loop.
         self._distinct = max(
-            2, min(self.batches_per_call, _RESIDENT_BYTES // _size(self.batch))
+            2, min(self.batches_per_call, _RESIDENT_BYTES // _num_bytes(self.batch))
         )
         self._chunk: Any = None
 
@@ -122,18 +146,14 @@ class OnDevice(Feed):
 
     def start(self, inference: Inference) -> None:
         chunk = self._infeed.chunk(self._distinct, inference.chunk_sharding)
-        assert chunk is not None, "there are always more"
+        assert chunk is not None, "a resident dataset does not end"
         cast = jax.jit(lambda images: images.astype(self.batch.dtype))
         self._chunk = cast(chunk.data["image"])
         self._infeed.close()
         jax.block_until_ready(inference.many(self._chunk))
 
-    def run(
-        self, inference: Inference, calls: int | None = None
-    ) -> tuple[float, dict[str, float]]:
-        started = time.perf_counter()
-        logits = drain(inference, itertools.repeat(self._chunk, calls or self._calls))
-        return time.perf_counter() - started, _checked(logits)
+    def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
+        return itertools.repeat(self._chunk, count)
 
     def one_batch(self, number: int = 0) -> jax.Array:
         return jax.block_until_ready(self._chunk[number % self._distinct])
@@ -142,40 +162,32 @@ class OnDevice(Feed):
         self._chunk = None
 
 
-class FromHost(Feed):
-    """Batches made on the host and sent, as real ones are."""
+class HostFeed(SyntheticFeed):
+    """Batches generated on the host and sent like real ones."""
 
     def __init__(self, config: ValidateConfig, images: ImageData, size: int) -> None:
         self._stream = Stream(images.validation, size * config.num_replicas, shuffle=False)
         image = self._stream.batch(0)["image"]
         self.batch = jax.ShapeDtypeStruct(image.shape, image.dtype)
-        wanted = config.num_batches or max(1, len(images.validation) // image.shape[0])
+        one_pass = max(1, len(images.validation) // image.shape[0])
         staged = max(1, _STAGED_BYTES // image.nbytes)
         per_call = min(config.batches_per_step, staged)
-        self._calls, self.batches_per_call = calls_of(wanted, per_call)
-        self.num_batches = self._calls * self.batches_per_call
-        self.num_samples = self.num_batches * image.shape[0]
-        self._infeed = Infeed(ParallelStream(self._stream, config.pipeline_num_parallel))
+        self._divide(config.num_batches or one_pass, per_call)
+        num_parallel = config.data.pipeline_num_parallel
+        self._infeed = Infeed(ParallelStream(self._stream, num_parallel))
 
     def compile(self, inference: Inference) -> None:
         inference.compile_many(self.batches_per_call, self.batches_per_call)
 
     def start(self, inference: Inference) -> None:
-        drain(inference, self._chunks(inference, 1))
-
-    def run(
-        self, inference: Inference, calls: int | None = None
-    ) -> tuple[float, dict[str, float]]:
-        started = time.perf_counter()
-        logits = drain(inference, self._chunks(inference, calls or self._calls))
-        return time.perf_counter() - started, _checked(logits)
+        run_chunks(inference, self._chunks(inference, 1))
 
     def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
         for _ in range(count):
             chunk = self._infeed.chunk(
                 (self.batches_per_call,), inference.chunk_sharding, only_full=True
             )
-            assert chunk is not None, "the stream has no end"
+            assert chunk is not None, "the stream does not end"
             self._infeed.took(chunk.stop)
             yield chunk.data["image"]
 
@@ -186,7 +198,7 @@ class FromHost(Feed):
         self._infeed.close()
 
 
-class Real(Feed):
+class DatasetFeed(Feed):
     """Every sample of the validation set once, with its label."""
 
     def __init__(self, config: ValidateConfig, images: ImageData, size: int) -> None:
@@ -200,21 +212,24 @@ class Real(Feed):
         self._evaluate: Any = None
 
     def compile(self, inference: Inference) -> None:
-        network, prepare = inference.network, self._images.prepare
-        compute = self._config.training.types.compute
+        network, preprocess = inference.network, self._images.preprocess
+        plan = self._config.train_config.plan
 
         def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
-            images = narrow(prepare(batch["image"], None), compute)
+            images = narrow(preprocess(batch["image"], None), plan.types.compute)
             logits = network.apply((params, model_state), images)
             return {
                 "loss": cross_entropy(logits, batch["label"]),
                 "accuracy": correct(logits, batch["label"]),
             }
 
-        program = EvaluationProgram(metric_fn, self._config.training, inference.devices)
-        weights = inference.placed(network.params, network.model_state)
+        program = EvaluationProgram(metric_fn, plan, inference.devices)
         self._evaluate = functools.partial(
-            evaluate, program, weights, self._images.validation, self._samples
+            evaluate,
+            program,
+            inference.replicate(network.weights),
+            self._images.validation,
+            self._samples,
         )
 
     def start(self, inference: Inference) -> None:
@@ -224,32 +239,28 @@ class Real(Feed):
         self, inference: Inference, calls: int | None = None
     ) -> tuple[float, dict[str, float]]:
         started = time.perf_counter()
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for _ in range(calls or 1):
-            found = self._evaluate()
-        return time.perf_counter() - started, found
+            metrics = self._evaluate()
+        return time.perf_counter() - started, metrics
 
     def one_batch(self, number: int = 0) -> np.ndarray:
-        places = np.arange(number * self._samples, (number + 1) * self._samples)
+        indices = np.arange(number * self._samples, (number + 1) * self._samples)
         source = self._images.validation
-        return source[places % len(source)]["image"]
+        return source[indices % len(source)]["image"]
 
 
-def _arriving(images: ImageData, training: Any) -> jax.ShapeDtypeStruct:
-    """Bytes, where the device prepares them; else what the network computes with."""
-    samples = training.batching.samples_per_step
-    kind = images.validation[np.arange(1)]["image"].dtype
-    if not training.accelerator_side_preprocess:
-        kind = jnp.dtype(training.types.compute)
-    return jax.ShapeDtypeStruct((samples, *images.image_shape), kind)
+def _arriving_batch(images: ImageData, config: CnnConfig) -> jax.ShapeDtypeStruct:
+    """Return the shape and type of a batch as it reaches the devices.
+
+    If the device preprocesses images, they are as sent; otherwise of the compute type.
+    """
+    dtype = images.validation[np.arange(1)]["image"].dtype
+    if not config.data.accelerator_side_preprocess:
+        dtype = jnp.dtype(config.plan.types.compute)
+    samples = config.plan.batching.samples_per_step
+    return jax.ShapeDtypeStruct((samples, *images.image_shape), dtype)
 
 
-def _size(batch: jax.ShapeDtypeStruct) -> int:
+def _num_bytes(batch: jax.ShapeDtypeStruct) -> int:
     return int(np.prod(batch.shape)) * batch.dtype.itemsize
-
-
-def _checked(logits: np.ndarray | None) -> dict[str, float]:
-    """Find nothing out about random pictures, except that a network must answer them."""
-    if logits is not None and not np.isfinite(logits.astype(np.float32)).all():
-        raise FloatingPointError("The network's logits are not finite.")
-    return {}

@@ -1,4 +1,4 @@
-"""The figures of ``cnn validate``: of all processes together, and how they are said."""
+"""The figures of ``cnn validate``, combined over processes and formatted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import numpy as np
 
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
 _CALLS_NEEDED = {"p99": 100, "p99.9": 1000}
-"""Of fewer calls, such a percentile would be little but the slowest."""
+"""With fewer calls, the percentile is little more than the slowest call."""
 
 
 def latency_figures(seconds: list[float]) -> dict[str, float]:
-    """Return the mean and the usual percentiles in milliseconds, nothing of nothing."""
+    """Return the mean and percentiles in milliseconds; nothing without calls."""
     if not seconds:
         return {}
     milliseconds = 1e3 * np.array(seconds)
@@ -21,10 +21,10 @@ def latency_figures(seconds: list[float]) -> dict[str, float]:
     return figures
 
 
-def supported_figures(figures: dict[str, float], calls: int) -> dict[str, float]:
-    """Leave out the percentiles that so few calls say nothing about.
+def drop_unsupported(figures: dict[str, float], calls: int) -> dict[str, float]:
+    """Drop the percentiles that need more calls than were timed.
 
-    >>> supported_figures({"mean": 2.0, "p99": 3.0, "p99.9": 3.5}, 100)
+    >>> drop_unsupported({"mean": 2.0, "p99": 3.0, "p99.9": 3.5}, 100)
     {'mean': 2.0, 'p99': 3.0}
     """
     return {
@@ -35,7 +35,7 @@ def supported_figures(figures: dict[str, float], calls: int) -> dict[str, float]
 
 
 def slowest(figures: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return each latency of the process for which it is longest.
+    """Return the maximum of each figure over the processes.
 
     >>> slowest([{"mean": 2.0, "p50": 1.0}, {"mean": 1.5, "p50": 1.5}])
     {'mean': 2.0, 'p50': 1.5}
@@ -43,29 +43,29 @@ def slowest(figures: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: max(one[name] for one in figures) for name in figures[0]}
 
 
-def speeds_of(rates: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
-    """Add up what the processes measured in each repeat; say each one's where several did.
+def combine_rates(rates: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    """Sum the rates of each repeat over processes; also return those of each process.
 
-    >>> speeds_of([[1.0, 2.0], [3.0, 4.0]])["samples_per_second_of_each"]
+    >>> combine_rates([[1.0, 2.0], [3.0, 4.0]])["samples_per_second_of_each"]
     [[1.0, 3.0], [2.0, 4.0]]
     """
-    found: dict[str, list[Any]] = {"samples_per_second": [sum(rate) for rate in rates]}
+    combined: dict[str, list[Any]] = {"samples_per_second": [sum(rate) for rate in rates]}
     if len(rates[0]) > 1:
-        found["samples_per_second_of_each"] = [
+        combined["samples_per_second_of_each"] = [
             list(each) for each in zip(*rates, strict=True)
         ]
-    return found
+    return combined
 
 
-def said_of(result: dict[str, Any]) -> str:
-    """Say the speed of a batch size, and its latency."""
-    said = f"{np.median(result['samples_per_second']):,.1f} samples/s"
+def format_result(result: dict[str, Any]) -> str:
+    """Return the throughput and latency of a batch size as text."""
+    text = f"{np.median(result['samples_per_second']):,.1f} samples/s"
     whose = ""
     if each := result.get("samples_per_second_of_each"):
         parts = ", ".join(f"{np.median(speeds):,.1f}" for speeds in each)
-        said += f" in {len(each)} processes ({parts})"
+        text += f" in {len(each)} processes ({parts})"
         whose = " of the slowest process"
     if latency := result["latency_ms"]:
         figures = ", ".join(f"{name} {value:.3f}" for name, value in latency.items())
-        said += f"; latency{whose} in ms, {result['latency_calls']} calls: {figures}"
-    return said
+        text += f"; latency{whose} in ms, {result['latency_calls']} calls: {figures}"
+    return text

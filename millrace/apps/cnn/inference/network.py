@@ -1,14 +1,14 @@
 """A network compiled for inference: for throughput, and for latency.
 
-For throughput one call goes over many batches that lie on the devices, and their logits
-are read while the next call runs. For latency a call takes one batch, and the weights are
-part of the program. In both, weights are folded and narrowed beforehand, and lie in memory
-the way the compiled program wants them, so that a call does nothing but run the network.
+For throughput, one call processes many batches that are on the devices, and their logits
+are read while the next call runs. For latency, a call takes one batch, and the weights are
+constants of the program. In both cases weights are folded and cast in advance and stored
+in the layout that the compiled program wants, so that a call only runs the network.
 """
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,88 +18,85 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
-from millrace.nn.layers import Layer, Tree, apply_layers
+from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import compile_for, not_kept, options_in_force
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
-from millrace.program.step import narrow
+from millrace.program.step import Weights, narrow
 
-# A network is one CUDA graph, so that the host need not start each of some hundred kernels:
+# The network is one CUDA graph, so that the host does not launch hundreds of kernels:
 # ResNeXt-101 takes 0.66 ms for four images on an H200 instead of 1.14.
 _GRAPH_OPTIONS = {
     "gpu": {
         "xla_gpu_enable_command_buffer": (
-            # what XLA has in graphs by itself, and convolutions
+            # the default of XLA, and convolutions
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION"
         ),
-        # cuDNN must have run a convolution before it can be recorded in a graph, which it
-        # has where XLA timed it. A program or timings of an earlier process would fail, and
-        # so would a deterministic program, for which XLA times nothing: see _compile.
+        # cuDNN can record a convolution in a graph only after running it once, which it has
+        # if XLA autotuned it in this process. So neither the program nor autotuning results
+        # may come from a cache, and deterministic programs, which XLA does not autotune,
+        # get no graph: see _compile.
         "xla_gpu_per_fusion_autotune_cache_dir": "",
     }
 }
-# Depthwise ones are joined with what is around them, which makes fewer kernels: 1.19 ms
-# for 32 images of EfficientNet-B0 instead of 1.39, of many batches. They are not part of a
-# graph then, and a call with one batch takes longer: 0.88 ms for an image instead of 0.62.
-_JOINED_OPTIONS = {"gpu": {"xla_gpu_experimental_enable_conv_fusion": True}}
+# Fusing depthwise convolutions with what surrounds them saves kernels: with many batches,
+# 32 images of EfficientNet-B0 take 1.19 ms instead of 1.39. Fused convolutions cannot be
+# part of a graph, so a call with one batch is slower: 0.88 ms per image instead of 0.62.
+_FUSION_OPTIONS = {"gpu": {"xla_gpu_experimental_enable_conv_fusion": True}}
 
 _BY_SAMPLE = PartitionSpec(REPLICA_AXIS)
 _BY_BATCH = PartitionSpec(None, REPLICA_AXIS)
 
 
 class Network(NamedTuple):
-    """Layers with their weights, ready to be run."""
+    """Layers with their weights."""
 
     layers: list[Layer]
-    params: Tree
-    model_state: Tree
+    weights: Weights
 
-    def apply(self, weights: Any, x: jax.Array) -> jax.Array:
-        """Return the logits of prepared images under these `weights`."""
+    def apply(
+        self,
+        weights: Any,
+        x: jax.Array,  # (batch, height, width, channels)
+    ) -> jax.Array:
+        """Return the logits of preprocessed images with these `weights`."""
         params, model_state = weights
         logits, _ = apply_layers(self.layers, params, model_state, x, training=False)
         return logits
 
 
-def network_of(
+def build_network(
+    config: ValidateConfig,
+    image_shape: tuple[int, int, int],
     model: list[Layer],
-    params: Tree,
-    model_state: Tree,
-    image_shape: tuple[int, ...],
-    *,
-    folded: bool,
-    compute: str,
+    weights: Weights,
 ) -> Network:
-    """Return a model with the weights that it computes with, batch norm folded or not."""
-    if folded:
+    """Return the network as it runs: batch norm folded, weights in the compute type."""
+    params, model_state = weights
+    if config.fold_batch_norm:
         example = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
         model, params, model_state = fold(model, params, model_state, example)
-    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(compute)), params)
-    return Network(model, params, model_state)
-
-
-class Placed(NamedTuple):
-    """Weights and model state, where an evaluation looks for them."""
-
-    params: Tree
-    model_state: Tree
+    dtype = jnp.dtype(config.train_config.plan.types.compute)
+    params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), params)
+    return Network(model, Weights(params, model_state))
 
 
 class Inference:
     """A network compiled for batches of one size.
 
     Args:
-        network: What to run.
-        prepare: What the device does to images first: ``(images, None)``.
+        network: The network.
+        preprocess: Preprocesses images on the device: ``(images, None)``.
         batch: Shape and type of a batch over all replicas, as it arrives.
-        num_replicas: Devices that each take a part of a batch.
-        compute: The type of computation.
+        num_replicas: Devices that share a batch.
+        compute: The compute type.
     """
 
     def __init__(
         self,
         network: Network,
-        prepare: Any,
+        preprocess: Any,
         batch: jax.ShapeDtypeStruct,
         *,
         num_replicas: int = 1,
@@ -109,47 +106,48 @@ class Inference:
         self.compile_seconds = 0.0
         self.programs: dict[str, jax.stages.Compiled] = {}
         self.network = network
-        self._prepare, self._compute = prepare, compute
-        # Of this process alone: several that were started together do not mix batches.
+        self._preprocess, self._compute = preprocess, compute
+        # Local devices only: processes that run together do not share batches.
         self._mesh = replica_mesh(num_replicas, jax.local_devices())
         self._weights: Any = None
 
     @property
     def devices(self) -> list[Any]:
-        """The devices that work."""
+        """The devices of the replicas."""
         return list(self._mesh.devices.flat)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where a batch must lie: its samples split over the replicas."""
+        """The sharding of a batch: samples over replicas."""
         return NamedSharding(self._mesh, _BY_SAMPLE)
 
     @property
     def chunk_sharding(self) -> NamedSharding:
-        """Where several batches must lie."""
+        """The sharding of several batches."""
         return NamedSharding(self._mesh, _BY_BATCH)
 
     def compile_one(self) -> None:
-        """Compile what takes one batch."""
-        # The host would hand over some hundred arrays at every call: 0.81 ms for a picture
-        # of ResNet-50 instead of 0.49 on an H200.
-        constants = jax.tree.map(
-            np.asarray, (self.network.params, self.network.model_state)
-        )
+        """Compile the program for one batch."""
+        # As arguments, the host would pass hundreds of arrays in every call: one image of
+        # ResNet-50 would take 0.81 ms on an H200 instead of 0.49.
+        constants = jax.tree.map(np.asarray, self.network.weights)
 
         def one(images: jax.Array) -> jax.Array:
             return self._logits(jax.tree.map(jnp.asarray, constants), images)
 
         spec = self._spec((), self.batch_sharding)
-        mapped = self._mapped(one, (_BY_SAMPLE,), _BY_SAMPLE)
+        mapped = self._shard_map(one, (_BY_SAMPLE,), _BY_SAMPLE)
         self._compile(
             "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
         )
 
     def compile_many(self, num_distinct: int, num_batches: int) -> None:
-        """Compile what takes `num_batches`, going round over `num_distinct` of them."""
+        """Compile the program for `num_batches`, cycling through `num_distinct` batches."""
 
-        def many(weights: Any, chunk: jax.Array) -> jax.Array:
+        def many(
+            weights: Any,
+            chunk: jax.Array,  # (distinct, batch, height, width, channels)
+        ) -> jax.Array:
             def one(number: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
                 place = number % num_distinct
                 images = lax.dynamic_index_in_dim(chunk, place, keepdims=False)
@@ -158,74 +156,77 @@ class Inference:
             return lax.scan(one, jnp.int32(0), None, length=num_batches)[1]
 
         spec = self._spec((num_distinct,), self.chunk_sharding)
-        given = self.network.params, self.network.model_state
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
-        # XLA chooses how weights lie: on GPU, convolutions want them otherwise than we.
-        weights = Format(Layout.AUTO, replicated(self._mesh))
-        mapped = self._mapped(many, (PartitionSpec(), _BY_BATCH), _BY_BATCH)
+        weights = self.network.weights
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        # XLA chooses the layout of weights: GPU convolutions prefer another than ours.
+        weight_format = Format(Layout.AUTO, replicated(self._mesh))
+        mapped = self._shard_map(many, (PartitionSpec(), _BY_BATCH), _BY_BATCH)
         is_small = self.batch.shape[0] // self._mesh.size <= SMALL_BATCH
-        joins = is_small and has_depthwise(self.network.layers, self.network.params)
+        fuses = is_small and has_depthwise(self.network.layers, weights.params)
         self._compile(
             "many",
             mapped,
             shapes,
             spec,
-            preferred=_JOINED_OPTIONS if joins else _GRAPH_OPTIONS,
-            in_shardings=(weights, spec.sharding),
+            preferred=_FUSION_OPTIONS if fuses else _GRAPH_OPTIONS,
+            in_shardings=(weight_format, spec.sharding),
         )
 
     def one(self, images: jax.Array) -> jax.Array:
-        """Start on a batch that lies on the devices; return its logits to be."""
+        """Start on a batch that is on the devices; return its logits as a future."""
         return self.programs["one"](images)
 
     def many(self, chunk: jax.Array) -> jax.Array:
-        """Start on many batches; return their logits to be, (batches, samples, ...)."""
+        """Start on many batches; return logits (batches, samples, classes) as a future."""
         return self.programs["many"](self._weights, chunk)
 
     def place_weights(self) -> None:
-        """Put the weights on the devices, as the program for many batches wants them."""
+        """Put the weights on the devices in the layout of the program for many batches."""
         if many := self.programs.get("many"):
-            weights = self.network.params, self.network.model_state
-            self._weights = jax.device_put(weights, many.input_formats[0][0])
+            layouts = many.input_formats[0][0]
+            self._weights = jax.device_put(self.network.weights, layouts)
 
-    def placed(self, params: Tree, model_state: Tree) -> "Placed":
-        """Put weights on every device as they are."""
-        everywhere = replicated(self._mesh)
-        return Placed(*jax.device_put((params, model_state), everywhere))
+    def replicate(self, weights: Weights) -> Weights:
+        """Put weights on every device in the default layout."""
+        return jax.device_put(weights, replicated(self._mesh))
 
     def release(self) -> None:
-        """Take the weights off the devices."""
+        """Free the weights on the devices."""
         self._weights = None
 
     def _logits(self, weights: Any, images: jax.Array) -> jax.Array:
-        images = narrow(self._prepare(images, None), self._compute)
+        images = narrow(self._preprocess(images, None), self._compute)
         return self.network.apply(weights, images)
 
     def _spec(self, leading: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
         shape = (*leading, *self.batch.shape)
         return jax.ShapeDtypeStruct(shape, self.batch.dtype, sharding=sharding)
 
-    def _mapped(self, function: Any, given: Any, result: PartitionSpec) -> Any:
+    def _shard_map(self, function: Any, in_specs: Any, out_specs: PartitionSpec) -> Any:
         return jax.shard_map(
-            function, mesh=self._mesh, in_specs=given, out_specs=result, check_vma=False
+            function,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
 
-    def _compile(self, name: str, *what: Any, **options: Any) -> None:
+    def _compile(self, name: str, *arguments: Any, **options: Any) -> None:
         started = time.perf_counter()
         if options_in_force("gpu").get("xla_gpu_deterministic_ops"):
             options["preferred"] = {}
-        with not_kept():  # see _GRAPH_OPTIONS; and "one" is as large as the weights
-            self.programs[name] = compile_for(self._mesh, *what, **options)
+        # Not cached: see _GRAPH_OPTIONS. Also, "one" is as large as the weights.
+        with not_kept():
+            self.programs[name] = compile_for(self._mesh, *arguments, **options)
         self.compile_seconds += time.perf_counter() - started
 
 
-def latencies(inference: Inference, images: Any, calls: int) -> Iterator[float]:
-    """Time calls for one batch each, in seconds, from the call until the logits are there.
+def time_calls(inference: Inference, batches: Sequence[Any], calls: int) -> Iterator[float]:
+    """Time calls for one batch each, in seconds, from the call until the logits are ready.
 
-    Images that lie on the devices stay there, and so do their logits; others are sent,
-    and their logits fetched. A list of batches is gone round over.
+    The calls cycle through the batches. Batches on the devices stay there, and so do their
+    logits; others are sent, and their logits are fetched.
     """
-    batches = images if isinstance(images, list) else [images]
     for number, batch in zip(range(calls + 1), itertools.cycle(batches), strict=False):
         started = time.perf_counter()
         if isinstance(batch, jax.Array):
@@ -233,22 +234,22 @@ def latencies(inference: Inference, images: Any, calls: int) -> Iterator[float]:
         else:
             sent = jax.device_put(batch, inference.batch_sharding)
             jax.device_get(inference.one(sent))
-        if number:  # the first fills caches
+        if number:  # the first call is a warmup
             yield time.perf_counter() - started
 
 
-def drain(inference: Inference, chunks: Iterator[Any]) -> np.ndarray | None:
-    """Run many batches after many, reading the logits of some while others are made.
+def run_chunks(inference: Inference, chunks: Iterable[Any]) -> np.ndarray | None:
+    """Run chunks of batches, reading the logits of one while the next is computed.
 
     Returns:
         The last logits, on the host.
     """
-    before, fetched = None, None
+    previous, fetched = None, None
     for chunk in chunks:
         logits = inference.many(chunk)
-        fetched = _fetch(before)
-        before = logits
-    return fetched if before is None else _fetch(before)
+        fetched = _fetch(previous)
+        previous = logits
+    return fetched if previous is None else _fetch(previous)
 
 
 def _fetch(logits: jax.Array | None) -> np.ndarray | None:

@@ -1,9 +1,9 @@
-"""EfficientNet: inverted residual blocks, depthwise or in small groups.
+"""EfficientNet: inverted residual blocks with depthwise or grouped convolutions.
 
-Names of blocks are those of Graphcore's TensorFlow 1 application, so that its pipeline
-splits work; padding is symmetric, as in timm and torchvision. With a `group_dim` of 16 and
-an `expand_ratio` of 4 it is the variant G16 of Masters et al. (2021), in which every
-convolution has more to do for each number it reads.
+Blocks are named as in Graphcore's TensorFlow 1 application, so that its pipeline splits
+work; padding is symmetric, as in timm and torchvision. With a `group_dim` of 16 and an
+`expand_ratio` of 4, it is the variant G16 of Masters et al. (2021), whose convolutions do
+more work per byte of memory traffic.
 """
 
 from typing import Any
@@ -11,67 +11,71 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from millrace.apps.cnn.efficientnet_blocks import (
-    STEM,
-    TOP,
-    Block,
-    blocks_of,
+from millrace.apps.cnn.models.spec import (
+    STEM_CHANNELS,
+    TOP_CHANNELS,
+    EfficientNetShape,
+    MBConvBlock,
+    efficientnet_blocks,
     round_channels,
 )
-from millrace.apps.cnn.families import Scaled
 from millrace.nn import layers
 from millrace.nn.branches import closing, on, opening
 from millrace.nn.initializers import Init
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
 
-_SQUEEZE = 0.25
+_SQUEEZE_RATIO = 0.25
 
 
 def efficientnet(
-    shape: Scaled,
+    shape: EfficientNetShape,
     num_classes: int,
     norm: NormFactory,
     *,
     group_dim: int | None = None,
     expand_ratio: int | None = None,
 ) -> list[Layer]:
-    """B0 made wider and deeper as `shape` says."""
-    stem, top = (round_channels(n, shape.width) for n in (STEM, TOP))
-    model = _convolved("block0", stem, 3, norm, strides=2)
-    for block in blocks_of(shape, group_dim, expand_ratio):
+    """Return B0, scaled in width and depth."""
+    stem, top = (round_channels(n, shape.width) for n in (STEM_CHANNELS, TOP_CHANNELS))
+    model = _conv_norm_swish("block0", stem, 3, norm, strides=2)
+    for block in efficientnet_blocks(shape, group_dim, expand_ratio):
         model += _inverted_residual(block, norm)
     return [
         *model,
-        *_convolved("Top", top, 1, norm),
+        *_conv_norm_swish("Top", top, 1, norm),
         layers.global_average_pool("avg_pool"),
         layers.dropout("dropout", shape.dropout),
         _classifier("fc1", num_classes),
     ]
 
 
-def _inverted_residual(block: Block, norm: NormFactory) -> list[Layer]:
-    """Widen, convolve in groups, weigh the channels, narrow again; add what came in."""
-    wide, groups = block.wide, block.num_groups
+def _inverted_residual(block: MBConvBlock, norm: NormFactory) -> list[Layer]:
+    """Expand, convolve in groups, squeeze and excite, project; add the input."""
+    expanded = block.expanded_channels
     body: list[Layer] = []
     if block.expand_ratio > 1:
-        body += _convolved(f"{block.name}/a", wide, 1, norm)
-    body += _convolved(
-        f"{block.name}/b", wide, block.kernel, norm, strides=block.strides, groups=groups
+        body += _conv_norm_swish(f"{block.name}/a", expanded, 1, norm)
+    body += _conv_norm_swish(
+        f"{block.name}/b",
+        expanded,
+        block.kernel,
+        norm,
+        strides=block.strides,
+        groups=block.num_groups,
     )
-    body.append(squeeze_excite(f"{block.name}/SE", max(1, int(block.channels * _SQUEEZE))))
-    body += _convolved(f"{block.name}/c", block.features, 1, norm)[:2]  # no swish
+    reduced = max(1, int(block.in_channels * _SQUEEZE_RATIO))
+    body.append(squeeze_excite(f"{block.name}/SE", reduced))
+    body += _conv_norm_swish(f"{block.name}/c", block.out_channels, 1, norm)[:2]  # no swish
     if not block.is_residual:
         return body
-    dropped = layers.dropout(
-        f"{block.name}/drop_connect", block.drop_rate, whole_samples=True
-    )
-    first, *rest = [*body, dropped]
+    drop = layers.dropout(f"{block.name}/drop_connect", block.drop_rate, whole_samples=True)
+    first, *rest = [*body, drop]
     branch = [on("main", layer) for layer in rest]
     return [opening(first), *branch, closing(f"{block.name}/add")]
 
 
-def _convolved(
+def _conv_norm_swish(
     name: str,
     features: int,
     kernel: int,
@@ -80,14 +84,13 @@ def _convolved(
     strides: int = 1,
     groups: int = 1,
 ) -> list[Layer]:
-    """A convolution, its norm, and swish."""
-    around = (kernel // 2, kernel // 2)
+    pad = (kernel // 2, kernel // 2)
     conv = layers.conv(
         f"{name}/conv",
         features,
         kernel,
         strides=strides,
-        padding=(around, around),
+        padding=(pad, pad),
         groups=groups,
         fan="in" if groups > 1 else "out",
     )
@@ -96,29 +99,41 @@ def _convolved(
 
 
 def squeeze_excite(name: str, reduced: int) -> Layer:
-    """Weigh each channel by what two small layers make of all channels' means."""
+    """Return a layer that scales channels by gates, computed from all channel means.
 
-    def part(before: int, after: int) -> Tree:
-        kernel = Init("truncated_normal", (before, after), (2 / after) ** 0.5)
-        return {"kernel": kernel, "bias": jnp.zeros(after)}
+    Two dense layers with `reduced` hidden units compute the gates.
+    """
+
+    def dense_params(inputs: int, outputs: int) -> Tree:
+        kernel = Init("truncated_normal", (inputs, outputs), (2 / outputs) ** 0.5)
+        return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
     def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
-        return {"reduce": part(channels, reduced), "expand": part(reduced, channels)}, {}
+        params = {
+            "reduce": dense_params(channels, reduced),
+            "expand": dense_params(reduced, channels),
+        }
+        return params, {}
 
-    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(
+        params: Tree,
+        model_state: Tree,
+        x: Any,  # (batch, height, width, channels)
+        call: Call,
+    ) -> tuple[Any, Tree]:
         del model_state, call
         reduce, expand = params["reduce"], params["expand"]
         pooled = x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
         squeezed = jax.nn.silu(pooled @ reduce["kernel"] + reduce["bias"])
-        excited = jax.nn.sigmoid(squeezed @ expand["kernel"] + expand["bias"])
-        return x * excited[:, None, None], {}
+        gates = jax.nn.sigmoid(squeezed @ expand["kernel"] + expand["bias"])
+        return x * gates[:, None, None], {}
 
     return Layer(name, init, apply)
 
 
 def _classifier(name: str, num_classes: int) -> Layer:
-    """A dense layer that starts as Glorot and Bengio have it."""
+    """Return a dense layer with Glorot initialization."""
     layer = layers.dense(name, num_classes)
 
     def init(x: Any) -> tuple[Tree, Tree]:

@@ -1,7 +1,7 @@
 """Published weights for the families, from safetensors files.
 
-Names are torchvision's for ResNet and ResNeXt (timm has the same), and those of either for
-EfficientNet. Kernels there are (out, in, height, width), and matrices (out, in).
+ResNet and ResNeXt files use the names of torchvision (timm has the same), EfficientNet
+files those of either. Their kernels are (out, in, height, width), their matrices (out, in).
 """
 
 import re
@@ -18,9 +18,9 @@ from millrace.data.safetensors import SafetensorsError, read_safetensors
 from millrace.nn.layers import Tree
 
 _CLASSIFIER = "fc1"
-_NOT_NEEDED = "num_batches_tracked"
+_UNUSED = "num_batches_tracked"
 _MAX_SHOWN = 3
-_TO_TORCH, _FROM_TORCH = (3, 2, 0, 1), (2, 3, 1, 0)
+_TO_TORCH, _FROM_TORCH = (3, 2, 0, 1), (2, 3, 1, 0)  # HWIO to OIHW and back
 
 _LAYERS = {
     # ResNet and ResNeXt
@@ -30,21 +30,21 @@ _LAYERS = {
     r"b(\d)/(\d+)/norm(\d)": r"layer\1.\2.bn\3",
     r"b(\d)/(\d+)/shortcut/conv": r"layer\1.\2.downsample.0",
     r"b(\d)/(\d+)/shortcut/norm": r"layer\1.\2.downsample.1",
-    # timm's EfficientNet, besides its blocks
+    # timm's EfficientNet, except for its blocks
     "block0/conv": "conv_stem",
     "block0/norm": "bn1",
     "Top/conv": "conv_head",
     "Top/norm": "bn2",
 }
 _BLOCK_PARTS = {
-    # Of a block that starts by widening, and of one that does not.
+    # By whether the block starts with an expansion.
     True: {"a/conv": "conv_pw", "a/norm": "bn1", "b/conv": "conv_dw", "b/norm": "bn2",
            "c/conv": "conv_pwl", "c/norm": "bn3"},
     False: {"b/conv": "conv_dw", "b/norm": "bn1", "c/conv": "conv_pw", "c/norm": "bn2"},
 }  # fmt: skip
 _SQUEEZE_PARTS = {"reduce": "se.conv_reduce", "expand": "se.conv_expand"}
 _TORCHVISION_LAYERS = {
-    # timm's name of a layer of EfficientNet, and torchvision's
+    # timm's name of an EfficientNet layer: torchvision's name
     "conv_stem": "features.0.0",
     "bn1": "features.0.1",
     "conv_head": "features.8.0",
@@ -52,14 +52,14 @@ _TORCHVISION_LAYERS = {
     "classifier": "classifier.1",
 }
 _TORCHVISION_PARTS = {
-    # The same of the parts of a block: the first stage's do not start by widening.
+    # The same for parts of a block, by whether it starts with an expansion.
     True: {"conv_pw": "0.0", "bn1": "0.1", "conv_dw": "1.0", "bn2": "1.1",
            "se.conv_reduce": "2.fc1", "se.conv_expand": "2.fc2",
            "conv_pwl": "3.0", "bn3": "3.1"},
     False: {"conv_dw": "0.0", "bn1": "0.1", "se.conv_reduce": "1.fc1",
             "se.conv_expand": "1.fc2", "conv_pw": "2.0", "bn2": "2.1"},
 }  # fmt: skip
-_OF_TORCHVISION = "features.0.0.weight"
+_ONLY_IN_TORCHVISION = "features.0.0.weight"
 _VARIABLES = {
     "kernel": "weight",
     "scale": "weight",
@@ -70,117 +70,114 @@ _VARIABLES = {
 
 
 class _Source(NamedTuple):
-    """Where a variable of ours is found: its name there and its shape there."""
+    """The name and shape that one of our variables has in the file."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def read_pretrained(path: Path) -> Tree:
-    """Return the arrays of a safetensors file; what is not one is a mistake of the user."""
+    """Return the arrays of a safetensors file by name."""
     try:
         return read_safetensors(path)
     except SafetensorsError as error:
-        said = _refusal_of_pickle(path) if _is_pickle(path) else error
-        raise ConfigurationError(f"--pretrained: {said}") from error
+        reason = _pickle_message(path) if _is_pickle(path) else error
+        raise ConfigurationError(f"--pretrained: {reason}") from error
 
 
 def _is_pickle(path: Path) -> bool:
-    """Tell what ``torch.save`` writes: a zip file or, long ago, a bare pickle."""
+    """Whether ``torch.save`` wrote the file: a zip archive, or a bare pickle before 1.6."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         start = file.read(9)
-    # The length of a safetensors header may begin with the byte of a pickle.
+    # A safetensors header length can start with the first byte of a pickle.
     return start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[8:] != b"{")
 
 
-def _refusal_of_pickle(path: Path) -> str:
+def _pickle_message(path: Path) -> str:
     new = path.with_suffix(".safetensors")
     return (
-        f"{path} looks like a PyTorch pickle, which is not read because a pickle can run "
-        'code. Make it a safetensors file: python -c "import torch, safetensors.torch as '
-        f's; s.save_file(torch.load({str(path)!r}, weights_only=True), {str(new)!r})"'
+        f"{path} looks like a PyTorch pickle, which is not loaded because a pickle can run "
+        "code. Convert it to a safetensors file: "
+        'python -c "import torch, safetensors.torch as s; '
+        f's.save_file(torch.load({str(path)!r}, weights_only=True), {str(new)!r})"'
     )
 
 
 def fit_pretrained(
-    path: Path, found: Tree, params: Tree, model_state: Tree
+    path: Path, arrays: Tree, params: Tree, model_state: Tree
 ) -> tuple[Tree, Tree, list[str]]:
-    """Return a model's weights and model state, and what there is to say of them.
+    """Return the weights and state of a model from published arrays, and notices.
 
     Args:
-        path: Where the arrays come from.
-        found: The arrays.
-        params: The model's own, whose names and shapes are wanted.
-        model_state: Likewise.
+        path: The file that the arrays come from.
+        arrays: The arrays by name, from ``read_pretrained``.
+        params: The initial weights of the model.
+        model_state: The initial state of the model.
     """
     if not model_state:
         raise ConfigurationError(
-            "--pretrained: published weights have batch norm, and this model has another "
+            "--pretrained: published weights use batch norm, and this model uses another "
             "norm. Give --batch-norm."
         )
-    sources = _sources(params, model_state, torchvision=_OF_TORCHVISION in found)
-    last = sources[0][_CLASSIFIER]
-    notes = []
-    if _has_other_classes(found, last):
-        notes.append(f"{path.name} is for other classes: the last layer starts anew.")
-        found = found | dict.fromkeys(source.name for source in last.values())
-    _check(path, found, jax.tree.leaves(sources, is_leaf=_is_source))
+    sources = _sources(params, model_state, torchvision=_ONLY_IN_TORCHVISION in arrays)
+    classifier = sources[0][_CLASSIFIER]
+    notices = []
+    if _has_other_classes(arrays, classifier):
+        notices.append(
+            f"{path.name} has other classes: the last layer starts from random weights."
+        )
+        arrays = arrays | dict.fromkeys(source.name for source in classifier.values())
+    _check(path, arrays, jax.tree.leaves(sources, is_leaf=_is_source))
     loaded = jax.tree.map(
-        lambda source, own: _ours(found[source.name], own),
+        lambda source, own: _convert(arrays[source.name], own),
         sources,
         (params, model_state),
         is_leaf=_is_source,
     )
-    return *loaded, notes
+    return *loaded, notices
 
 
 def _sources(
     params: Tree, model_state: Tree, *, torchvision: bool = False
 ) -> tuple[Tree, Tree]:
-    """Return where each variable is found, as trees like those of the variables.
-
-    Args:
-        params: The model's own.
-        model_state: Likewise.
-        torchvision: Whether names of an EfficientNet are torchvision's and not timm's.
-    """
-    widening = {layer.split("/")[0] for layer in params if "/a/" in layer}
+    """Return the source of each variable; `torchvision` is the naming of EfficientNet."""
+    expanding = {layer.split("/")[0] for layer in params if "/a/" in layer}
     is_resnet = "b0/conv" in params
     classifier = "fc" if is_resnet else "classifier"
 
     def source(path: Any, own: Any) -> _Source:
         layer, *parts, variable = (entry.key for entry in path)
-        prefix = classifier if layer == _CLASSIFIER else _prefix(layer, widening)
+        prefix = classifier if layer == _CLASSIFIER else _timm_name(layer, expanding)
         shape = own.shape[::-1] if own.ndim < 4 else [own.shape[dim] for dim in _TO_TORCH]
-        if parts:  # of squeeze and excite: matrices here, 1 x 1 convolutions there
+        if parts:  # squeeze and excite: dense layers here, 1 x 1 convolutions in the file
             prefix = f"{prefix}.{_SQUEEZE_PARTS[parts[0]]}"
             shape = (*shape, 1, 1) if own.ndim > 1 else shape
         if torchvision and not is_resnet:
-            prefix = _torchvisions(prefix)
+            prefix = _torchvision_name(prefix)
         return _Source(f"{prefix}.{_VARIABLES[variable]}", tuple(shape))
 
     mapped = jax.tree_util.tree_map_with_path
     return mapped(source, params), mapped(source, model_state)
 
 
-def _prefix(layer: str, widening: Collection[str]) -> str:
-    """Return what a layer is called there."""
+def _timm_name(layer: str, expanding: Collection[str]) -> str:
+    """Return the name of a layer in timm."""
     for pattern, name in _LAYERS.items():
         if match := re.fullmatch(pattern, layer):
             return match.expand(name)
     block, _, part = layer.partition("/")
     stage, repeat = int(block[5:-1]) - 1, string.ascii_lowercase.index(block[-1])
-    inside = _BLOCK_PARTS[block in widening].get(part)
+    inside = _BLOCK_PARTS[block in expanding].get(part)
     return ".".join(["blocks", str(stage), str(repeat), *([inside] if inside else [])])
 
 
-def _torchvisions(prefix: str) -> str:
-    """Return what torchvision calls a layer of timm's EfficientNet."""
-    if not prefix.startswith("blocks."):
-        return _TORCHVISION_LAYERS[prefix]
-    _, stage, repeat, part = prefix.split(".", 3)
+def _torchvision_name(timm_name: str) -> str:
+    """Return the torchvision name of an EfficientNet layer."""
+    if not timm_name.startswith("blocks."):
+        return _TORCHVISION_LAYERS[timm_name]
+    _, stage, repeat, part = timm_name.split(".", 3)
     inside = _TORCHVISION_PARTS[stage != "0"][part]
     return f"features.{int(stage) + 1}.{repeat}.block.{inside}"
 
@@ -189,30 +186,30 @@ def _is_source(node: Any) -> bool:
     return isinstance(node, _Source)
 
 
-def _has_other_classes(found: Tree, classifier: Tree) -> bool:
-    """Tell whether only the number of outputs of the last layer is another."""
+def _has_other_classes(arrays: Tree, classifier: Tree) -> bool:
+    """Whether the last layer differs only in its number of outputs."""
     source = classifier["kernel"]
-    value = found.get(source.name)
+    value = arrays.get(source.name)
     if value is None or value.ndim != len(source.shape):
         return False
     return value.shape[0] != source.shape[0] and value.shape[1:] == source.shape[1:]
 
 
-def _check(path: Path, found: Tree, sources: Sequence[_Source]) -> None:
-    """Raise unless every variable is there, in its shape, and nothing else is."""
+def _check(path: Path, arrays: Tree, sources: Sequence[_Source]) -> None:
+    """Raise an error unless the file has every variable in its shape and nothing else."""
     wrong = []
     for source in sources:
-        if source.name not in found:
-            wrong.append(f"{source.name} is not in it")
-        elif (value := found[source.name]) is not None and value.shape != source.shape:
+        if source.name not in arrays:
+            wrong.append(f"{source.name} is missing")
+        elif (value := arrays[source.name]) is not None and value.shape != source.shape:
             wrong.append(
                 f"{source.name} is {list(value.shape)}, this model has {list(source.shape)}"
             )
     names = {source.name for source in sources}
     wrong += [
         f"{name} is not in this model"
-        for name in found
-        if name not in names and not name.endswith(_NOT_NEEDED)
+        for name in arrays
+        if name not in names and not name.endswith(_UNUSED)
     ]
     if wrong:
         more = len(wrong) - _MAX_SHOWN
@@ -222,8 +219,8 @@ def _check(path: Path, found: Tree, sources: Sequence[_Source]) -> None:
         )
 
 
-def _ours(value: np.ndarray | None, own: Any) -> Any:
-    """Bring a variable into our order; None leaves our own."""
+def _convert(value: np.ndarray | None, own: Any) -> Any:
+    """Convert an array to our dimension order; None keeps our own value."""
     if value is None:
         return own
     if own.ndim == 4:

@@ -1,6 +1,6 @@
 """Residual networks: He et al.'s for CIFAR, and ResNet v1.5 for ImageNet.
 
-Layer names are those of Graphcore's application, so that its pipeline splits work.
+Layers are named as in Graphcore's application, so that its pipeline splits work.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory
 
 _IMAGENET_WIDTHS = (64, 128, 256, 512)
-_BOTTLENECK_EXPANSION = 4
+_EXPANSION = 4
 
 
 def cifar_resnet(num_blocks: int, num_classes: int, norm: NormFactory) -> list[Layer]:
-    """A network of depth 6 x `num_blocks` + 2 for pictures of 32 x 32."""
+    """Return a network of depth 6 x `num_blocks` + 2 for 32 x 32 images."""
     model = [layers.conv("conv1_conv", 16), norm("conv1_bn"), layers.relu("conv1_relu")]
     for stack, features in enumerate((16, 32, 64), 2):
         for block in range(1, num_blocks + 1):
@@ -43,24 +43,26 @@ def _cifar_block(
         on("main", norm(f"{name}_layer2_bn")),
     ]
     if downsample:
-        shortcut = layers.stateless(f"{name}_shortcut", halved)
+        shortcut = layers.stateless(f"{name}_shortcut", downsample_shortcut)
         block.append(on("skip", shortcut))
     return [*block, closing(f"{name}_add"), layers.relu(f"{name}_post_addition_relu")]
 
 
-def halved(x: jax.Array) -> jax.Array:
-    """Every second pixel, and as many channels of zeros again; no parameters."""
-    thinned = x[:, ::2, ::2]
-    return jnp.concatenate([thinned, jnp.zeros_like(thinned)], -1)
+def downsample_shortcut(
+    x: jax.Array,  # (batch, height, width, channels)
+) -> jax.Array:
+    """Keep every second pixel and pad with zeros to twice the channels."""
+    downsampled = x[:, ::2, ::2]
+    return jnp.concatenate([downsampled, jnp.zeros_like(downsampled)], -1)
 
 
 def resnet(
     num_blocks: Sequence[int], num_classes: int, norm: NormFactory, *, bottleneck: bool
 ) -> list[Layer]:
-    """A network for pictures of 224 x 224, the stride on the 3 x 3 convolution (v1.5).
+    """Return a network for 224 x 224 images, with strides in the 3 x 3 convolutions (v1.5).
 
-    The last norm of a block without projection starts at zero, so that the block
-    starts as the identity.
+    The last norm of a block without projection is initialized to zero, so that the
+    block starts as the identity.
     """
     model = [
         layers.conv("conv1_conv", 64, 7, strides=2, padding=((3, 3), (3, 3))),
@@ -68,13 +70,14 @@ def resnet(
         layers.relu("conv1_relu"),
         layers.max_pool("pool1_pool", 3, 2, pads=((1, 1), (1, 1))),
     ]
-    block_of = _bottleneck_block if bottleneck else _basic_block
     stacks = zip(_IMAGENET_WIDTHS, num_blocks, strict=True)
     for stack, (width, count) in enumerate(stacks, 2):
         for number in range(1, count + 1):
             strides = 2 if stack > 2 and number == 1 else 1
-            name = f"conv{stack}_block{number}"
-            model += block_of(name, width, strides, number == 1, norm)
+            convs = [(width, 3, strides), (width, 3, 1)]
+            if bottleneck:
+                convs = [(width, 1, 1), (width, 3, strides), (_EXPANSION * width, 1, 1)]
+            model += _block(f"conv{stack}_block{number}", convs, number == 1, norm)
     return [
         *model,
         layers.global_average_pool("avg_pool"),
@@ -82,44 +85,25 @@ def resnet(
     ]
 
 
-def _bottleneck_block(
-    name: str, width: int, strides: int, project: bool, norm: NormFactory
+def _block(
+    name: str,
+    convs: Sequence[tuple[int, int, int]],  # (features, kernel size, strides) each
+    project: bool,
+    norm: NormFactory,
 ) -> list[Layer]:
-    wide = _BOTTLENECK_EXPANSION * width
-    return [
-        opening(layers.conv(f"{name}_1_conv", width, 1)),
-        on("main", norm(f"{name}_1_bn")),
-        on("main", layers.relu(f"{name}_1_relu")),
-        on("main", layers.conv(f"{name}_2_conv", width, 3, strides=strides)),
-        on("main", norm(f"{name}_2_bn")),
-        on("main", layers.relu(f"{name}_2_relu")),
-        on("main", layers.conv(f"{name}_3_conv", wide, 1)),
-        on("main", norm(f"{name}_3_bn", zero_scale=not project)),
-        *_joined(name, wide, strides, project, norm),
-    ]
-
-
-def _basic_block(
-    name: str, width: int, strides: int, project: bool, norm: NormFactory
-) -> list[Layer]:
-    return [
-        opening(layers.conv(f"{name}_1_conv", width, 3, strides=strides)),
-        on("main", norm(f"{name}_1_bn")),
-        on("main", layers.relu(f"{name}_1_relu")),
-        on("main", layers.conv(f"{name}_2_conv", width, 3)),
-        on("main", norm(f"{name}_2_bn", zero_scale=not project)),
-        *_joined(name, width, strides, project, norm),
-    ]
-
-
-def _joined(
-    name: str, features: int, strides: int, project: bool, norm: NormFactory
-) -> list[Layer]:
-    """The shortcut, projected where sizes change, and what joins it to the branch."""
-    shortcut: list[Layer] = []
-    if project:
-        shortcut = [
-            on("skip", layers.conv(f"{name}_0_conv", features, 1, strides=strides)),
-            on("skip", norm(f"{name}_0_bn")),
+    """Return a residual block; `project` adds a convolution to the shortcut."""
+    block: list[Layer] = []
+    for number, (features, kernel, strides) in enumerate(convs, 1):
+        is_last = number == len(convs)
+        prefix = f"{name}_{number}"
+        conv = layers.conv(f"{prefix}_conv", features, kernel, strides=strides)
+        block += [
+            opening(conv) if number == 1 else on("main", conv),
+            on("main", norm(f"{prefix}_bn", zero_scale=is_last and not project)),
+            *([] if is_last else [on("main", layers.relu(f"{prefix}_relu"))]),
         ]
-    return [*shortcut, closing(f"{name}_add"), layers.relu(f"{name}_out")]
+    if project:
+        features, strides = convs[-1][0], max(strides for _, _, strides in convs)
+        shortcut = layers.conv(f"{name}_0_conv", features, 1, strides=strides)
+        block += [on("skip", shortcut), on("skip", norm(f"{name}_0_bn"))]
+    return [*block, closing(f"{name}_add"), layers.relu(f"{name}_out")]

@@ -1,4 +1,4 @@
-"""Small CNNs, for demonstrations and tests."""
+"""Small CNNs for demonstrations and tests."""
 
 from millrace.nn import layers
 from millrace.nn.layers import Layer
@@ -6,7 +6,7 @@ from millrace.nn.norms import NormFactory
 
 
 def digits_cnn(num_classes: int, norm: NormFactory) -> list[Layer]:
-    """Three convolutions for pictures of 8 x 8; 24,058 parameters for ten classes."""
+    """Return three convolutions for 8 x 8 images; 24,058 parameters for ten classes."""
     model: list[Layer] = []
     for number, (features, strides) in enumerate([(16, 1), (32, 2), (64, 2)], 1):
         model += [
@@ -22,7 +22,7 @@ def digits_cnn(num_classes: int, norm: NormFactory) -> list[Layer]:
 
 
 def toy_model(num_classes: int, norm: NormFactory) -> list[Layer]:
-    """Two convolutions and large pools; 242 parameters for CIFAR-10."""
+    """Return two convolutions with large pools; 242 parameters for CIFAR-10."""
     del norm
     model: list[Layer] = []
     for number, (features, kernel) in enumerate([(4, 3), (8, 1)]):

@@ -1,4 +1,4 @@
-"""``cnn verify-dataset`` and ``cnn benchmark-dataset``, as a user calls them."""
+"""``cnn verify-dataset`` and ``cnn benchmark-dataset`` from the command line."""
 
 import json
 import subprocess
@@ -16,21 +16,21 @@ from millrace.data import cifar as cifar_files
 
 @pytest.fixture(autouse=True)
 def small_cifar(monkeypatch):
-    """Let files of 20 images pass for whole ones."""
+    """Accept files of 20 images as complete."""
     monkeypatch.setattr(cifar_files, "_num_images", lambda name, layout, file: 20)
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Run a command in this process; return its status and what it said."""
+    """Run a command in this process; return its status and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
 
     def call(*words):
         with pytest.raises(SystemExit) as left:
             main(words)
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
+        output = capsys.readouterr()
+        return left.value.code, output.out, output.err
 
     return call
 
@@ -47,16 +47,16 @@ def write_cifar(folder, per_file=20):
 # verify-dataset
 
 
-def test_a_data_set_that_is_right_is_status_0(command):
+def test_a_correct_data_set_gives_status_0(command):
     status, out, _ = command("cnn", "verify-dataset", "--dataset", "digits")
     assert status == 0
     assert out.splitlines() == [
         "digits, 1,437 training and 360 validation samples, 10 classes",
-        "Everything is as it should be.",
+        "No mismatches found.",
     ]
 
 
-def test_each_mismatch_is_a_line_and_the_status_is_1(command, tmp_path):
+def test_each_mismatch_is_a_line_and_gives_status_1(command, tmp_path):
     write_cifar(tmp_path)
     status, out, errors = command("cnn", "verify-dataset", "--dataset-path", str(tmp_path))
     assert (status, errors) == (1, "")
@@ -67,7 +67,7 @@ def test_each_mismatch_is_a_line_and_the_status_is_1(command, tmp_path):
     ]
 
 
-def test_anyones_pictures_are_only_read(command, tmp_path):
+def test_own_images_are_only_checked_for_readability(command, tmp_path):
     write_folders(tmp_path)
     words = ("cnn", "verify-dataset", "--dataset", "imagefolder", "--num-samples", "0")
     assert command(*words)[0] == 0
@@ -80,7 +80,7 @@ def test_anyones_pictures_are_only_read(command, tmp_path):
     assert out.count("mismatch: ") == 3
 
 
-def test_a_part_of_imagenet_is_told_from_the_whole(command, tmp_path):
+def test_a_part_of_imagenet_is_a_mismatch(command, tmp_path):
     for name, label in (("train-0", 1), ("validation-0", 1001)):
         write_records(tmp_path / name, [example(encode(make_image(0)), label)])
     status, out, _ = command("cnn", "verify-dataset", "--dataset", "imagenet")
@@ -93,7 +93,7 @@ def test_a_part_of_imagenet_is_told_from_the_whole(command, tmp_path):
     assert "mismatch: imagenet has 15 training samples; expected 1,281,167." in out
 
 
-def test_a_damaged_file_is_a_mismatch_and_a_missing_one_a_mistake(command, tmp_path):
+def test_a_damaged_file_is_a_mismatch_and_a_missing_one_an_error(command, tmp_path):
     status, out, errors = command("cnn", "verify-dataset", "--dataset", "cifar10")
     assert (status, out) == (2, "")
     assert "`millrace data fetch cifar10`" in errors
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_a_mismatch_and_a_missing_one_a_mistake(command, tmp_p
 # benchmark-dataset
 
 
-def test_the_benchmark_prints_one_line_and_keeps_the_figures(command, tmp_path):
+def test_the_benchmark_prints_one_line_and_saves_the_measurements(command, tmp_path):
     write_cifar(tmp_path)
     status, out, errors = command(
         *("cnn", "benchmark-dataset", "--micro-batch-size", "10", "--num-epochs", "4"),
@@ -134,7 +134,7 @@ def test_the_benchmark_prints_one_line_and_keeps_the_figures(command, tmp_path):
 
 
 @pytest.mark.parametrize(("epochs", "counted"), [(1, 1), (2, 1), (3, 1), (5, 3)])
-def test_the_first_epochs_are_left_out(epochs, counted):
+def test_warmup_epochs_are_excluded(epochs, counted):
     figures = [{"elements_per_second": float(number)} for number in range(epochs)]
     expected = np.mean(np.arange(epochs)[-counted:])
     assert datasets._throughput(figures) == expected
@@ -148,7 +148,7 @@ def test_the_first_epochs_are_left_out(epochs, counted):
         (["--synthetic-data", "host", "--elements-per-epoch", "4"], 4, 40 * 12_292),
     ],
 )
-def test_json_goes_to_standard_output_alone(command, tmp_path, words, elements, size):
+def test_json_goes_to_standard_output_only(command, tmp_path, words, elements, size):
     write_cifar(tmp_path)
     before = sorted(tmp_path.iterdir())
     status, out, errors = command(
@@ -159,11 +159,11 @@ def test_json_goes_to_standard_output_alone(command, tmp_path, words, elements, 
     (epoch,) = json.loads(out)["epochs"]
     assert (epoch["elements_processed"], epoch["total_bytes_processed"]) == (elements, size)
     assert "Throughput = " in errors
-    assert "--precision changes nothing here" in errors
+    assert "--precision has no effect: " in errors
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_pictures_in_folders_are_decoded_in_the_benchmark(command, tmp_path):
+def test_the_benchmark_decodes_image_files(command, tmp_path):
     write_folders(tmp_path)
     status, out, errors = command(
         *("cnn", "benchmark-dataset", "--dataset", "imagefolder", "--image-size", "16"),
@@ -176,7 +176,7 @@ def test_pictures_in_folders_are_decoded_in_the_benchmark(command, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--synthetic-data", "device"], "nothing to measure. Choose host."),
+        (["--synthetic-data", "device"], "nothing to measure. Use host."),
         (["--num-epochs", "0"], "num_epochs must be at least 1"),
         (["--elements-per-epoch", "0"], "elements_per_epoch must be at least 1"),
         (["--eight-bit-transfer"], "accelerator_side_preprocess must be on"),
@@ -186,14 +186,14 @@ def test_pictures_in_folders_are_decoded_in_the_benchmark(command, tmp_path):
         (["--dataset", "mnist"], "`millrace data fetch mnist`"),
     ],
 )
-def test_mistakes_are_status_2(command, tmp_path, words, message):
+def test_invalid_options_give_status_2(command, tmp_path, words, message):
     status, out, errors = command("cnn", "benchmark-dataset", *words)
     assert (status, out) == (2, "")
     assert message in errors
     assert not (tmp_path / "runs").exists()
 
 
-# Both
+# All commands
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_mistakes_are_status_2(command, tmp_path, words, message):
         ["data", "fetch"],
     ],
 )
-def test_help_is_answered_without_the_heavy_libraries(words):
+def test_help_imports_no_heavy_libraries(words):
     code = (
         "import sys\n"
         "from millrace.cli import main\n"

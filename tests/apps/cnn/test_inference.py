@@ -1,4 +1,4 @@
-"""``millrace cnn validate``: throughput, latency, accuracy."""
+"""``millrace cnn validate``: throughput, latency and accuracy."""
 
 import json
 import logging
@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 
 from millrace.apps.cnn import data
-from millrace.apps.cnn.config.inference import ValidateConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.inference import command
 from millrace.apps.cnn.inference import network as networks
-from millrace.apps.cnn.inference.feed import calls_of, feed_of
-from millrace.apps.cnn.inference.latency import latency_figures, supported_figures
+from millrace.apps.cnn.inference.feed import build_feed, divide_into_calls
+from millrace.apps.cnn.inference.latency import drop_unsupported, latency_figures
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
 from millrace.distributed import coordination
 from millrace.nn import layers
 from millrace.nn.folding import SMALL_BATCH
 from millrace.program.compiling import deterministic
+from millrace.program.step import Weights
 
-# As torchvision has them, of pixels from 0 to 1.
+# From torchvision, for pixels from 0 to 1.
 IMAGENET_STATISTICS = np.array([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)])
 
 
@@ -57,22 +58,22 @@ def trained(tmp_path_factory):
     return folder, summary
 
 
-def test_what_trains_nothing_says_no_update_and_no_epoch(tmp_path, capsys):
+def test_no_training_progress_is_printed(tmp_path, capsys):
     run("--synthetic-data --num-batches 2 --latency-calls 0", tmp_path / "a")
-    said = capsys.readouterr().err
-    assert "batch_size 1" in said and "\ntime " in said
-    assert "update" not in said and "epoch" not in said
+    output = capsys.readouterr().err
+    assert "batch_size 1" in output and "\ntime " in output
+    assert "update" not in output and "epoch" not in output
 
 
-def test_a_slow_network_is_called_for_half_a_minute_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.apps.cnn.inference.command._LATENCY_SECONDS", 0.0)
+def test_latency_calls_are_limited_by_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("millrace.apps.cnn.inference.command._MAX_LATENCY_SECONDS", 0.0)
     found = run("--synthetic-data --num-batches 2", tmp_path / "a")
     (result,) = found["results"]
     assert result["latency_calls"] == 1
     assert set(result["latency_ms"]) == {"mean", "p50"}
 
 
-def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
+def test_throughput_and_latency_are_measured_for_each_batch_size(tmp_path, capsys):
     words = "--synthetic-data --batch-size 2 4 --repeat 3 --num-batches 8"
     summary = run(f"{words} --enable-half-partials", tmp_path / "a")
     assert summary["status"] == "completed"
@@ -85,15 +86,15 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
         assert result["compile_seconds"] > 0 and result["memory_bytes"] > 0
     events = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     assert len(events) == 6
-    said = capsys.readouterr().err
-    assert "random: neither checkpoint_dir nor pretrained" in said
-    assert "--half-partials changes nothing here" in said
-    assert "batch 4" in said and "p99.9" in said
+    output = capsys.readouterr().err
+    assert "random: neither checkpoint_dir nor pretrained" in output
+    assert "--half-partials has no effect: " in output
+    assert "batch 4" in output and "p99.9" in output
 
 
 @pytest.mark.devices(lambda replicas: replicas)
 @pytest.mark.parametrize(
-    ("groups", "batch", "replicas", "joined"),
+    ("groups", "batch", "replicas", "fused"),
     [
         (1, 1, 1, False),
         (4, SMALL_BATCH, 1, True),
@@ -101,15 +102,15 @@ def test_each_batch_size_has_its_throughput_and_its_latency(tmp_path, capsys):
         (4, 2 * SMALL_BATCH, 2, True),
     ],
 )
-def test_a_network_is_compiled_for_one_cuda_graph(
-    monkeypatch, groups, batch, replicas, joined
+def test_a_network_is_compiled_into_one_cuda_graph(
+    monkeypatch, groups, batch, replicas, fused
 ):
-    """But many small ones through depthwise convolutions, joined with their bias."""
+    """Except many small batches with depthwise convolutions, which are fused instead."""
     asked = []
 
     def compile_for(mesh, function, *arguments, preferred, **options):
         asked.append(str(preferred["gpu"]))
-        # Neither the program nor what XLA timed may come from an earlier process.
+        # Neither programs nor autotuning results may come from an earlier process.
         assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == math.inf
         if "CONVOLUTION" in asked[-1]:
             assert preferred["gpu"]["xla_gpu_per_fusion_autotune_cache_dir"] == ""
@@ -118,22 +119,22 @@ def test_a_network_is_compiled_for_one_cuda_graph(
     shape = jax.ShapeDtypeStruct((batch, 8, 8, 4), np.float32)
     model = [layers.conv("conv", 4, groups=groups)]
     params = {"conv": {"kernel": np.zeros((3, 3, 4 // groups, 4), np.float32)}}
-    network = networks.Network(model, params, {})
+    network = networks.Network(model, Weights(params, {}))
     made = networks.Inference(network, None, shape, num_replicas=replicas)
     made.compile_one()
     made.compile_many(1, 2)
     assert "CONVOLUTION" in asked[0]
-    assert ("conv_fusion" if joined else "CONVOLUTION") in asked[1]
+    assert ("conv_fusion" if fused else "CONVOLUTION") in asked[1]
 
 
-def test_deterministic_networks_are_no_graphs(monkeypatch):
-    """XLA times nothing for them, and cuDNN cannot record what it has never run."""
+def test_deterministic_networks_are_not_graphs(monkeypatch):
+    """XLA does not autotune them, and cuDNN cannot record kernels it has not run."""
     asked = []
     monkeypatch.setattr(
         networks, "compile_for", lambda *_, preferred, **__: asked.append(preferred)
     )
     params = {"conv": {"kernel": np.zeros((3, 3, 4, 4), np.float32)}}
-    network = networks.Network([layers.conv("conv", 4)], params, {})
+    network = networks.Network([layers.conv("conv", 4)], Weights(params, {}))
     shape = jax.ShapeDtypeStruct((1, 8, 8, 4), np.float32)
     with deterministic():
         made = networks.Inference(network, None, shape)
@@ -142,10 +143,12 @@ def test_deterministic_networks_are_no_graphs(monkeypatch):
     assert asked == [{}, {}]
 
 
-def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
+def test_the_only_argument_of_a_call_for_one_batch_is_the_batch():
     shape = jax.ShapeDtypeStruct((2, 8, 8, 4), np.float32)
     kernel = np.random.default_rng(0).standard_normal((3, 3, 4, 4), np.float32)
-    network = networks.Network([layers.conv("conv", 4)], {"conv": {"kernel": kernel}}, {})
+    network = networks.Network(
+        [layers.conv("conv", 4)], Weights({"conv": {"kernel": kernel}}, {})
+    )
     made = networks.Inference(network, lambda images, _: images, shape)
     made.compile_one()
     made.compile_many(1, 2)
@@ -159,7 +162,7 @@ def test_a_call_for_one_batch_hands_over_nothing_but_the_batch():
     np.testing.assert_allclose(one, many[1], rtol=1e-6)
 
 
-def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
+def test_a_checkpoint_has_the_accuracy_found_in_training(trained, tmp_path):
     folder, training = trained
     expected = training["metrics"]["validation_accuracy"]
     replicas = min(2, jax.device_count())
@@ -173,9 +176,7 @@ def test_a_run_s_checkpoint_is_as_accurate_as_training_said(trained, tmp_path):
 
 
 @pytest.mark.parametrize("folds", [True, False])
-def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
-    folds, tmp_path, monkeypatch
-):
+def test_batch_norm_is_folded_by_default(folds, tmp_path, monkeypatch):
     seen = []
 
     class Watched(networks.Inference):
@@ -187,38 +188,38 @@ def test_what_is_run_has_its_batch_norm_folded_unless_told_not_to(
     words = f"--synthetic-data --num-batches 2 --latency-calls 1 --fold-batch-norm {folds}"
     run(words, tmp_path / "a")
     (network,) = seen
-    statistics = [name for name, values in network.model_state.items() if values]
-    scales = [name for name, values in network.params.items() if "scale" in values]
+    statistics = [name for name, values in network.weights.model_state.items() if values]
+    scales = [name for name, values in network.weights.params.items() if "scale" in values]
     norms = [] if folds else ["conv1_bn", "conv2_bn", "conv3_bn"]
     assert sorted(statistics) == sorted(scales) == norms
-    assert ("bias" in network.params["conv1"]) == folds
+    assert ("bias" in network.weights.params["conv1"]) == folds
 
 
 @pytest.mark.parametrize("where", ["", "--eight-bit-io"])
-def test_pictures_that_are_not_normalized_only_lose_their_mean(where):
+def test_images_that_are_not_normalized_lose_only_their_mean(where):
     words = "--dataset imagenet --model resnet18 --generated-data --image-size 16"
     found = []
     for normalizes in (True, False):
         config = parsed(f"{words} {where} --normalise-input {normalizes}")
-        images = data.load(config.training)
-        with feed_of(config, images, 2) as feed:
-            found.append(np.asarray(images.prepare(feed.one_batch(), None)))
+        images = data.load(config.train_config)
+        with build_feed(config, images, 2) as feed:
+            found.append(np.asarray(images.preprocess(feed.one_batch(), None)))
     (mean, std), bytes_mean = IMAGENET_STATISTICS, np.array((123.68, 116.78, 103.94))
     pixels = 255 * (found[0] * std + mean)
     np.testing.assert_allclose(found[1], pixels - bytes_mean, atol=1e-3)
 
 
-def test_network_data_and_precision_are_the_run_s_unless_given(trained):
+def test_model_data_and_precision_default_to_those_of_the_run(trained):
     folder, _ = trained
     config = parsed(f"--checkpoint-dir {folder}")
-    assert config.training.resolved_model == "digits_cnn"
+    assert config.train_config.resolved_model == "digits_cnn"
     assert config.precision == "16.32"
     one = next((folder / "checkpoints").glob("update-*"))
     assert parsed(f"--restore-path {one} --precision 32.32").precision == "32.32"
 
 
 @pytest.mark.devices(4)
-def test_data_from_the_host_travel_as_bytes_over_several_replicas(tmp_path):
+def test_generated_data_are_sent_as_bytes_to_several_replicas(tmp_path):
     words = "--model cifar_resnet8 --dataset cifar10 --generated-data --eight-bit-io"
     summary = run(
         f"{words} --batch-size 2 --num-replicas 4 --num-batches 4 --latency-calls 2",
@@ -230,11 +231,11 @@ def test_data_from_the_host_travel_as_bytes_over_several_replicas(tmp_path):
 
 @pytest.mark.parametrize(
     ("batch", "calls"),
-    # As the reference has it for 50,000 pictures.
+    # Values of Graphcore's benchmark for 50,000 images.
     [(1, (50, 1000)), (4, (12, 1041)), (16, (3, 1041)), (64, (1, 781)), (90, (1, 555))],
 )
-def test_a_pass_is_divided_into_calls_as_in_the_reference(batch, calls):
-    assert calls_of(50_000 // batch, 1000) == calls
+def test_a_pass_is_divided_into_calls_as_in_graphcores_benchmark(batch, calls):
+    assert divide_into_calls(50_000 // batch, 1000) == calls
 
 
 def test_latency_is_reported_in_milliseconds():
@@ -244,13 +245,11 @@ def test_latency_is_reported_in_milliseconds():
 
 
 @pytest.mark.parametrize(
-    ("pictures", "distinct"),
-    # Those that the host makes up repeat after 256 pictures.
+    ("source", "distinct"),
+    # Images generated on the host repeat after 256.
     [("", 6), ("--synthetic-data --num-batches 3", 3), ("--generated-data", 4)],
 )
-def test_latency_is_of_as_many_calls_as_asked_for_round_over_the_batches(
-    pictures, distinct, tmp_path, monkeypatch
-):
+def test_latency_calls_cycle_through_the_batches(source, distinct, tmp_path, monkeypatch):
     seen = []
 
     def one(self, images):
@@ -259,15 +258,15 @@ def test_latency_is_of_as_many_calls_as_asked_for_round_over_the_batches(
 
     plain = networks.Inference.one
     monkeypatch.setattr(networks.Inference, "one", one)
-    found = run(f"--batch-size 64 --latency-calls 99 {pictures}", tmp_path / "a")
+    found = run(f"--batch-size 64 --latency-calls 99 {source}", tmp_path / "a")
     (result,) = found["results"]
     assert result["latency_calls"] == 99
-    assert len(seen) == 100  # one to warm up
+    assert len(seen) == 100  # with one warmup call
     assert len(set(seen)) == distinct
     assert set(result["latency_ms"]) == {"mean", "p50"}
 
 
-def test_latency_is_left_out_where_it_is_not_asked_for(tmp_path):
+def test_latency_can_be_turned_off(tmp_path):
     words = "--synthetic-data --num-batches 2 --latency-calls 0"
     assert run(words, tmp_path / "a")["results"][0]["latency_ms"] == {}
 
@@ -281,11 +280,11 @@ def test_latency_is_left_out_where_it_is_not_asked_for(tmp_path):
         (1000, {"mean", "p50", "p99", "p99.9"}),
     ],
 )
-def test_percentiles_that_few_calls_say_nothing_about_are_left_out(calls, names):
-    assert set(supported_figures(latency_figures([1.0] * calls), calls)) == names
+def test_percentiles_need_enough_calls(calls, names):
+    assert set(drop_unsupported(latency_figures([1.0] * calls), calls)) == names
 
 
-def test_speeds_of_processes_are_added_up_and_the_longest_latency_is_told(
+def test_throughput_is_summed_and_latency_is_the_maximum_over_processes(
     tmp_path, capsys, monkeypatch
 ):
     def gather(name, value):
@@ -305,52 +304,53 @@ def test_speeds_of_processes_are_added_up_and_the_longest_latency_is_told(
     events = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     reported = [json.loads(event)["samples_per_second"] for event in events]
     assert reported == pytest.approx(expected)
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     mean = result["latency_ms"]["mean"]
-    assert "samples/s in 2 processes (" in said
-    assert f"latency of the slowest process in ms, 3 calls: mean {mean:.3f}" in said
+    assert "samples/s in 2 processes (" in output
+    assert f"latency of the slowest process in ms, 3 calls: mean {mean:.3f}" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--batch-size 0", "batch_size must be at least 1, got 0"),
         ("--batch-size 1 --repeat 0", "repeat must be at least 1"),
         ("--latency-calls -1", "latency_calls must be 0 or more"),
         ("--num-batches 3", "num_batches is for synthetic data"),
-        ("--checkpoint-dir nowhere", "there is no nowhere"),
-        ("--momentum 0.9", "Unknown option --momentum"),
-        ("--model resnet --batch-norm --groups 4", "groups is about group norm"),
+        ("--checkpoint-dir nowhere", "nowhere does not exist"),
+        ("--momentum 0.9", "There is no option --momentum"),
+        ("--model resnet --batch-norm --groups 4", "groups is for group norm"),
         ("--resume --run-dir x", "resume is for training"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(words, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_invalid_options_are_rejected(words, message):
+    with pytest.raises(ConfigurationError, match=message):
         parsed(words)
 
 
-def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
+def test_a_directory_without_checkpoints_is_an_error(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     run(f"--checkpoint-dir {tmp_path / 'empty'}", tmp_path / "a", status=2)
     assert "There are no checkpoints in" in capsys.readouterr().err
 
 
-def test_logits_that_are_not_finite_are_not_passed_over(tmp_path, capsys, monkeypatch):
+def test_logits_that_are_not_finite_are_an_error(tmp_path, capsys, monkeypatch):
     def broken(*arguments):
-        params, model_state, about = weights_of(*arguments)
-        return jax.tree.map(lambda x: np.full_like(x, np.nan), params), model_state, about
+        weights, origin = load_weights(*arguments)
+        params = jax.tree.map(lambda x: np.full_like(x, np.nan), weights.params)
+        return weights._replace(params=params), origin
 
-    weights_of = command.weights_of
-    monkeypatch.setattr(command, "weights_of", broken)
+    load_weights = command.load_weights
+    monkeypatch.setattr(command, "load_weights", broken)
     run("--synthetic-data --num-batches 2", tmp_path / "a", status=1)
-    assert "logits are not finite" in capsys.readouterr().err
+    assert "logits of the model are not finite" in capsys.readouterr().err
 
 
-def test_a_batch_too_large_for_memory_says_what_would_fit(tmp_path, capsys, monkeypatch):
+def test_a_batch_that_does_not_fit_names_one_that_does(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "memory_limit", lambda _: 1 << 18)
     words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
     run(words, tmp_path / "a", status=2)
-    said = capsys.readouterr().err
-    assert "Batch 64 needs" in said and "of 256.00 KiB" in said
-    assert "the largest power of two that fits is" in said
+    output = capsys.readouterr().err
+    assert "Batch 64 needs" in output and "of 0.25 MiB" in output
+    assert "the largest power of two that fits is" in output

@@ -1,0 +1,235 @@
+"""Options of the other ``millrace cnn`` commands. Imports nothing heavy."""
+
+import dataclasses
+import functools
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.data import DataOptions, DatasetName
+from millrace.apps.cnn.config.graphcore import GraphcoreOptions, expand_options
+from millrace.apps.cnn.config.model import ModelOptions
+from millrace.apps.cnn.config.training import WorkflowOptions
+from millrace.config import ConfigurationError, flat_options, option_value
+from millrace.plan import Plan
+from millrace.precision import HalfType, PrecisionName
+from millrace.run.options import RunOptions
+from millrace.run.saved import find_run
+
+_TRAINING_ONLY = ("bn_momentum", "stable_norm", "dbn_replica_group_size")
+"""Options of a model that matter only in training."""
+_FROM_RUN = {
+    *(field.name for field in dataclasses.fields(ModelOptions)),
+    *(field.name for field in dataclasses.fields(DataOptions)),
+    *("precision", "half_type"),
+} - {"pretrained", "synthetic_data", "dbn_replica_group_size"}
+"""Options that ``cnn validate`` takes from the run whose checkpoint it reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Measure inference: throughput, latency and, with real data, accuracy."""
+
+    batch_size: list[int] = field(
+        default_factory=lambda: [1], metadata={"aliases": ("--micro-batch-size",)}
+    )
+    """Samples per batch and replica; several sizes are measured in turn."""
+    repeat: int = 1
+    """Throughput measurements per batch size."""
+    num_batches: int | None = None
+    """Batches per throughput measurement, with synthetic data (default: one pass over the
+    validation set)."""
+    batches_per_step: int = 1000
+    """Approximate number of batches per call when measuring throughput."""
+    latency_calls: int | None = None
+    """Calls with one batch each that are timed for latency; 0: none. p99 needs 100 calls,
+    p99.9 needs 1000 (default: 1000, but at most 30 seconds)."""
+    num_replicas: int = field(default=1, metadata={"aliases": ("--replicas",)})
+    """Number of devices; each processes its own batches."""
+    precision: PrecisionName = "32.32"
+    """Bits of computation and of stored weights: 16.16, 16.32 or 32.32. Weights are cast
+    to the compute type in advance."""
+    half_type: HalfType = "bfloat16"
+    """The 16-bit type that precision refers to."""
+    fold_batch_norm: bool = True
+    """Fold batch norm into the preceding convolutions."""
+    checkpoint_dir: Path | None = field(
+        default=None, metadata={"aliases": ("--restore-path",)}
+    )
+    """Directory of the run that trained the model, or one of its checkpoints; options of
+    the model and the data default to those of the run (default: random weights)."""
+    model: ModelOptions = ModelOptions()
+    data: DataOptions = DataOptions()
+    run: RunOptions = RunOptions()
+    graphcore: GraphcoreOptions = GraphcoreOptions()
+
+    replicas_of_each_process = True  # processes do not share batches
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.run.resume:
+            raise ValueError("resume is for training; cnn validate always starts over.")
+        if self.model.pretrained is not None and self.checkpoint_dir is not None:
+            raise ValueError("Give pretrained or checkpoint_dir, not both.")
+        if self.num_batches is not None and self.data.synthetic is None:
+            raise ValueError(
+                "num_batches is for synthetic data: real data are always used in full."
+            )
+        _ = self.train_config  # raises an error if options contradict each other
+
+    def _check_numbers(self) -> None:
+        sizes = [("batch_size", size) for size in self.batch_size or [0]]
+        names = ("repeat", "batches_per_step", "num_replicas", "num_batches")
+        for name, value in [*sizes, *((name, getattr(self, name)) for name in names)]:
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.latency_calls is not None and self.latency_calls < 0:
+            raise ValueError(f"latency_calls must be 0 or more, got {self.latency_calls}.")
+
+    @staticmethod
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
+        """Add the options of the run in `checkpoint_dir`, and replace shorthands."""
+        values = _options_of_run(values.get("checkpoint_dir")) | values
+        known = flat_options(ValidateConfig)
+        expanded = expand_options(values)
+        return {name: value for name, value in expanded.items() if name in known}
+
+    @functools.cached_property
+    def train_config(self) -> CnnConfig:
+        """The configuration that trains this model on this data."""
+        return self.train_config_for(max(self.batch_size))
+
+    def train_config_for(self, batch_size: int) -> CnnConfig:
+        """Return the training configuration with this micro-batch size."""
+        return CnnConfig(
+            model=self.model,
+            data=self.data,
+            workflow=WorkflowOptions(validation=True),
+            plan=Plan(
+                micro_batch_size=batch_size,
+                num_replicas=self.num_replicas,
+                precision=self.precision,
+                half_type=self.half_type,
+            ),
+            run=RunOptions(seed=self.run.seed, virtual_devices=self.run.virtual_devices),
+        )
+
+    def notices(self) -> list[str]:
+        """Return notices about options that have no effect in inference."""
+        if self.checkpoint_dir is not None:  # they may come from the run
+            return self.graphcore.notices()
+        defaults = ModelOptions()
+        return self.graphcore.notices() + [
+            f"--{name.replace('_', '-')} has no effect: batch norm uses the moving "
+            "statistics."
+            for name in _TRAINING_ONLY
+            if getattr(self.model, name) != getattr(defaults, name)
+        ]
+
+
+def _options_of_run(path: Path | None) -> dict[str, Any]:
+    """Return the model and data options of the run that a checkpoint belongs to."""
+    if path is None:
+        return {}
+    if not path.exists():
+        raise ConfigurationError(f"checkpoint_dir: {path} does not exist.")
+    saved = find_run(path, command="cnn train", needs_checkpoints=False)
+    if saved.directory is None:
+        return {}
+    saved.check_command("cnn-train")
+    config = saved.build_config(CnnConfig)
+    values = {name: option_value(config, name) for name in _FROM_RUN}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyDatasetConfig:
+    """Check that a data set on disk is complete and readable.
+
+    Compares the sizes of both splits with the published ones, reads samples, and prints
+    one line per mismatch. The exit status is 1 if there are any.
+    """
+
+    dataset: DatasetName = "cifar10"
+    """Data set: mnist, fashion-mnist, cifar10, cifar100, imagenet, imagefolder (checks
+    only that images can be read) or digits."""
+    dataset_path: Path = Path(".")
+    """Folder of the data set. If it is not there, the copy downloaded by millrace data
+    fetch is checked."""
+    num_samples: int = 256
+    """Images to decode per split of imagenet and imagefolder, evenly spaced; 0: all. Other
+    data sets are always read in full."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0:
+            raise ValueError(f"num_samples must be 0 or more, got {self.num_samples}.")
+
+    @property
+    def train_config(self) -> CnnConfig:
+        """The configuration of a training run that reads every sample unprocessed."""
+        data = DataOptions(
+            dataset=self.dataset,
+            dataset_path=self.dataset_path,
+            accelerator_side_preprocess=True,
+            eight_bit_transfer=True,
+            max_corrupt=sys.maxsize,  # to list all of them
+        )
+        return CnnConfig(data=data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkDatasetConfig:
+    """Measure how fast the host reads and preprocesses a data set.
+
+    Batches are prepared as in training and copied once, as for transfer to a device. The
+    speed of each epoch goes to standard error; the mean, without the first two epochs of
+    three or more, is printed as "Throughput = ... examples/sec".
+    """
+
+    micro_batch_size: int = 8
+    """Samples per batch."""
+    num_epochs: int = 1
+    """Number of measurements."""
+    elements_per_epoch: int | None = None
+    """Batches per measurement (default: one pass over the data set)."""
+    split: Literal["train", "validation"] = "train"
+    """Split to read; validation is neither shuffled nor augmented."""
+    precision: PrecisionName | None = None
+    """No effect: the host prepares bytes or 32-bit numbers for any precision."""
+    seed: int = 0
+    """Seed for the order of samples and for augmentation."""
+    run_dir: Path | None = None
+    """Folder for the results (default: runs/cnn-benchmark-dataset-TIME)."""
+    json: bool = False
+    """Print the measurements to standard output as JSON, and write them to a folder only
+    if run_dir is given."""
+    quiet: bool = False
+    """Print nothing but the result."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+    data: DataOptions = DataOptions(dataset="cifar10")
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "elements_per_epoch"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
+        if self.data.synthetic == "device":
+            raise ValueError(
+                "With synthetic_data device the host generates nothing, so there is "
+                "nothing to measure. Use host."
+            )
+        _ = self.train_config  # raises an error if options contradict each other
+
+    @property
+    def train_config(self) -> CnnConfig:
+        """The configuration of a training run that reads the same batches."""
+        return CnnConfig(
+            data=self.data,
+            plan=Plan(micro_batch_size=self.micro_batch_size),
+            run=RunOptions(seed=self.seed),
+        )
