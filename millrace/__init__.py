@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from millrace.loop.runner import Runner
     from millrace.loop.train import train
     from millrace.nn import layers
-    from millrace.nn.layered_loss import LayeredLoss
+    from millrace.nn.losses import LayeredLoss
     from millrace.plan import Plan
     from millrace.program.compiling import deterministic
     from millrace.program.evaluate import EvaluationProgram
@@ -76,7 +76,7 @@ _HOME = {
     "ElementError": "feeds.stager",
     "EvaluationProgram": "program.evaluate",
     "Infeed": "feeds.infeed",
-    "LayeredLoss": "nn.layered_loss",
+    "LayeredLoss": "nn.losses",
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",

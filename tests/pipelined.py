@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from millrace.nn.branches import closing, on, opening
-from millrace.nn.layered_loss import LayeredLoss
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import (
     Layer,
     concurrent,
@@ -20,7 +19,7 @@ from millrace.nn.layers import (
     relu,
     stateless,
 )
-from millrace.nn.losses import correct, cross_entropy
+from millrace.nn.losses import LayeredLoss, correct, cross_entropy
 from millrace.nn.norms import batch_norm
 from millrace.plan import Plan
 from millrace.program.training import training_program
@@ -34,10 +33,10 @@ SPLITS = ["block_norm", "second"]
 def residual_network() -> list[Layer]:
     return [
         conv("first", 4),
-        opening(conv("block_conv", 4)),
-        on("main", batch_norm("block_norm", momentum=0.9)),
-        on("main", dropout("block_drop", 0.2)),
-        closing("block_add"),
+        open_residual(conv("block_conv", 4)),
+        on_branch("main", batch_norm("block_norm", momentum=0.9)),
+        on_branch("main", dropout("block_drop", 0.2)),
+        close_residual("block_add"),
         relu("block_relu"),
         conv("second", 8, strides=2),
         batch_norm("norm", momentum=0.9),

@@ -16,8 +16,8 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Tree, apply_layers
+from millrace.nn.losses import LayeredLoss
 from millrace.program import packing
 from millrace.program import step as steps
 from millrace.program.accumulate import add_gradient

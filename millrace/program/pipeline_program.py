@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import check_names, layer_names
+from millrace.nn.losses import LayeredLoss
 from millrace.program.compiling import compile_for
 from millrace.program.offload import placement
 from millrace.program.optimizer_state import init_optimizer_state

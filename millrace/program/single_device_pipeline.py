@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Tree, apply_layers
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program.stages import StagedModel, split_model
 from millrace.program.step import Step, TrainState

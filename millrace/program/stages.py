@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, Tree, apply_layers, layer_names, layer_output
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program.step import narrow
 from millrace.schedule.stages import Stages, place_stages

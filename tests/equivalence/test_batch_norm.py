@@ -7,8 +7,8 @@ import optax
 import pytest
 from plain_loop import largest_difference
 
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import apply_layers, conv, dense, global_average_pool, init_layers
+from millrace.nn.losses import LayeredLoss
 from millrace.nn.norms import ReplicaGroups, batch_norm
 from millrace.plan import Plan
 from millrace.program.replicas import REPLICA_AXIS

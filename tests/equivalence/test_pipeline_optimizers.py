@@ -9,8 +9,8 @@ import optax
 import pytest
 from pipelined import largest_difference
 
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import dense, init_layers, relu
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program import offload, state_layout
 from millrace.program.training import training_program

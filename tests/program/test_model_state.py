@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, dense
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program.model_state import checked_model_state, model_state_modes
 from millrace.program.replicas import _place_one, replica_mesh, replicated

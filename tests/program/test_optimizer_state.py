@@ -17,8 +17,8 @@ from plain_loop import (
 from plain_loop import loss_fn as plain_loss_fn
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import dense, init_layers, relu
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.training import training_program

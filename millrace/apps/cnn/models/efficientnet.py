@@ -20,7 +20,7 @@ from millrace.apps.cnn.efficientnet_blocks import (
 )
 from millrace.apps.cnn.families import Scaled
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.initializers import Init
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
@@ -67,8 +67,8 @@ def _inverted_residual(block: Block, norm: NormFactory) -> list[Layer]:
         f"{block.name}/drop_connect", block.drop_rate, whole_samples=True
     )
     first, *rest = [*body, dropped]
-    branch = [on("main", layer) for layer in rest]
-    return [opening(first), *branch, closing(f"{block.name}/add")]
+    branch = [on_branch("main", layer) for layer in rest]
+    return [open_residual(first), *branch, close_residual(f"{block.name}/add")]
 
 
 def _convolved(

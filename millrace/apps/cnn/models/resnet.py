@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory
 
@@ -36,16 +36,20 @@ def _cifar_block(
 ) -> list[Layer]:
     first = f"{name}_layer1_conv_ds" if downsample else f"{name}_layer1_conv"
     block = [
-        opening(layers.conv(first, features, strides=2 if downsample else 1)),
-        on("main", norm(f"{name}_layer1_bn")),
-        on("main", layers.relu(f"{name}_layer1_relu")),
-        on("main", layers.conv(f"{name}_layer2_conv", features)),
-        on("main", norm(f"{name}_layer2_bn")),
+        open_residual(layers.conv(first, features, strides=2 if downsample else 1)),
+        on_branch("main", norm(f"{name}_layer1_bn")),
+        on_branch("main", layers.relu(f"{name}_layer1_relu")),
+        on_branch("main", layers.conv(f"{name}_layer2_conv", features)),
+        on_branch("main", norm(f"{name}_layer2_bn")),
     ]
     if downsample:
         shortcut = layers.stateless(f"{name}_shortcut", halved)
-        block.append(on("skip", shortcut))
-    return [*block, closing(f"{name}_add"), layers.relu(f"{name}_post_addition_relu")]
+        block.append(on_branch("skip", shortcut))
+    return [
+        *block,
+        close_residual(f"{name}_add"),
+        layers.relu(f"{name}_post_addition_relu"),
+    ]
 
 
 def halved(x: jax.Array) -> jax.Array:
@@ -87,14 +91,14 @@ def _bottleneck_block(
 ) -> list[Layer]:
     wide = _BOTTLENECK_EXPANSION * width
     return [
-        opening(layers.conv(f"{name}_1_conv", width, 1)),
-        on("main", norm(f"{name}_1_bn")),
-        on("main", layers.relu(f"{name}_1_relu")),
-        on("main", layers.conv(f"{name}_2_conv", width, 3, strides=strides)),
-        on("main", norm(f"{name}_2_bn")),
-        on("main", layers.relu(f"{name}_2_relu")),
-        on("main", layers.conv(f"{name}_3_conv", wide, 1)),
-        on("main", norm(f"{name}_3_bn", zero_scale=not project)),
+        open_residual(layers.conv(f"{name}_1_conv", width, 1)),
+        on_branch("main", norm(f"{name}_1_bn")),
+        on_branch("main", layers.relu(f"{name}_1_relu")),
+        on_branch("main", layers.conv(f"{name}_2_conv", width, 3, strides=strides)),
+        on_branch("main", norm(f"{name}_2_bn")),
+        on_branch("main", layers.relu(f"{name}_2_relu")),
+        on_branch("main", layers.conv(f"{name}_3_conv", wide, 1)),
+        on_branch("main", norm(f"{name}_3_bn", zero_scale=not project)),
         *_joined(name, wide, strides, project, norm),
     ]
 
@@ -103,11 +107,11 @@ def _basic_block(
     name: str, width: int, strides: int, project: bool, norm: NormFactory
 ) -> list[Layer]:
     return [
-        opening(layers.conv(f"{name}_1_conv", width, 3, strides=strides)),
-        on("main", norm(f"{name}_1_bn")),
-        on("main", layers.relu(f"{name}_1_relu")),
-        on("main", layers.conv(f"{name}_2_conv", width, 3)),
-        on("main", norm(f"{name}_2_bn", zero_scale=not project)),
+        open_residual(layers.conv(f"{name}_1_conv", width, 3, strides=strides)),
+        on_branch("main", norm(f"{name}_1_bn")),
+        on_branch("main", layers.relu(f"{name}_1_relu")),
+        on_branch("main", layers.conv(f"{name}_2_conv", width, 3)),
+        on_branch("main", norm(f"{name}_2_bn", zero_scale=not project)),
         *_joined(name, width, strides, project, norm),
     ]
 
@@ -119,7 +123,7 @@ def _joined(
     shortcut: list[Layer] = []
     if project:
         shortcut = [
-            on("skip", layers.conv(f"{name}_0_conv", features, 1, strides=strides)),
-            on("skip", norm(f"{name}_0_bn")),
+            on_branch("skip", layers.conv(f"{name}_0_conv", features, 1, strides=strides)),
+            on_branch("skip", norm(f"{name}_0_bn")),
         ]
-    return [*shortcut, closing(f"{name}_add"), layers.relu(f"{name}_out")]
+    return [*shortcut, close_residual(f"{name}_add"), layers.relu(f"{name}_out")]

@@ -11,7 +11,7 @@ from millrace.apps.cnn.families import Residual
 from millrace.apps.cnn.group_dim import RESNEXT_GROUPS
 from millrace.apps.cnn.models.resnet import halved
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory
 
@@ -119,18 +119,18 @@ def _block(
         # A block that could be the identity starts as it.
         zero = last and not changes
         block += [
-            opening(conv) if number == 1 else on("main", conv),
-            on("main", common.norm(f"{name}/norm{number}", zero_scale=zero)),
-            *([] if last else [on("main", layers.relu(f"{name}/relu{number}"))]),
+            open_residual(conv) if number == 1 else on_branch("main", conv),
+            on_branch("main", common.norm(f"{name}/norm{number}", zero_scale=zero)),
+            *([] if last else [on_branch("main", layers.relu(f"{name}/relu{number}"))]),
         ]
     shortcut = _shortcut(f"{name}/shortcut", outer, strides, common) if changes else []
-    return [*block, *shortcut, closing(f"{name}/add"), layers.relu(f"{name}/relu")]
+    return [*block, *shortcut, close_residual(f"{name}/add"), layers.relu(f"{name}/relu")]
 
 
 def _shortcut(name: str, features: int, strides: int, common: _Network) -> list[Layer]:
     if not common.projects:
-        return [on("skip", layers.stateless(name, halved))]
+        return [on_branch("skip", layers.stateless(name, halved))]
     return [
-        on("skip", _conv(f"{name}/conv", features, 1, strides=strides)),
-        on("skip", common.norm(f"{name}/norm")),
+        on_branch("skip", _conv(f"{name}/conv", features, 1, strides=strides)),
+        on_branch("skip", common.norm(f"{name}/norm")),
     ]
