@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from millrace.program.compiling import deterministic
     from millrace.program.evaluate import EvaluationProgram
     from millrace.program.step import TrainState
-    from millrace.program.training import TrainingProgram, training_program
+    from millrace.program.training import training_program
+    from millrace.program.training_loop import TrainingProgram
     from millrace.report import plots
     from millrace.run.options import RunOptions
     from millrace.run.process import join_processes
@@ -84,7 +85,7 @@ _HOME = {
     "Runner": "loop.runner",
     "Stream": "data.stream",
     "TrainState": "program.step",
-    "TrainingProgram": "program.training",
+    "TrainingProgram": "program.training_loop",
     "autoencoder": "apps.autoencoder.api",
     "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",

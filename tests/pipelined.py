@@ -1,4 +1,4 @@
-"""A small residual network to cut into uneven stages, trained by any plan."""
+"""Small networks to split into uneven stages, trained with any plan."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from millrace.program.training import training_program
 PIXELS, CLASSES, UPDATES = 6, 5, 2
 MICRO_BATCHES = 6  # a multiple of 2 x 3 stages
 SPLITS = ["block_norm", "second"]
-"""The first in the middle of a residual block; the middle stage has most of the work."""
+"""The first is inside a residual block; the middle stage has most of the work."""
 
 
 def residual_network() -> list[Layer]:
@@ -47,7 +47,7 @@ def residual_network() -> list[Layer]:
 
 
 def branched_network() -> list[Layer]:
-    """Two branches with work of their own between two layers."""
+    """Return a network with two concurrent branches."""
     return [
         conv("first", 4),
         concurrent(
@@ -61,7 +61,7 @@ def branched_network() -> list[Layer]:
     ]
 
 
-def loss_of(layers: list[Layer]) -> LayeredLoss:
+def make_loss(layers: list[Layer]) -> LayeredLoss:
     def outputs(logits: Any, batch: Any) -> Any:
         loss = cross_entropy(logits, batch["label"]).mean()
         return loss, {"accuracy": correct(logits, batch["label"]).mean()}
@@ -70,16 +70,16 @@ def loss_of(layers: list[Layer]) -> LayeredLoss:
     return LayeredLoss(layers, lambda batch, key: batch["image"], outputs, {"image": image})
 
 
-_made: dict[Any, Any] = {}
+_weights: dict[Any, Any] = {}
 
 
 def make_weights(layers: list[Layer]) -> Any:
-    """Weights and model state of a network, made once."""
+    """Return the weights and model state of a network, computed only once."""
     names = tuple(layer.name for layer in layers)
-    if names not in _made:
+    if names not in _weights:
         example = np.zeros((1, PIXELS, PIXELS, 3), np.float32)
-        _made[names] = init_layers(layers, jax.random.key(0), example)
-    return _made[names]
+        _weights[names] = init_layers(layers, jax.random.key(0), example)
+    return _weights[names]
 
 
 def train(
@@ -87,8 +87,8 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     **plan: Any,
 ) -> tuple[Any, Any]:
-    """Make two updates of six micro-batches; return the whole state and the info."""
-    loss = loss_of(layers)
+    """Make two updates of six micro-batches; return the unpacked state and the info."""
+    loss = make_loss(layers)
     given = {"micro_batch_size": 2, "gradient_accumulation_count": MICRO_BATCHES} | plan
     program = training_program(loss, optimizer or optax.adam(1e-2), Plan(**given))
     state = program.init(*make_weights(layers))

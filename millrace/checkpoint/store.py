@@ -37,7 +37,7 @@ from millrace.checkpoint.manifest import (
 )
 from millrace.distributed import coordination
 from millrace.durable import clear_leftovers, discard, finite_json, rename
-from millrace.program.replicas import fetch
+from millrace.program.replicas import to_host
 
 __all__ = [
     "NOT_OF_A_RUN",
@@ -216,7 +216,7 @@ class Checkpoints:
     def _write(self, copy: list[Any], structure: Any, update: int, more: _More) -> None:
         for place, leaf in enumerate(copy):
             if not isinstance(leaf, jax.ShapeDtypeStruct) and not is_key(leaf):
-                copy[place] = fetch(leaf)  # one by one: the device's copies go as well
+                copy[place] = to_host(leaf)  # one by one: the device's copies go as well
         state = jax.tree.unflatten(structure, copy)
         facts = more.facts | (finite_json(more.later()) if more.later is not None else {})
         path = self._path / checkpoint_name(update)
@@ -275,7 +275,7 @@ def _snapshot(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
     if not leaf.is_fully_addressable:  # of many processes' copies, our own
-        leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else fetch(leaf)
+        leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else to_host(leaf)
         return _snapshot(leaf)
     if leaf.sharding.memory_kind not in (None, _device_memory(leaf)):
         return leaf

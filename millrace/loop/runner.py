@@ -312,7 +312,7 @@ class Runner:
         self._since_log = saved.since_log
         self._write_lost_validation(saved)
         self._console.line(f"Resuming after update {saved.update}.")
-        return self._program.place(restored.state)
+        return self._program.place_state(restored.state)
 
     def _forget_metrics_after(self, saved: "_SavedProgress") -> None:
         """Drop the events that will be written again; say if earlier ones are missing."""
@@ -479,8 +479,8 @@ class Runner:
         means, newest = self._since_log.means(), self._since_log.newest
         values = {
             # A schedule's value is of one update; only what was measured is a mean.
-            name if name in self._program.watched else f"train_{name}": (
-                newest[name] if name in self._program.watched else mean
+            name if name in self._program.extra_info_names else f"train_{name}": (
+                newest[name] if name in self._program.extra_info_names else mean
             )
             for name, mean in means.items()
         }

@@ -7,8 +7,9 @@ import numpy as np
 
 from millrace.distributed.progress import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.program.memory import tree_bytes
 from millrace.program.step import TrainState
-from millrace.program.training import TrainingProgram, element_bytes
+from millrace.program.training import TrainingProgram
 
 MAX_IN_FLIGHT = 2
 """Calls under way at once: more than 32 with collectives deadlock on CPU devices."""
@@ -29,7 +30,7 @@ def compile_calls(
                 f"The infeed's elements must have samples along dim 0; "
                 f"{jax.tree_util.keystr(path)} is a single number."
             )
-    per_call = program.updates_per_call(execution, element_bytes(element))
+    per_call = program.updates_per_call(execution, tree_bytes(element))
     calls = [per_call] * (execution // per_call)
     if rest := execution % per_call:
         calls.append(rest)

@@ -241,7 +241,7 @@ def run_command(
         with (
             interruptible(),
             deterministic(options.deterministic),
-            compiling({}, programs, kept_in=kept_programs_folder()),
+            compiling({}, programs, cache_dir=kept_programs_folder()),
         ):
             function(config, run)
         interrupted = run.summary["status"] == "interrupted"

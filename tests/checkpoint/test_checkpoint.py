@@ -34,7 +34,7 @@ from millrace.checkpoint.store import (
     restore_part,
     write_checkpoint,
 )
-from millrace.program.loss_scale import initial_loss_scale
+from millrace.program.mixed_precision import init_loss_scale
 from millrace.program.step import TrainState
 
 
@@ -116,7 +116,7 @@ def test_a_training_state_comes_back_bit_for_bit_in_its_own_structure(checkpoint
         params=params,
         model_state={},
         optimizer_state=optimizer.init(params),
-        loss_scale=initial_loss_scale(2.0**15),
+        loss_scale=init_loss_scale(2.0**15),
         key=jax.random.key_data(keys[2]),
     )
     checkpoints.save(state, 7)

@@ -143,7 +143,7 @@ def trials_program(
         together(loss_fn, steps.updates_per_step, fp_exceptions=config.fp_exceptions),
         optimizer,
         plan,
-        watch={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
+        extra_info={"learning_rate_factor": learning_rate_of(config, 1.0, steps)},
         devices=[device],
         compiler_options=COMPILER_OPTIONS,
     )

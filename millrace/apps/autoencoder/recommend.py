@@ -30,7 +30,7 @@ from millrace.durable import replacing
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.loop.repeat import repeat
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 from millrace.run.console import Console
 
 

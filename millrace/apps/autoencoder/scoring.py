@@ -61,7 +61,7 @@ class Validator:
 
     def means(self, params: Any) -> dict[str, float]:
         """Return the mean over rows of what the metric function returns."""
-        return self._means(self._program.place(Weights(params)))
+        return self._means(self._program.place_state(Weights(params)))
 
     def _means(self, placed: Any) -> dict[str, float]:
         return evaluate(
@@ -81,7 +81,7 @@ class Validator:
 
         def snapshot(state: Any) -> tuple[Any, int]:
             copied = jax.tree.map(jnp.copy, state.params)
-            return self._program.place(Weights(copied)), int(state.update)
+            return self._program.place_state(Weights(copied)), int(state.update)
 
         def validate(kept: tuple[Any, int]) -> dict[str, float]:
             placed, update = kept

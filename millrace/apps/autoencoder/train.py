@@ -93,7 +93,7 @@ def program_of(
         loss_of(model, config.refeeding, config.num_replicas, platform=device.platform),
         optimizer_of(config, learning_rate),
         config.plan,
-        watch={"learning_rate": learning_rate},
+        extra_info={"learning_rate": learning_rate},
         devices=[device] if config.num_replicas == 1 else None,
         compiler_options=COMPILER_OPTIONS,
     )

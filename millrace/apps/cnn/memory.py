@@ -11,8 +11,8 @@ from millrace.config import ConfigurationError
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree
-from millrace.program.compiling import compiling, peak_bytes
-from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.compiling import compiling
+from millrace.program.memory import describe_shortage, memory_limit, peak_bytes
 
 
 def check_memory(
@@ -53,7 +53,7 @@ def check_memory(
             compile_calls(program, state, infeed, 1)
         return peak_bytes(programs)
 
-    said = too_large(config.micro_batch_size, needed, memory_limit(device), needs)
+    said = describe_shortage(config.micro_batch_size, needed, memory_limit(device), needs)
     if said is not None:
         raise ConfigurationError(
             f"A micro-{said}. Lower --micro-batch-size (with a larger "

@@ -50,7 +50,7 @@ def program_of(
         loss_of(model, images, config),
         optimizer,
         dataclasses.replace(config, pipeline_splits=splits),
-        watch={"learning_rate": learning_rate},
+        extra_info={"learning_rate": learning_rate},
     )
 
 

@@ -36,7 +36,8 @@ from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
-from millrace.program.compiling import compiling, peak_bytes
+from millrace.program.compiling import compiling
+from millrace.program.memory import peak_bytes
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.report.sections import save_part

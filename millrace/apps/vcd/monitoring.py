@@ -54,7 +54,7 @@ class Watch:
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean ELBO; draw if that is asked for."""
         weights = Weights(state.params)
-        placed = self._program.place(weights)
+        placed = self._program.place_state(weights)
         found = evaluate(self._program, placed, self._source, self._batch_size)
         if self._config.pictures:
             self._draw(state)

@@ -38,7 +38,7 @@ def program_of(
         rmsprop(rates),
         config,
         model_state_reduction=_how_replicas_combine,
-        watch={"learning_rate": rates["decoder"]},
+        extra_info={"learning_rate": rates["decoder"]},
         devices=devices,
     )
 

@@ -25,7 +25,7 @@ from millrace.apps.autoencoder.trained import BIASES, find_trained
 from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.file import load_ratings
 from millrace.data.ratings.matrix import align, transposed
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 from millrace.report.sections import read_parts
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "

@@ -74,7 +74,7 @@ def test_what_all_report_becomes_one_when_it_is_read(both):
 
 def test_a_state_is_placed_again_where_it_was(both):
     spread, (state, _), _ = both
-    placed = spread.place(jax.device_get(state))
+    placed = spread.place_state(jax.device_get(state))
     for part, old in zip(parts_of(placed), parts_of(state), strict=True):
         assert part.params.devices() == old.params.devices()
         np.testing.assert_array_equal(part.params, old.params)

@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
 from millrace.nn.layers import Layer, Tree, apply_layers
-from millrace.program.compiling import compile_for, not_kept, options_in_force
+from millrace.program.compiling import active_options, compile_for, no_persistent_cache
+from millrace.program.mixed_precision import narrow
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
-from millrace.program.step import narrow
 
 # A network is one CUDA graph, so that the host need not start each of some hundred kernels:
 # ResNeXt-101 takes 0.66 ms for four images on an H200 instead of 1.14.
@@ -212,9 +212,11 @@ class Inference:
 
     def _compile(self, name: str, *what: Any, **options: Any) -> None:
         started = time.perf_counter()
-        if options_in_force("gpu").get("xla_gpu_deterministic_ops"):
+        if active_options("gpu").get("xla_gpu_deterministic_ops"):
             options["preferred"] = {}
-        with not_kept():  # see _GRAPH_OPTIONS; and "one" is as large as the weights
+        with (
+            no_persistent_cache()
+        ):  # see _GRAPH_OPTIONS; and "one" is as large as the weights
             self.programs[name] = compile_for(self._mesh, *what, **options)
         self.compile_seconds += time.perf_counter() - started
 
