@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import io_callback
-from jax.sharding import Mesh
 from jaxtyping import Int
 
-from millrace.nn.losses import LayeredLoss
 from millrace.program import packing
 from millrace.program import step as steps
 from millrace.program.accumulate import add_gradient, keep_first
@@ -28,8 +26,8 @@ from millrace.program.packing import BufferLayout, Buffers
 from millrace.program.pipeline_stages import PipelineStages, StageOperands
 from millrace.program.replicas import REPLICA_AXIS, STAGE_AXIS, sum_over_replicas
 from millrace.program.routes import Routes
-from millrace.program.state_layout import ROW, SAME, StateLayout
-from millrace.program.step import Step, TrainState
+from millrace.program.state_layout import ROW, SAME
+from millrace.program.step import TrainState
 
 Clock = Callable[[int, int, int, bool], None]
 """``(replica, device, tick, is_end)``, called on the host around each action."""
@@ -52,33 +50,18 @@ SUMS: Any = PipelineSums._make((ROW, ROW, SAME))
 
 
 class Pipeline:
-    """The compiled forward and backward passes, for micro-batches of one shape.
+    """The compiled forward and backward passes of an update.
 
     Args:
-        step: What defines an update; its loss is a ``LayeredLoss``.
-        layout: Where the values of each device are.
+        stages: The stages as functions.
         routes: The schedule table as numbers.
-        state: A packed state, or its shapes.
-        batch: The shapes of a micro-batch of one replica.
-        mesh: The devices, by replica and stage.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        layout: StateLayout,
-        routes: Routes,
-        state: TrainState,
-        batch: Any,
-        mesh: Mesh,
-    ) -> None:
-        assert isinstance(step.loss_fn, LayeredLoss)
-        self._step = step
-        self._loss: LayeredLoss = step.loss_fn
-        self._layout = layout
-        self._stages = layout.model.stages
+    def __init__(self, stages: PipelineStages, routes: Routes) -> None:
+        self._functions = stages
         self._routes = routes
-        self._functions = PipelineStages(step, layout, state, batch, mesh)
+        self._plan = stages.step.plan
+        self._stages = stages.layout.model.stages
 
     def compute_gradients(
         self, state: TrainState, batches: Any, clock: Clock | None = None
@@ -95,8 +78,8 @@ class Pipeline:
         # with nothing to keep into this one.
         start = (
             PipelineSums(
-                packing.zero_buffers(self._layout.gradients.sizes),
-                packing.zero_buffers(self._layout.contributions.sizes),
+                packing.zero_buffers(functions.layout.gradients.sizes),
+                packing.zero_buffers(functions.layout.contributions.sizes),
                 {name: jnp.float32(0) for name in functions.info_names},
             ),
             packing.zero_buffers(functions.boundary_sizes, routes.num_receive_slots + 1),
@@ -151,7 +134,7 @@ class Pipeline:
 
     def _reduce(self, sums: PipelineSums) -> PipelineSums:
         """Sum over replicas. Info is on one stage only, so sum it over all of them."""
-        plan = self._step.plan
+        plan = self._plan
         gradients, model_state, info = sum_over_replicas(tuple(sums), plan.num_replicas)
         info = lax.psum(info, STAGE_AXIS)
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
@@ -176,11 +159,11 @@ class Pipeline:
             batch = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches
             )
-            batch = narrow(batch, self._step.plan.types.compute)
-            key = steps.micro_batch_key(self._step.plan, state, index)
+            batch = narrow(batch, self._plan.types.compute)
+            key = steps.micro_batch_key(self._plan, state, index)
             position = self._stages.position_of(stage)
             if position == 0:
-                x = self._loss.inputs(batch, key)
+                x = self._functions.loss.inputs(batch, key)
             else:
                 boundary = self._functions.boundaries[position - 1]
                 x = packing.unpack(boundary, _read_slot(received, row["input_slot"]))
@@ -222,7 +205,7 @@ class Pipeline:
             if not is_last:
                 sent = functions.pack_output(stage, y)
             changes = keep_first(functions.modes(stage), changes, row["micro_batch"])
-            layout = functions.layout("contributions", stage)
+            layout = functions.stage_layout("contributions", stage)
             model_state = _update_section(layout, sums.model_state, changes, jnp.add)
             if is_last:
                 info = {name: sums.info[name] + info[name] for name in sums.info}
@@ -235,7 +218,7 @@ class Pipeline:
     def _backward(
         self, stage: int, get_operands: Callable[..., StageOperands], state: TrainState
     ) -> Callable[..., Any]:
-        plan, functions = self._step.plan, self._functions
+        plan, functions = self._plan, self._functions
         position = self._stages.position_of(stage)
         group = self._stages.groups[position]
 
@@ -269,7 +252,7 @@ class Pipeline:
                     functions.boundary_sizes,
                 )
             gradients = _update_section(
-                functions.layout("gradients", stage),
+                functions.stage_layout("gradients", stage),
                 sums.gradients,
                 params_gradient,
                 lambda total, gradient: add(total, gradient, row["micro_batch"]),

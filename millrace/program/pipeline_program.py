@@ -16,6 +16,7 @@ from millrace.plan import Plan
 from millrace.program.offload import offloaded_shardings
 from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.pipeline import SUMS, Clock, Pipeline, PipelineSums
+from millrace.program.pipeline_stages import PipelineStages
 from millrace.program.pipeline_stream import StreamedPipelineUpdate
 from millrace.program.pipeline_update import PipelineUpdate
 from millrace.program.replicas import (
@@ -167,8 +168,8 @@ class PipelineProgram(TrainingProgram):
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), chunk
         )
-        routes = plan_routes(self.table)
-        return Pipeline(self._step, self._layout, routes, state, batch, self._mesh)
+        stages = PipelineStages(self._step, self._layout, state, batch, self._mesh)
+        return Pipeline(stages, plan_routes(self.table))
 
     def _scan_updates(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         pipeline = self._pipeline(state, chunk)

@@ -72,9 +72,9 @@ class PipelineStages:
         mesh: Mesh,
     ) -> None:
         assert isinstance(step.loss_fn, LayeredLoss)
-        self._step = step
-        self._loss: LayeredLoss = step.loss_fn
-        self._layout = layout
+        self.step = step
+        self.loss: LayeredLoss = step.loss_fn
+        self.layout = layout
         self._mesh = mesh
         # With recomputation, a stage keeps nothing: its backward pass runs the forward
         # pass again, from the input that is still in its receive slot.
@@ -83,7 +83,7 @@ class PipelineStages:
 
     def _find_shapes(self, state: TrainState, batch: Any) -> None:
         """Trace one micro-batch through the stages."""
-        model, compute = self._layout.model, self._step.plan.types.compute
+        model, compute = self.layout.model, self.step.plan.types.compute
         batch = jax.eval_shape(lambda b: narrow(b, compute), batch)
         key = jax.eval_shape(lambda: jax.random.key(0))
         rows = jax.tree.map(
@@ -93,7 +93,7 @@ class PipelineStages:
         self.boundaries: list[BufferLayout] = []  # layouts of the output of each position
         self.info_names: list[str] = []
         self.residuals: list[StageResiduals] = []
-        x: Any = self._eval_shape(self._loss.inputs, batch, key)
+        x: Any = self._eval_shape(self.loss.inputs, batch, key)
         for group in model.stages.groups:
             outputs: list[Any] = []
             for stage in group:
@@ -151,36 +151,36 @@ class PipelineStages:
     ) -> tuple[Tree, Tree]:
         """Unpack the weights and model state of a stage from its device's row."""
         return (
-            packing.unpack(self.layout("params", stage), params),
-            packing.unpack(self.layout("model_state", stage), model_state),
+            packing.unpack(self.stage_layout("params", stage), params),
+            packing.unpack(self.stage_layout("model_state", stage), model_state),
         )
 
-    def layout(self, kind: str, stage: int) -> BufferLayout:
+    def stage_layout(self, kind: str, stage: int) -> BufferLayout:
         """Return where one kind of value of a stage is in its device's row."""
-        rows, model = getattr(self._layout, kind), self._layout.model
+        rows, model = getattr(self.layout, kind), self.layout.model
         layout = rows.layouts[model.stages.device_of[stage]]
         return packing.select(layout, model.names(stage))
 
     def modes(self, stage: int) -> Tree:
         """Return the reduction modes of a stage's model state."""
-        layout = self.layout("model_state", stage)
+        layout = self.stage_layout("model_state", stage)
         model_state = jax.tree.unflatten(
             layout.tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.slices]
         )
-        return reduction_modes(self._step.model_state_reduction, model_state)
+        return reduction_modes(self.step.model_state_reduction, model_state)
 
     def forward(self, stage: int) -> Callable[..., Any]:
         """Return a stage as ``operands -> (y, (contributions, info))``.
 
         The last stage returns the loss as `y`; only it has info.
         """
-        compute = self._step.plan.types.compute
-        is_last = stage == self._layout.model.stages.num_stages - 1
+        compute = self.step.plan.types.compute
+        is_last = stage == self.layout.model.stages.num_stages - 1
         modes = self.modes(stage)
 
         def run(params: Tree, model_state: Tree, x: Any, batch: Any, key: Array) -> Any:
             y, new = apply_layers(
-                self._layout.model.layers[stage],
+                self.layout.model.layers[stage],
                 narrow(params, compute),
                 model_state,
                 x,
@@ -191,9 +191,9 @@ class PipelineStages:
             contributions = model_state_contribution(modes, model_state, new)
             if not is_last:
                 return y, (contributions, {})
-            returned = self._loss.outputs(y, self._loss.targets(batch, key))
+            returned = self.loss.outputs(y, self.loss.targets(batch, key))
             loss, _, info = steps.unpack_loss_output(_as_loss_output(returned))
-            info = steps.check_info(info, self._step.extra_info) | {"loss": loss}
+            info = steps.check_info(info, self.step.extra_info) | {"loss": loss}
             return loss, (contributions, info)
 
         return run
@@ -206,7 +206,7 @@ class PipelineStages:
             # Residuals are held for as long as a micro-batch is in flight, so store only
             # products. No CSE can undo this: the two passes run at different ticks.
             run = jax.checkpoint(run, policy=steps.save_products, prevent_cse=False)
-        if self._layout.model.stages.position_of(stage) == 0:
+        if self.layout.model.stages.position_of(stage) == 0:
             # Nobody needs the gradient of the batch.
             return jax.vjp(
                 lambda params: run(params, model_state, x, batch, key), params, has_aux=True
@@ -242,7 +242,7 @@ class PipelineStages:
         The branches of a concurrent layer are stages of one position. Each sends zeros in
         place of the others' outputs, and the receiver adds them up.
         """
-        stages = self._layout.model.stages
+        stages = self.layout.model.stages
         position = stages.position_of(stage)
         group, boundary = stages.groups[position], self.boundaries[position]
         if len(group) > 1:

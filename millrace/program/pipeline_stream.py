@@ -7,10 +7,12 @@ on it.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from millrace.program.compiling import compile_for
@@ -18,7 +20,7 @@ from millrace.program.offload import MAX_BUCKETS_IN_FLIGHT
 from millrace.program.packing import Buffers
 from millrace.program.pipeline import SUMS, PipelineSums
 from millrace.program.pipeline_update import PipelineUpdate
-from millrace.program.replicas import map_over_mesh, stage_sharding
+from millrace.program.replicas import STAGE_AXIS, map_over_mesh, stage_sharding
 from millrace.program.state_layout import (
     ROW,
     SAME,
@@ -105,57 +107,49 @@ class StreamedPipelineUpdate:
     def _fetch(self, rows: Buffers) -> Buffers:
         return jax.device_put(rows, stage_sharding(self._mesh))
 
-    def _compute_shared(self, rest: TrainState, own: PipelineSums, exchanged: Any) -> Any:
-        finite = self._update.check_finite(own.gradients)
-        return self._update.compute_shared(rest, finite, own.info["loss"], exchanged)
-
     def _compile_exchange(self, number: int, bucket: int, needs_state: bool) -> Any:
-        def exchange(
-            params: Any,
-            optimizer: Any,
-            rest: TrainState,
-            sums: PipelineSums,
-            exchanged: Any,
-        ) -> Any:
-            params, optimizer, own = _own_rows(params, optimizer, sums)
-            known = self._compute_shared(rest, own, exchanged)
-            operands = (params, optimizer, own.gradients)
-            return self._update.exchange(number, bucket, known, *operands)
+        def exchange(*operands: Any) -> Buffers:
+            own = self._update.contribution(number, bucket, *operands)
+            return lax.psum(own, STAGE_AXIS)
 
         fetched = self._on_device[bucket] if needs_state else None
         return self._compile_part(exchange, fetched, SAME)
 
     def _compile_bucket(self, number: int) -> Any:
-        def update(
-            params: Any,
-            optimizer: Any,
-            rest: TrainState,
-            sums: PipelineSums,
-            exchanged: Any,
-        ) -> Any:
-            params, optimizer, own = _own_rows(params, optimizer, sums)
-            known = self._compute_shared(rest, own, exchanged)
-            operands = (params, optimizer, own.gradients)
-            return add_device_dim(self._update.update_bucket(number, known, *operands))
+        def update(*operands: Any) -> tuple[Buffers, Buffers]:
+            return add_device_dim(self._update.update_bucket(number, *operands))
 
         fetched = self._on_device[number]
         return self._compile_part(update, fetched, (ROW, ROW), donate=(0, 1))
 
     def _compile_part(
-        self, function: Any, fetched: Any, out_specs: Any, donate: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        fetched: Any,
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
     ) -> Any:
+        """Compile a function of the shared values and the device's own buffers."""
+
+        def part(
+            params: Any, optimizer: Any, rest: TrainState, sums: Any, exchanged: Any
+        ) -> Any:
+            params, optimizer, own = _own_rows(params, optimizer, sums)
+            finite, loss = self._update.check_finite(own.gradients), own.info["loss"]
+            known = self._update.compute_shared(rest, finite, loss, exchanged)
+            return function(known, params, optimizer, own.gradients)
+
         params, rest, sums = self._arguments
         in_specs = (ROW, ROW, STATE, SUMS, SAME)
-        program = map_over_mesh(self._mesh, function, in_specs, out_specs)
+        program = map_over_mesh(self._mesh, part, in_specs, out_specs)
         arguments = (params, fetched, rest, sums, self._exchanged_shapes)
         return compile_for(self._mesh, program, *arguments, donate=donate)
 
     def _compile_finish(self) -> Any:
         def finish(rest: TrainState, sums: PipelineSums, exchanged: Any) -> Any:
             _, _, own = _own_rows(None, None, sums)
-            finite = self._update.check_finite(own.gradients)
+            finite, loss = self._update.check_finite(own.gradients), own.info["loss"]
             new, info = self._update.advance_state(own_row(rest), own, finite)
-            loss = own.info["loss"]
             known = self._update.compute_shared(rest, finite, loss, exchanged)
             shared = self._update.update_shared(known)
             new = new._replace(optimizer_state=PackedOptimizerState((), shared))

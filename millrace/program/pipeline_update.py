@@ -53,7 +53,7 @@ class PipelineUpdate:
             total = self._update.zero_contribution(number)
             for bucket, rows in enumerate(buckets):
                 operands = (params, rows, sums.gradients)
-                own = self._contribution(number, bucket, known, *operands)
+                own = self.contribution(number, bucket, known, *operands)
                 total = jax.tree.map(jnp.add, total, own)
             exchanged.append(lax.psum(total, STAGE_AXIS))
         known = self.compute_shared(state, finite, loss, exchanged)
@@ -127,19 +127,6 @@ class PipelineUpdate:
                 buckets.append((bucket, needs_state))
         return buckets
 
-    def exchange(
-        self,
-        number: int,
-        bucket: int,
-        known: SharedValues,
-        params: Buffers,
-        optimizer: Buffers | None,
-        gradients: Buffers,
-    ) -> Buffers:
-        """Exchange what one bucket contributes, with zeros for other buckets."""
-        own = self._contribution(number, bucket, known, params, optimizer, gradients)
-        return lax.psum(own, STAGE_AXIS)
-
     def update_bucket(
         self,
         bucket: int,
@@ -168,7 +155,7 @@ class PipelineUpdate:
 
         return self._switch_device(on_device, params, optimizer, gradients)
 
-    def _contribution(
+    def contribution(
         self,
         number: int,
         bucket: int,
@@ -177,6 +164,11 @@ class PipelineUpdate:
         optimizer: Buffers | None,
         gradients: Buffers,
     ) -> Buffers:
+        """Compute what one bucket contributes to an exchange, with zeros for others.
+
+        All devices sum it up. The state can be None if it is not read.
+        """
+
         def on_device(device: int) -> Callable[..., Any]:
             def contribute(params: Buffers, optimizer: Any, gradients: Buffers) -> Any:
                 own = self._unpack_inputs(bucket, device, params, optimizer, gradients)
