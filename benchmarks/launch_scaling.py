@@ -42,7 +42,12 @@ def measure_link() -> None:
 
     from millrace.distributed import coordination
     from millrace.distributed.environment import find_process_info
-    from millrace.program.replicas import REPLICA_AXIS, place, replica_mesh, replicated
+    from millrace.program.replicas import (
+        REPLICA_AXIS,
+        put_on_devices,
+        replica_mesh,
+        replicated,
+    )
 
     coordination.join(find_process_info())
     mesh = replica_mesh(jax.device_count())
@@ -56,7 +61,7 @@ def measure_link() -> None:
             check_vma=False,
         )
         program = jax.jit(summed)
-        array = place(jnp.ones(size // 4), replicated(mesh))
+        array = put_on_devices(jnp.ones(size // 4), replicated(mesh))
         array = jax.block_until_ready(program(array))
         times = []
         for _ in range(40):

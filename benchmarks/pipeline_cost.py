@@ -39,9 +39,8 @@ from reporting import (
 
 import millrace as mr
 from millrace.apps.cnn.models import catalog
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import init_layers
-from millrace.nn.losses import cross_entropy
+from millrace.nn.losses import LayeredLoss, cross_entropy
 from millrace.nn.norms import batch_norm
 from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import Step

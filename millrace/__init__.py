@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from millrace.loop.runner import Runner
     from millrace.loop.train import train
     from millrace.nn import layers
-    from millrace.nn.layered_loss import LayeredLoss
+    from millrace.nn.losses import LayeredLoss
     from millrace.plan import Plan
     from millrace.program.compiling import deterministic
     from millrace.program.evaluate import EvaluationProgram
     from millrace.program.step import TrainState
-    from millrace.program.training import TrainingProgram, training_program
+    from millrace.program.training import training_program
+    from millrace.program.training_loop import TrainingProgram
     from millrace.report import plots
     from millrace.run.options import RunOptions
     from millrace.run.process import join_processes
@@ -76,7 +77,7 @@ _HOME = {
     "ElementError": "feeds.stager",
     "EvaluationProgram": "program.evaluate",
     "Infeed": "feeds.infeed",
-    "LayeredLoss": "nn.layered_loss",
+    "LayeredLoss": "nn.losses",
     "Outfeed": "feeds.outfeed",
     "OutfeedFull": "feeds.outfeed",
     "Plan": "plan",
@@ -84,7 +85,7 @@ _HOME = {
     "Runner": "loop.runner",
     "Stream": "data.stream",
     "TrainState": "program.step",
-    "TrainingProgram": "program.training",
+    "TrainingProgram": "program.training_loop",
     "autoencoder": "apps.autoencoder.api",
     "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",

@@ -1,4 +1,4 @@
-"""How a weight update is made of samples, and an epoch of weight updates."""
+"""Batch arithmetic: samples per weight update, and updates per epoch."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from millrace.config import ConfigurationError
 
 
 class Batching(NamedTuple):
-    """A resolved batch: micro_batch_size x accumulation x replicas = global batch."""
+    """Resolved batch sizes: micro-batch x accumulation x replicas = global batch."""
 
     micro_batch_size: int
     num_replicas: int
@@ -14,16 +14,16 @@ class Batching(NamedTuple):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one weight update."""
+        """Samples per weight update."""
         return self.samples_per_step * self.gradient_accumulation_count
 
     @property
     def samples_per_step(self) -> int:
-        """Samples all replicas process in one forward-backward pass."""
+        """Samples that all replicas process in one forward and backward pass."""
         return self.micro_batch_size * self.num_replicas
 
     def updates_per_epoch(self, dataset_size: int) -> int:
-        """Count the whole weight updates in one pass; leftover samples are dropped."""
+        """Return the whole weight updates per epoch; leftover samples are dropped."""
         if dataset_size < self.global_batch_size:
             raise ConfigurationError(
                 f"The dataset has {dataset_size} samples, fewer than one weight update "
@@ -41,10 +41,10 @@ def resolve_batching(
     gradient_accumulation_count: int | None = None,
     global_batch_size: int | None = None,
 ) -> Batching:
-    """Work out the missing one of accumulation count and global batch.
+    """Compute the accumulation count from the global batch, or the reverse.
 
-    A global batch that does not divide is an error that names the nearest that do:
-    training silently with another batch size would not be what was asked for.
+    A global batch that is not divisible is an error that names the nearest ones that are:
+    nobody should train with another batch size unknowingly.
     """
     given = {
         "micro_batch_size": micro_batch_size,
@@ -57,7 +57,7 @@ def resolve_batching(
             raise ConfigurationError(f"{name} must be at least 1, got {value}.")
     if gradient_accumulation_count is not None and global_batch_size is not None:
         raise ConfigurationError(
-            "Give gradient_accumulation_count or global_batch_size, not both; got "
+            "Set gradient_accumulation_count or global_batch_size, not both; got "
             f"{gradient_accumulation_count} and {global_batch_size}."
         )
     step = micro_batch_size * num_replicas
@@ -68,7 +68,7 @@ def resolve_batching(
             raise ConfigurationError(
                 f"global_batch_size ({global_batch_size}) is not a multiple of "
                 f"micro_batch_size x num_replicas ({micro_batch_size} x {num_replicas}"
-                f" = {step}). The nearest that are: {nearest}."
+                f" = {step}). The nearest multiples: {nearest}."
             )
         gradient_accumulation_count = global_batch_size // step
     return Batching(micro_batch_size, num_replicas, gradient_accumulation_count or 1)

@@ -1,4 +1,4 @@
-"""Precision pairs compute.update: which numbers are 16 bits wide, and in what type."""
+"""Precisions: the dtypes of computation and of stored weights."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -7,7 +7,7 @@ HalfType = Literal["bfloat16", "float16"]
 
 
 class Precision(NamedTuple):
-    """The type of computation (activations, gradients) and of the stored weights."""
+    """The dtypes of computation (activations, gradients) and of stored weights."""
 
     compute: str
     weights: str
@@ -16,7 +16,7 @@ class Precision(NamedTuple):
 def resolve_precision(
     name: PrecisionName | str, half_type: HalfType | str = "bfloat16"
 ) -> Precision:
-    """Return the types behind ``16.16``, ``16.32`` or ``32.32``.
+    """Return the dtypes of ``16.16``, ``16.32`` or ``32.32`` (compute.weights).
 
     >>> resolve_precision("16.32", "float16")
     Precision(compute='float16', weights='float32')
@@ -24,12 +24,12 @@ def resolve_precision(
     if name not in get_args(PrecisionName):
         raise ValueError(
             f"precision must be one of {', '.join(get_args(PrecisionName))} "
-            f"(compute.update), got {name!r}."
+            f"(compute.weights), got {name!r}."
         )
     if half_type not in get_args(HalfType):
         raise ValueError(
             f"half_type must be one of {', '.join(get_args(HalfType))}, got {half_type!r}."
         )
-    types = {"16": str(half_type), "32": "float32"}
+    dtypes = {"16": str(half_type), "32": "float32"}
     compute, weights = name.split(".")
-    return Precision(types[compute], types[weights])
+    return Precision(dtypes[compute], dtypes[weights])

@@ -1,4 +1,4 @@
-"""Reads a compiled program's text: which operations stand in which depth of loops."""
+"""Find operations in the text of a compiled program, by depth of loops."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def operations_by_loop_depth(compiled: Any, pattern: str) -> Counter[int]:
-    """Count the operations matching `pattern` by how many loops surround them."""
+    """Count the operations matching `pattern` by the number of enclosing loops."""
     computations, entry = _computations(compiled.as_text())
     found: Counter[int] = Counter()
 

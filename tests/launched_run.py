@@ -25,7 +25,7 @@ from millrace.loop.evaluate import evaluate
 from millrace.loop.event_schedule import schedule_events
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram
-from millrace.program.replicas import fetch
+from millrace.program.replicas import to_host
 from millrace.program.training import training_program
 from millrace.run.options import RunOptions
 
@@ -109,7 +109,7 @@ def work(config, run):
     judge = EvaluationProgram(metric_fn, Plan(num_replicas=batching.num_replicas))
 
     def validate(state):
-        return evaluate(judge, judge.place(state), samples(VALIDATION), 8)
+        return evaluate(judge, judge.place_state(state), samples(VALIDATION), 8)
 
     with run.checkpoints(best="none", keep=2) as checkpoints:
         if coordination.is_first() and config.fill_disk_at >= 0:
@@ -122,7 +122,7 @@ def work(config, run):
             checkpoints=checkpoints,
             validate=validate,
         )
-    leaves = [fetch(leaf) for leaf in jax.tree.leaves(program.unpack_state(state))]
+    leaves = [to_host(leaf) for leaf in jax.tree.leaves(program.unpack_state(state))]
     np.savez(run.directory.path / "final.npz", *leaves)
 
 

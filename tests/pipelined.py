@@ -1,4 +1,4 @@
-"""A small residual network to cut into uneven stages, trained by any plan."""
+"""Small networks to split into uneven stages, trained with any plan."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from millrace.nn.branches import closing, on, opening
-from millrace.nn.layered_loss import LayeredLoss
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import (
     Layer,
     concurrent,
@@ -20,7 +19,7 @@ from millrace.nn.layers import (
     relu,
     stateless,
 )
-from millrace.nn.losses import correct, cross_entropy
+from millrace.nn.losses import LayeredLoss, correct, cross_entropy
 from millrace.nn.norms import batch_norm
 from millrace.plan import Plan
 from millrace.program.training import training_program
@@ -28,16 +27,16 @@ from millrace.program.training import training_program
 PIXELS, CLASSES, UPDATES = 6, 5, 2
 MICRO_BATCHES = 6  # a multiple of 2 x 3 stages
 SPLITS = ["block_norm", "second"]
-"""The first in the middle of a residual block; the middle stage has most of the work."""
+"""The first is inside a residual block; the middle stage has most of the work."""
 
 
 def residual_network() -> list[Layer]:
     return [
         conv("first", 4),
-        opening(conv("block_conv", 4)),
-        on("main", batch_norm("block_norm", momentum=0.9)),
-        on("main", dropout("block_drop", 0.2)),
-        closing("block_add"),
+        open_residual(conv("block_conv", 4)),
+        on_branch("main", batch_norm("block_norm", momentum=0.9)),
+        on_branch("main", dropout("block_drop", 0.2)),
+        close_residual("block_add"),
         relu("block_relu"),
         conv("second", 8, strides=2),
         batch_norm("norm", momentum=0.9),
@@ -48,7 +47,7 @@ def residual_network() -> list[Layer]:
 
 
 def branched_network() -> list[Layer]:
-    """Two branches with work of their own between two layers."""
+    """Return a network with two concurrent branches."""
     return [
         conv("first", 4),
         concurrent(
@@ -62,7 +61,7 @@ def branched_network() -> list[Layer]:
     ]
 
 
-def loss_of(layers: list[Layer]) -> LayeredLoss:
+def make_loss(layers: list[Layer]) -> LayeredLoss:
     def outputs(logits: Any, batch: Any) -> Any:
         loss = cross_entropy(logits, batch["label"]).mean()
         return loss, {"accuracy": correct(logits, batch["label"]).mean()}
@@ -71,16 +70,16 @@ def loss_of(layers: list[Layer]) -> LayeredLoss:
     return LayeredLoss(layers, lambda batch, key: batch["image"], outputs, {"image": image})
 
 
-_made: dict[Any, Any] = {}
+_weights: dict[Any, Any] = {}
 
 
 def make_weights(layers: list[Layer]) -> Any:
-    """Weights and model state of a network, made once."""
+    """Return the weights and model state of a network, computed only once."""
     names = tuple(layer.name for layer in layers)
-    if names not in _made:
+    if names not in _weights:
         example = np.zeros((1, PIXELS, PIXELS, 3), np.float32)
-        _made[names] = init_layers(layers, jax.random.key(0), example)
-    return _made[names]
+        _weights[names] = init_layers(layers, jax.random.key(0), example)
+    return _weights[names]
 
 
 def train(
@@ -88,8 +87,8 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     **plan: Any,
 ) -> tuple[Any, Any]:
-    """Make two updates of six micro-batches; return the whole state and the info."""
-    loss = loss_of(layers)
+    """Make two updates of six micro-batches; return the unpacked state and the info."""
+    loss = make_loss(layers)
     given = {"micro_batch_size": 2, "gradient_accumulation_count": MICRO_BATCHES} | plan
     program = training_program(loss, optimizer or optax.adam(1e-2), Plan(**given))
     state = program.init(*make_weights(layers))

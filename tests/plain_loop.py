@@ -1,4 +1,4 @@
-"""A small training problem, and the plainest loop that solves it: the tests' oracle."""
+"""A small training problem and a plain loop that solves it: the oracle of the tests."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ UPDATES, GLOBAL_BATCH, FEATURES, CLASSES = 3, 32, 12, 5
 
 
 def rounding() -> float:
-    """How far sums of float32 in another order may move values of order 1 here.
+    """Return how much the order of float32 sums may change values of order 1.
 
-    A GPU adds up in blocks, in every program in its own: so does the plain loop.
+    On a GPU, every program sums in blocks of its own, the plain loop included.
     """
     return 1e-6 if jax.default_backend() == "cpu" else 2e-6
 
 
 def make_params() -> dict[str, Any]:
-    """Three layers; the middle one is large enough to count as offloadable state."""
+    """Return three layers; the state of the middle one is large enough to be offloaded."""
     sizes = [(FEATURES, 40), (40, 40), (40, CLASSES)]
     keys = jax.random.split(jax.random.key(7), len(sizes))
     return {
@@ -39,7 +39,7 @@ def make_model_state() -> dict[str, jax.Array]:
 
 
 def make_data(seed: int = 0) -> dict[str, np.ndarray]:
-    """Leaves are (updates, samples of a global batch, ...)."""
+    """Return leaves (updates, samples of a global batch, ...)."""
     rng = np.random.default_rng(seed)
     return {
         "x": rng.standard_normal((UPDATES, GLOBAL_BATCH, FEATURES)).astype(np.float32),
@@ -48,7 +48,7 @@ def make_data(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-    """Cross-entropy; carries a moving mean of the inputs, as batch norm does."""
+    """Return the cross-entropy and, like batch norm, a moving mean of the inputs."""
     del key
     h = batch["x"]
     for layer in params.values():
@@ -60,8 +60,8 @@ def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
     )
     seen = batch["x"].astype(jnp.float32).mean(0)
     model_state = {"mean": 0.9 * model_state["mean"] + 0.1 * seen}
-    right = (h.argmax(-1) == batch["y"]).astype(jnp.float32).mean()
-    return losses.mean(), (model_state, {"accuracy": right})
+    correct = (h.argmax(-1) == batch["y"]).astype(jnp.float32).mean()
+    return losses.mean(), (model_state, {"accuracy": correct})
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -71,7 +71,7 @@ def make_optimizer() -> optax.GradientTransformation:
 def plain_loop(
     optimizer: optax.GradientTransformation, data: dict[str, np.ndarray]
 ) -> tuple[Any, Any, list[float]]:
-    """One device, one batch, one gradient, one update at a time. Nothing of ours."""
+    """Train on one device, one update at a time, without any code of millrace."""
     params, model_state = make_params(), make_model_state()
     state, losses = optimizer.init(params), []
 
@@ -97,7 +97,7 @@ def train_with(
     data: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, np.ndarray], TrainingProgram]:
-    """Run the same problem through a training program; return state, info, program."""
+    """Train the same problem with a training program; return state, info, program."""
     data = make_data() if data is None else data
     program = training_program(loss, optimizer or make_optimizer(), plan, **options)
     state = program.init(make_params(), make_model_state(), seed=3)
@@ -107,17 +107,35 @@ def train_with(
 
 
 def stage(program: TrainingProgram, data: dict[str, np.ndarray]) -> Any:
-    """Cut global batches into micro-batches and put them on the devices."""
+    """Split global batches into micro-batches and put them on the devices."""
     step = program.plan.batching.samples_per_step
     chunk = {name: x.reshape(-1, step, *x.shape[2:]) for name, x in data.items()}
     return jax.device_put(chunk, program.chunk_sharding)
 
 
 def largest_difference(one: Any, other: Any) -> float:
-    """The largest absolute difference between two trees, anywhere they lie."""
+    """Return the largest absolute difference between two trees."""
     differences = jax.tree.map(
         lambda a, b: np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)).max(),
         jax.device_get(one),
         jax.device_get(other),
     )
     return float(max(jax.tree.leaves(differences)))
+
+
+def run_scalar(weight, slope, plan, *, updates=1, learning_rate=1.0):
+    """Minimize slope x weight; the gradient is `slope`."""
+
+    def loss(params, model_state, batch, key):
+        # The root of the slope, twice: the gradient must underflow, not the batch.
+        product = (params["w"] * batch[:1] * batch[:1]).sum()
+        return product, (model_state, {"product": product})
+
+    program = training_program(loss, optax.sgd(learning_rate), plan)
+    state = program.init({"w": jnp.full(1, weight, jnp.float32)})
+    count = updates * plan.batching.gradient_accumulation_count
+    chunk = jax.device_put(
+        np.full((count, plan.batching.samples_per_step), np.sqrt(slope), np.float32),
+        program.chunk_sharding,
+    )
+    return program.run(state, chunk)

@@ -27,7 +27,7 @@ def make_runner(path, dataset, *, updates=12, plan=None, logs=4, validate=None, 
         rates["validate"] = rates.pop("validations")
     plan = plan or mr.Plan(micro_batch_size=2)
     program = mr.training_program(
-        loss_fn, optax.sgd(0.01), plan, watch={"rate": lambda update: update * 10}
+        loss_fn, optax.sgd(0.01), plan, extra_info={"rate": lambda update: update * 10}
     )
     schedule = schedule_events(
         updates_per_epoch=updates, num_epochs=1, events_per_epoch={"log": logs, **rates}

@@ -1,4 +1,4 @@
-"""Models of other libraries train as they are: the runtime takes any pure function."""
+"""Models of other libraries train unchanged: the runtime takes any pure function."""
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +46,13 @@ def test_a_flax_nnx_model_with_batch_norm_trains_on_replicas():
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
 
 
-# --- batch norm as other libraries keep it: the formulas of their releases ----------------
+# --- batch norm state of other libraries, with the formulas of their releases ---
 
 UPDATES, BATCH, CHANNELS, DECAY = 3, 16, 4, 0.9
 
 
 def haiku_state(x, old):
-    """Haiku's ``ExponentialMovingAverage`` of mean and variance."""
+    """Update Haiku's ``ExponentialMovingAverage`` of mean and variance."""
 
     def moved(old, value):
         counter = old["counter"] + 1
@@ -64,7 +64,7 @@ def haiku_state(x, old):
 
 
 def equinox_state(x, old):
-    """Equinox's ``BatchNorm(mode="batch")``: not debiased until it is used."""
+    """Update Equinox's ``BatchNorm(mode="batch")``, which is debiased only when used."""
     return {
         "counter": old["counter"] + 1,
         "mean": old["mean"] * DECAY + x.mean(0) * (1 - DECAY),
@@ -73,7 +73,7 @@ def equinox_state(x, old):
 
 
 def equinox_ema_state(x, old):
-    """Equinox's ``BatchNorm(mode="ema")``: the first batch's statistics are the start."""
+    """Update Equinox's ``BatchNorm(mode="ema")``, which starts with the first batch."""
 
     def moved(old_value, value):
         mixed = old_value * DECAY + value * (1 - DECAY)

@@ -1,4 +1,4 @@
-"""A plan checks itself when it is made, before anything is compiled."""
+"""A plan checks itself when it is created, before anything is compiled."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from millrace.plan import Plan
 from millrace.precision import Precision
 
 
-def test_a_plan_without_options_is_the_plainest_training_loop():
+def test_the_default_plan_is_a_plain_training_loop():
     plan = Plan()
     assert plan.batching == Batching(1, 1, 1)
     assert plan.types == Precision("float32", "float32")
@@ -19,13 +19,13 @@ def test_a_plan_without_options_is_the_plainest_training_loop():
     assert not plan.optimizer_state_offloading
 
 
-def test_a_plan_does_not_change_once_it_is_made():
+def test_a_plan_is_frozen():
     plan = Plan(micro_batch_size=8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.micro_batch_size = 16
 
 
-def test_a_plan_works_out_its_batch_and_its_types():
+def test_a_plan_resolves_its_batch_sizes_and_dtypes():
     plan = Plan(
         micro_batch_size=16,
         num_replicas=4,
@@ -37,7 +37,7 @@ def test_a_plan_works_out_its_batch_and_its_types():
     assert plan.types == Precision("float16", "float32")
 
 
-def test_a_changed_copy_is_checked_too():
+def test_a_modified_copy_is_checked_too():
     with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
         dataclasses.replace(Plan(), num_replicas=0)
 
@@ -67,12 +67,12 @@ def test_a_changed_copy_is_checked_too():
         ({"pipeline_schedule": None}, "pipeline_schedule must be one of .* got None"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_value(options, message):
+def test_an_invalid_value_is_an_error_with_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**options)
 
 
-def test_numpys_numbers_and_other_spellings_are_made_plain():
+def test_numpy_values_and_other_spellings_are_converted():
     plan = Plan(
         micro_batch_size=np.int64(4),
         recomputation=np.True_,
@@ -87,13 +87,13 @@ def test_numpys_numbers_and_other_spellings_are_made_plain():
     assert Plan(pipeline_splits=None).pipeline_splits == []
 
 
-def test_an_accumulator_type_that_does_not_exist_is_refused_before_compiling():
+def test_an_unknown_accumulator_dtype_is_an_error():
     with pytest.raises(ValueError, match=r"gradient_accumulation_dtype.*flaot32"):
         Plan(gradient_accumulation_dtype="flaot32")
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", lambda path, variable: "float32"])
-def test_an_accumulator_type_may_be_left_open_named_or_worked_out(dtype):
+def test_an_accumulator_dtype_can_be_none_a_name_or_a_function(dtype):
     assert Plan(gradient_accumulation_dtype=dtype).gradient_accumulation_dtype == dtype
 
 
@@ -105,14 +105,14 @@ def test_stochastic_rounding_needs_16_bit_weights(precision):
 
 
 @pytest.mark.parametrize("factor", [0, 1, 128.0, 2.0**126])
-def test_a_loss_may_be_scaled_by_any_factor_float32_can_hold(factor):
+def test_a_loss_scale_can_be_any_factor_in_the_range_of_float32(factor):
     assert Plan(loss_scaling=factor).loss_scaling == factor
 
 
 @pytest.mark.parametrize(
     "factor", [-1, -1e-9, float("nan"), float("inf"), 2.0**127, "auto"]
 )
-def test_a_loss_scale_that_is_no_factor_is_refused(factor):
+def test_an_invalid_loss_scale_is_an_error(factor):
     with pytest.raises(ValueError, match=r"loss_scaling must be 0.*got") as caught:
         Plan(loss_scaling=factor)
     assert repr(factor) in str(caught.value)
@@ -125,6 +125,6 @@ def test_a_dynamic_loss_scale_is_for_float16_only():
         Plan(precision="16.16", half_type="bfloat16", loss_scaling="dynamic")
 
 
-def test_a_dynamic_loss_scale_without_16_bit_numbers_is_told_which_precision_to_take():
+def test_a_dynamic_loss_scale_in_float32_is_an_error_that_names_precisions():
     with pytest.raises(ValueError, match=r"precision 32\.32.*16\.(16|32)"):
         Plan(precision="32.32", half_type="float16", loss_scaling="dynamic")

@@ -1,4 +1,4 @@
-"""What the names of precisions stand for."""
+"""Precision names and their dtypes."""
 
 import pytest
 
@@ -16,23 +16,23 @@ from millrace.precision import Precision, resolve_precision
         ("32.32", "float16", "float32", "float32"),
     ],
 )
-def test_a_precision_names_the_types_of_computation_and_weights(
+def test_a_precision_gives_the_dtypes_of_computation_and_weights(
     name, half_type, compute, weights
 ):
     assert resolve_precision(name, half_type) == Precision(compute, weights)
 
 
-def test_sixteen_bits_mean_bfloat16_unless_told_otherwise():
+def test_16_bits_are_bfloat16_by_default():
     assert resolve_precision("16.16") == Precision("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["32.16", "16", "8.8", "", "float32"])
-def test_an_unknown_precision_is_refused_with_the_ones_there_are(name):
+def test_an_unknown_precision_is_an_error_that_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=r"16\.16, 16\.32, 32\.32") as caught:
         resolve_precision(name)
     assert repr(name) in str(caught.value)
 
 
-def test_an_unknown_half_type_is_refused_with_the_ones_there_are():
+def test_an_unknown_half_type_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match="bfloat16, float16, got 'float8'"):
         resolve_precision("16.16", "float8")

@@ -39,7 +39,7 @@ from millrace.checkpoint.manifest import (
 )
 from millrace.distributed import coordination
 from millrace.durable import clear_leftovers, discard, finite_json, rename
-from millrace.program.replicas import fetch
+from millrace.program.replicas import to_host
 
 __all__ = [
     "MANIFEST_ERRORS",
@@ -229,7 +229,7 @@ class Checkpoints:
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, jax.ShapeDtypeStruct) and not is_prng_key(leaf):
                 # Replaced one by one, so that each copy on the device is freed at once.
-                leaves[index] = fetch(leaf)
+                leaves[index] = to_host(leaf)
         state = jax.tree.unflatten(structure, leaves)
         if late_metadata is not None:
             metadata |= finite_json(late_metadata())
@@ -292,7 +292,7 @@ def _snapshot(leaf: Any) -> Any:
         return np.array(leaf)
     if not leaf.is_fully_addressable:
         # Part of it is on devices of other processes; take the copy that is here.
-        leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else fetch(leaf)
+        leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else to_host(leaf)
         return _snapshot(leaf)
     if leaf.sharding.memory_kind not in (None, _device_memory(leaf)):
         return leaf

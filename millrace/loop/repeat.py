@@ -18,7 +18,6 @@ from millrace.feeds.outfeed import Outfeed
 from millrace.feeds.stager import Chunk
 from millrace.loop.staging import MAX_IN_FLIGHT
 from millrace.program.loop import LoopBody, LoopResult, loop_program
-from millrace.program.training import no_silent_copies
 
 _MAX_STEPS = 256
 """Steps per execution at most, unless steps_per_execution is given."""
@@ -177,7 +176,7 @@ class _Loop:
         start = self._number(0 if chunk is None else chunk.start)
         execute = self._compiled(carry, data, start, count)
         count_argument = () if self._length is not None else (self._number(count),)
-        with no_silent_copies():
+        with jax.transfer_guard("disallow"):
             return execute(carry, data, start, *count_argument)
 
     def _compiled(self, carry: Any, data: Any, start: jax.Array, count: int) -> Any:

@@ -190,7 +190,7 @@ class Runner:
         self._since_log = saved.since_log
         self._write_lost_validation(saved)
         self._console.line(f"Resuming after update {saved.update}.")
-        return self._program.place(restored.state)
+        return self._program.place_state(restored.state)
 
     def _truncate_metrics(self, saved: SavedProgress) -> None:
         """Delete events that will be written again; warn if earlier ones are missing."""
@@ -356,7 +356,7 @@ class Runner:
         values = {}
         for name, mean in self._since_log.means().items():
             # What a schedule computes, such as the learning rate, is not averaged.
-            if name in self._program.watched:
+            if name in self._program.extra_info_names:
                 values[name] = self._since_log.newest[name]
             else:
                 values[f"train_{name}"] = mean

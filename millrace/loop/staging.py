@@ -7,8 +7,9 @@ import numpy as np
 
 from millrace.distributed.heartbeat import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
+from millrace.program.memory import tree_bytes
 from millrace.program.step import TrainState
-from millrace.program.training import TrainingProgram, element_bytes
+from millrace.program.training import TrainingProgram
 
 MAX_IN_FLIGHT = 2
 """Calls in flight at once: one runs while the next is queued, so the device never waits.
@@ -36,7 +37,7 @@ def compile_calls(
                 f"Elements of the infeed must have samples along dim 0; "
                 f"{jax.tree_util.keystr(path)} is a single number."
             )
-    per_call = program.updates_per_call(execution, element_bytes(element))
+    per_call = program.updates_per_call(execution, tree_bytes(element))
     calls = [per_call] * (execution // per_call)
     if rest := execution % per_call:
         calls.append(rest)

@@ -1,1 +1,1 @@
-"""The parts: layers and losses that the applications share."""
+"""Layers, normalization and losses that the applications share."""

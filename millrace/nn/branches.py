@@ -1,8 +1,8 @@
-"""Residual branches as layers: the skip connection travels beside the activations.
+"""Residual branches as layers: the skip connection travels with the activations.
 
-Between the layer that opens a branch and the one that closes it, what flows from layer
-to layer is ``{"main": …, "skip": …}``. So a model with skip connections is still a plain
-list of layers, and can be split before any of them.
+Between the layer that opens a branch and the one that closes it, layers pass on
+``{"main": …, "skip": …}``. A model with skip connections therefore stays a plain list of
+layers and can be split before any of them.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from millrace.nn.layers import Call, Layer, Tree, stateless
 
 
-def opening(layer: Layer) -> Layer:
+def open_residual(layer: Layer) -> Layer:
     """Run `layer` on the main branch and keep its input as the skip connection."""
 
     def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
@@ -20,8 +20,8 @@ def opening(layer: Layer) -> Layer:
     return layer._replace(apply=apply)
 
 
-def on(branch: str, layer: Layer) -> Layer:
-    """Run `layer` on one branch, "main" or "skip", and pass the other by."""
+def on_branch(branch: str, layer: Layer) -> Layer:
+    """Run `layer` on one branch, "main" or "skip"; pass the other through."""
 
     def init(x: Any) -> tuple[Tree, Tree]:
         return layer.init(x[branch])
@@ -33,6 +33,6 @@ def on(branch: str, layer: Layer) -> Layer:
     return Layer(layer.name, init, apply, groups=layer.groups)
 
 
-def closing(name: str) -> Layer:
+def close_residual(name: str) -> Layer:
     """Add the skip connection to the main branch."""
     return stateless(name, lambda x: x["main"] + x["skip"])

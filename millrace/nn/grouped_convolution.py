@@ -1,37 +1,45 @@
 """Grouped and depthwise convolution on CPU.
 
-XLA:CPU's own are slow, and their gradients inside a loop hundreds of times slower (a
-depthwise 3x3 of 144 channels at 56x56, forward and backward: 529 ms outside a scan, 23 s
-inside). Here a depthwise convolution is one multiplication and addition per element of
-the kernel, and a grouped one is a few dense ones.
+XLA:CPU's own are slow, and their gradients are hundreds of times slower inside a loop
+(depthwise 3x3, 144 channels, 56x56, forward and backward: 529 ms outside a scan, 23 s
+inside). Here a depthwise convolution is one multiply-add per kernel element, and a grouped
+one is a few dense ones.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float
 
 from millrace.nn.dense_convolution import (
+    Images,
+    Outputs,
     Pads,
     Pair,
     computed_once,
     dense_conv2d,
-    pads_of_input_gradient,
+    input_gradient_pads,
 )
 
+GroupedKernel = Float[Array, "kernel_height kernel_width group_channels features"]
+DepthwiseKernel = Float[Array, "kernel_height kernel_width 1 channels"]
+
 _CHANNELS_PER_BLOCK = 16
-"""Dense convolutions of fewer channels waste more on their surroundings than zeros
-between groups cost: 32 groups of 8 at 28x28 take 84 ms joined in twos, 120 one by one."""
+"""Groups are joined until a dense convolution has this many channels. Narrower ones lose
+more to overhead than the zeros between groups cost: 32 groups of 8 at 28x28 take 84 ms
+joined in pairs, 120 ms one by one."""
 
 
 def grouped_conv2d(
-    x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads, groups: int
-) -> jax.Array:
-    """Convolve each group of channels with its own part of a (h, w, in/groups, out) kernel.
+    x: Images, kernel: GroupedKernel, strides: Pair, pads: Pads, groups: int
+) -> Outputs:
+    """Convolve each group of channels with its own part of the kernel.
 
     Several groups are joined into one dense convolution whose kernel is zero between
     them.
@@ -47,53 +55,61 @@ def grouped_conv2d(
 
 
 def _groups_per_block(groups: int, channels: int) -> int:
-    """The most groups whose channels fill a block, of those that divide all groups."""
+    """Return the largest divisor of `groups` whose channels fit into one block."""
     fitting = max(1, _CHANNELS_PER_BLOCK // channels)
     return max(n for n in range(1, min(groups, fitting) + 1) if groups % n == 0)
 
 
-def _block_diagonal(kernel: jax.Array, groups: int, joined: int) -> jax.Array:
-    """Kernels of blocks of groups: zero where input and output are of different groups."""
+def _block_diagonal(
+    kernel: GroupedKernel, groups: int, joined: int
+) -> Float[Array, "kernel_height kernel_width block_channels features"]:
+    """Return kernels of joined groups, zero where input and output groups differ."""
     if joined == 1:
         return kernel
     _, _, channels, features = kernel.shape
-    of_input = np.arange(joined * channels) // channels
-    of_output = np.arange(features) // (features // groups) % joined
-    same = of_input[:, None] == of_output
-    return jnp.where(same, jnp.tile(kernel, (1, 1, joined, 1)), 0)
+    input_group = np.arange(joined * channels) // channels
+    output_group = np.arange(features) // (features // groups) % joined
+    is_same = input_group[:, None] == output_group
+    return jnp.where(is_same, jnp.tile(kernel, (1, 1, joined, 1)), 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _depthwise(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads) -> jax.Array:
-    """Convolve every channel with a (h, w, 1, channels) kernel of its own."""
-    padded = _padded(x, pads, (1, 1))
+def _depthwise(x: Images, kernel: DepthwiseKernel, strides: Pair, pads: Pads) -> Images:
+    """Convolve every channel with a kernel of its own."""
+    padded = _pad(x, pads, (1, 1))
     size = [(padded.shape[1 + d] - kernel.shape[d]) // strides[d] + 1 for d in (0, 1)]
     return _sum_of_taps(padded, kernel, size, strides)
 
 
-def _depthwise_forward(x: jax.Array, kernel: jax.Array, strides: Pair, pads: Pads) -> Any:
+def _depthwise_forward(
+    x: Images, kernel: DepthwiseKernel, strides: Pair, pads: Pads
+) -> Any:
     return _depthwise(x, kernel, strides, pads), (x, kernel)
 
 
-def _depthwise_backward(strides: Pair, pads: Pads, saved: Any, dy: jax.Array) -> Any:
+def _depthwise_backward(
+    strides: Pair, pads: Pads, saved: tuple[Images, DepthwiseKernel], dy: Images
+) -> tuple[Images, DepthwiseKernel]:
     x, kernel = saved
-    around = pads_of_input_gradient(x.shape, kernel.shape, dy.shape, strides, pads)
-    spread = _padded(dy, around, strides)
-    dx = _sum_of_taps(spread, kernel[::-1, ::-1], x.shape[1:3], (1, 1))
+    around = input_gradient_pads(x.shape, kernel.shape, dy.shape, strides, pads)
+    dilated = _pad(dy, around, strides)
+    dx = _sum_of_taps(dilated, kernel[::-1, ::-1], x.shape[1:3], (1, 1))
     return dx, _depthwise_kernel_gradient(x, kernel.shape, dy, strides, pads)
 
 
 _depthwise.defvjp(_depthwise_forward, _depthwise_backward)
 
 
-def _padded(x: jax.Array, pads: Pads, gaps: Pair) -> jax.Array:
-    """Surround with zeros, which may also come between; negative pads cut off."""
-    inner = [(*pads[d], gaps[d] - 1) for d in (0, 1)]
+def _pad(x: Images, pads: Pads, dilation: Pair) -> Images:
+    """Pad and dilate with zeros; negative pads crop."""
+    inner = [(*pads[d], dilation[d] - 1) for d in (0, 1)]
     padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *inner, (0, 0, 0)])
-    return computed_once(padded)  # or every tap would ask whether it is in the padding
+    return computed_once(padded)  # or every tap would test whether it is in the padding
 
 
-def _sum_of_taps(x: jax.Array, kernel: jax.Array, size: Any, strides: Pair) -> jax.Array:
+def _sum_of_taps(
+    x: Images, kernel: DepthwiseKernel, size: Sequence[int], strides: Pair
+) -> Images:
     height, width = kernel.shape[:2]
     taps = [
         _tap(x, (i, j), size, strides) * kernel[i, j, 0]
@@ -103,8 +119,13 @@ def _sum_of_taps(x: jax.Array, kernel: jax.Array, size: Any, strides: Pair) -> j
     return functools.reduce(jnp.add, taps)
 
 
-def _tap(x: jax.Array, start: Pair, size: Any, strides: Pair) -> jax.Array:
-    """The pixels of (…, height, width, channels) that one element of the kernel meets."""
+def _tap(
+    x: Float[Array, "*batch height width channels"],
+    start: Pair,
+    size: Sequence[int],
+    strides: Pair,
+) -> Float[Array, "*batch out_height out_width channels"]:
+    """Return the pixels that one element of the kernel is multiplied with."""
     lead = x.ndim - 3
     ends = [start[d] + (size[d] - 1) * strides[d] + 1 for d in (0, 1)]
     return lax.slice(
@@ -116,17 +137,17 @@ def _tap(x: jax.Array, start: Pair, size: Any, strides: Pair) -> jax.Array:
 
 
 def _depthwise_kernel_gradient(
-    x: jax.Array, shape: Any, dy: jax.Array, strides: Pair, pads: Pads
-) -> jax.Array:
-    """Add up x times dy row by row, element by element, and over the row at the end.
+    x: Images, shape: Sequence[int], dy: Images, strides: Pair, pads: Pads
+) -> DepthwiseKernel:
+    """Sum x times dy row by row, and over the columns only at the end.
 
-    As sums over all pixels, with XLA's own reductions, this takes 5 times as long.
+    Summing over all pixels with XLA's own reductions takes 5 times as long.
     """
-    padded = _padded(x, pads, (1, 1))
+    padded = _pad(x, pads, (1, 1))
     samples, rows, columns, channels = dy.shape
     taps = [(i, j) for i in range(shape[0]) for j in range(shape[1])]
 
-    def add(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         sample, row = index // rows, index % rows
         window = (1, shape[0], padded.shape[2], channels)
         above = lax.dynamic_slice(padded, (sample, row * strides[0], 0, 0), window)[0]

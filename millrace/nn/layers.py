@@ -1,7 +1,7 @@
 """A model is a list of named layers, each a pair of pure functions.
 
-Weights and model state are plain dictionaries keyed by layer name, so that a model
-can be split before any layer and a checkpoint can be read by eye.
+Weights and model state are plain dictionaries keyed by layer name, so that a model can be
+split before any layer and a checkpoint is readable.
 """
 
 import zlib
@@ -10,26 +10,29 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
 
 from millrace.config import ConfigurationError
 from millrace.nn import pooling
 from millrace.nn.convolution import EmptyOutputError, check_groups, conv2d
+from millrace.nn.dense_convolution import Images, Outputs
 from millrace.nn.initializers import Init, init_tree
 
 Tree = dict[str, Any]
 
 KEPT = "millrace_kept"
-"""Names the activations that recomputation keeps: results of products."""
+"""Checkpoint name of the activations that recomputation keeps: results of products."""
 
 
 class Call(NamedTuple):
-    """How a layer is being used."""
+    """How a layer is called."""
 
     training: bool
-    key: jax.Array | None = None
+    key: Array | None = None
     as_product: bool = False
-    """Whether a convolution of single pixels is to be a product, see ``conv2d``."""
+    """Whether to compute a 1x1 convolution as a product, see ``conv2d``."""
 
 
 class Layer(NamedTuple):
@@ -37,38 +40,38 @@ class Layer(NamedTuple):
 
     name: str
     init: Callable[[Any], tuple[Tree, Tree]]
-    """``input -> (params, model_state)``; only shapes and types of input matter. Weights
-    that start at random are a ``Init``."""
+    """``input -> (params, model_state)``; only shapes and dtypes of the input matter.
+    Random weights are returned as an ``Init``."""
     apply: Callable[[Tree, Tree, Any, Call], tuple[Any, Tree]]
     """``(params, model_state, input, call) -> (output, model_state)``."""
     branches: "tuple[tuple[Layer, ...], ...]" = ()
-    """Of a ``concurrent`` layer, which has only these."""
+    """The branches of a ``concurrent`` layer, which has nothing else."""
     groups: int = 1
-    """Of a convolution: how many parts its channels are divided into."""
+    """The groups of a convolution."""
 
 
-def init_layers(layers: Sequence[Layer], key: jax.Array, example: Any) -> tuple[Tree, Tree]:
-    """Make the weights and model state of a model for inputs like `example`."""
+def init_layers(layers: Sequence[Layer], key: Array, example: Any) -> tuple[Tree, Tree]:
+    """Return initial weights and model state for inputs like `example`."""
     check_names(layers)
-    # Run once: compiling it well took 3.9 s of a run of ten, compiling it fast 0.9.
+    # This runs once: compiling with optimization took 3.9 s of a run of ten, without 0.9.
     fast = {"xla_backend_optimization_level": "0"}
     options = fast if jax.default_backend() == "cpu" else {}
 
-    def init(key: jax.Array) -> tuple[Tree, Tree]:
-        return init_tree(_undrawn(layers, example), key)
+    def init(key: Array) -> tuple[Tree, Tree]:
+        return init_tree(_init_placeholders(layers, example), key)
 
     return jax.jit(init, compiler_options=options)(key)
 
 
 def init_shapes(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
-    """Return the shapes of what ``init_layers`` would make, without making it."""
+    """Return the shapes of what ``init_layers`` returns, without computing it."""
     check_names(layers)
-    undrawn = _undrawn(layers, example)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), undrawn)
+    placeholders = _init_placeholders(layers, example)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placeholders)
 
 
-def _undrawn(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
-    """Return weights that are yet to be drawn, and model state."""
+def _init_placeholders(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
+    """Return weights, with an ``Init`` for those still to be sampled, and model state."""
     params, model_state, spec = {}, {}, example
     for layer in layers:
         new_params, new_model_state = _init_layer(layer, spec)
@@ -78,8 +81,8 @@ def _undrawn(layers: Sequence[Layer], example: Any) -> tuple[Tree, Tree]:
         if output is None:
             raise ConfigurationError(
                 f"The input is too small for this model: {layer.name} leaves nothing "
-                f"of {_shapes(spec)} (the whole model's input is "
-                f"{_shapes(example)}). Give larger images, or take another model."
+                f"of {_format_shapes(spec)} (the model's input is "
+                f"{_format_shapes(example)}). Use larger images or another model."
             )
         spec = output
     return params, model_state
@@ -93,14 +96,15 @@ def _output_if_any(layer: Layer, params: Tree, model_state: Tree, x: Any) -> Any
     return None if any(y.size == 0 for y in jax.tree.leaves(output)) else output
 
 
-def _shapes(spec: Any) -> str:
+def _format_shapes(spec: Any) -> str:
     return ", ".join(str(leaf.shape[1:]) for leaf in jax.tree.leaves(spec))
 
 
 def _init_layer(layer: Layer, spec: Any) -> tuple[Tree, Tree]:
     params, model_state = {}, {}
     for branch in layer.branches:
-        for tree, own in zip((params, model_state), _undrawn(branch, spec), strict=True):
+        trees = _init_placeholders(branch, spec)
+        for tree, own in zip((params, model_state), trees, strict=True):
             tree |= own
     if not layer.branches:
         own_params, own_model_state = layer.init(spec)
@@ -110,10 +114,10 @@ def _init_layer(layer: Layer, spec: Any) -> tuple[Tree, Tree]:
 
 
 def layer_output(layer: Layer, params: Tree, model_state: Tree, x: Any) -> Any:
-    """Return shapes and types of a layer's output for an input like `x`."""
+    """Return the shapes and dtypes of a layer's output for an input like `x`."""
 
     def output(params: Tree, model_state: Tree, x: Any) -> Any:
-        # Not as in training: there, a layer may reduce over replicas, or draw.
+        # In training, a layer may need a mesh axis to reduce over, or a key.
         return apply_layers([layer], params, model_state, x, training=False)[0]
 
     names = layer_names([layer])
@@ -128,9 +132,9 @@ def apply_layers(
     x: Any,
     *,
     training: bool,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> tuple[Any, Tree]:
-    """Run a model and return its output with the new model state."""
+    """Run a model; return its output and the new model state."""
     new = dict(model_state)
     for layer in layers:
         if layer.branches:
@@ -166,10 +170,17 @@ def conv(
     bias: bool = False,
     fan: Literal["in", "out"] = "in",
 ) -> Layer:
-    """A convolution; weights drawn from He's normal distribution.
+    """Return a convolution with He-normal weights.
 
-    `groups` are of channels, see ``conv2d``; as many as there are is a depthwise one.
-    `fan` says of which values the spread is kept: those that go in, or come out.
+    Args:
+        name: The layer's name.
+        features: Output channels.
+        kernel: Height and width, or one number for both.
+        strides: For height and width.
+        padding: See ``conv2d``.
+        groups: See ``conv2d``; one per input channel is a depthwise convolution.
+        bias: Whether to add one.
+        fan: Whether He's variance counts the inputs or the outputs of the kernel.
     """
     size = (kernel, kernel) if isinstance(kernel, int) else kernel
 
@@ -181,10 +192,12 @@ def conv(
             params["bias"] = jnp.zeros(features)
         return params, {}
 
-    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(
+        params: Tree, model_state: Tree, x: Images, call: Call
+    ) -> tuple[Outputs, Tree]:
         del model_state
         weights = params["kernel"]
-        # Folding may have merged some groups: the kernel says how many there are.
+        # Folding may have merged groups, so the kernel's shape decides how many there are.
         merged = max(1, x.shape[-1] // weights.shape[2])
         y = conv2d(
             x,
@@ -201,14 +214,16 @@ def conv(
 
 
 def dense(name: str, features: int) -> Layer:
-    """A matrix product and a bias."""
+    """Return a matrix product with a bias."""
 
     def init(x: Any) -> tuple[Tree, Tree]:
         fan_in = x.shape[-1]
         kernel = Init("normal", (fan_in, features), fan_in**-0.5)
         return {"kernel": kernel, "bias": jnp.zeros(features)}, {}
 
-    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(
+        params: Tree, model_state: Tree, x: Float[Array, "*batch channels"], call: Call
+    ) -> tuple[Float[Array, "*batch features"], Tree]:
         del model_state, call
         return x @ params["kernel"] + params["bias"], {}
 
@@ -216,7 +231,7 @@ def dense(name: str, features: int) -> Layer:
 
 
 def stateless(name: str, function: Callable[[Any], Any]) -> Layer:
-    """A layer without weights.
+    """Return a layer without weights.
 
     >>> relu = stateless("relu", jax.nn.relu)
     """
@@ -229,9 +244,10 @@ def stateless(name: str, function: Callable[[Any], Any]) -> Layer:
 
 
 def concurrent(name: str, *branches: Sequence[Layer]) -> Layer:
-    """Several lists of layers that all get the same input; a tuple of their outputs.
+    """Return a layer that runs several lists of layers on the same input.
 
-    In a pipeline, a stage that is this layer alone can be spread over several devices.
+    Its output is the tuple of theirs. A pipeline stage that consists of this layer alone
+    can be spread over several devices.
     """
     if len(branches) < 2 or not all(branches):
         raise ValueError(f"Layer {name}: a concurrent layer needs two branches or more.")
@@ -243,34 +259,38 @@ def concurrent(name: str, *branches: Sequence[Layer]) -> Layer:
 
 
 def relu(name: str) -> Layer:
-    """Negative values to zero."""
-    # Not a maximum: XLA:CPU computes one again for everything that reads it, and so every
-    # residual block again in all later ones (cifar_resnet20: 380 ms an update, so 330).
+    """Return a layer that sets negative values to zero."""
+    # Not a maximum: XLA:CPU recomputes a maximum for every reader, and with it every
+    # residual block in all later ones (cifar_resnet20: 380 ms per update instead of 330).
     return stateless(name, lambda x: jnp.where(x <= 0, 0, x))
 
 
 def flatten(name: str) -> Layer:
-    """Everything but the samples into one dim."""
+    """Return a layer that flattens all dims but the batch."""
     return stateless(name, lambda x: x.reshape(x.shape[0], -1))
 
 
 def global_average_pool(name: str) -> Layer:
-    """The mean over height and width."""
-    return stateless(name, lambda x: x.mean((1, 2), dtype=jnp.float32).astype(x.dtype))
+    """Return a layer that averages over height and width."""
+
+    def average(x: Images) -> Float[Array, "batch channels"]:
+        return x.mean((1, 2), dtype=jnp.float32).astype(x.dtype)
+
+    return stateless(name, average)
 
 
 def max_pool(
     name: str, window: int, strides: int, pads: Sequence[Any] = ((0, 0), (0, 0))
 ) -> Layer:
-    """The largest value in each window; `pads` are (before, after) for height and width."""
+    """Return max pooling; `pads` are (before, after) for height and width."""
     return stateless(name, lambda x: pooling.max_pool(x, window, strides, pads))
 
 
 def dropout(name: str, rate: float, *, whole_samples: bool = False) -> Layer:
-    """Set a part of the values to zero while training, and scale up the rest.
+    """Return a layer that zeroes values at random in training and scales up the rest.
 
-    With `whole_samples`, all values of a sample or none: at the end of a residual branch,
-    the branch is then left out for some samples (drop connect, or stochastic depth).
+    With `whole_samples`, it drops all values of a sample or none. At the end of a residual
+    branch, this is stochastic depth (drop connect).
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout rate must be at least 0 and below 1, got {rate}.")
@@ -289,7 +309,7 @@ def dropout(name: str, rate: float, *, whole_samples: bool = False) -> Layer:
 
 
 def num_parameters(params: Any) -> int:
-    """Count the trainable numbers."""
+    """Return the number of trainable parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -298,13 +318,13 @@ def _he_normal(shape: tuple[int, ...], fan: str) -> Init:
     return Init("truncated_normal", shape, (2 / count) ** 0.5)
 
 
-def _layer_key(key: jax.Array, name: str) -> jax.Array:
-    """By name, so that a split of the model or another order changes nothing."""
+def _layer_key(key: Array, name: str) -> Array:
+    # By name, so that splitting or reordering the model changes no random number.
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
 def layer_names(layers: Sequence[Layer]) -> list[str]:
-    """Names of all layers that may own weights, those of branches included."""
+    """Return the names of all layers, including those in branches."""
     names = []
     for layer in layers:
         names.append(layer.name)
@@ -316,6 +336,8 @@ def layer_names(layers: Sequence[Layer]) -> list[str]:
 def check_names(layers: Sequence[Layer]) -> None:
     """Raise if two layers have the same name."""
     names = layer_names(layers)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"Layer names must be unique; used twice: {', '.join(twice)}.")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"Layer names must be unique; used twice: {', '.join(duplicates)}."
+        )

@@ -1,31 +1,33 @@
-"""Normalization: batch norm, also across groups of replicas, and group norm."""
+"""Batch norm, optionally over groups of replicas, and group norm."""
 
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float
 
 from millrace.nn.layers import Call, Layer, Tree
 
+Activations = Float[Array, "batch *pixels channels"]
+
 
 class NormFactory(Protocol):
-    """Makes a model's normalization layers; the model says only where they stand."""
+    """Builds the normalization layers of a model; the model decides where they go."""
 
     def __call__(self, name: str, *, zero_scale: bool = False) -> Layer:
-        """Return a layer; `zero_scale` where a residual branch should start silent."""
+        """Return a layer; `zero_scale` makes a residual branch start as the identity."""
         ...
 
 
 class ReplicaGroups(NamedTuple):
-    """Consecutive replicas whose batch statistics are pooled."""
+    """Groups of consecutive replicas that share batch statistics."""
 
     axis: str
     num_replicas: int
     group_size: int
 
-    def mean(self, x: jax.Array) -> jax.Array:
-        """Average over this replica's group."""
+    def mean(self, x: Array) -> Array:
+        """Average over the group of this replica."""
         if self.num_replicas % self.group_size:
             raise ValueError(
                 f"{self.num_replicas} replicas cannot be divided into groups of "
@@ -45,27 +47,28 @@ def batch_norm(
     zero_scale: bool = False,
     groups: ReplicaGroups | None = None,
 ) -> Layer:
-    """Normalize by the batch's statistics; keep a moving average of them.
+    """Normalize by batch statistics and keep a moving average of them.
 
     Args:
         name: The layer's name.
-        momentum: Of the moving statistics. The training program averages them over
-            micro-batches and replicas, so that they move once per weight update.
+        momentum: Weight of the old value in the moving average. The training program
+            averages over micro-batches and replicas, so it moves once per update.
         epsilon: Added to the variance.
         stable: Compute the variance in a second pass over the data.
         zero_scale: Start with a scale of 0, as at the end of a residual branch.
-        groups: Pool the statistics over groups of replicas.
+        groups: Compute the statistics over groups of replicas.
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}.")
 
     def init(x: Any) -> tuple[Tree, Tree]:
-        features = x.shape[-1]
-        scale = jnp.zeros(features) if zero_scale else jnp.ones(features)
-        params = {"scale": scale, "bias": jnp.zeros(features)}
-        return params, {"mean": jnp.zeros(features), "var": jnp.ones(features)}
+        channels = x.shape[-1]
+        statistics = {"mean": jnp.zeros(channels), "var": jnp.ones(channels)}
+        return _init_affine(channels, zero_scale), statistics
 
-    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(
+        params: Tree, model_state: Tree, x: Activations, call: Call
+    ) -> tuple[Activations, Tree]:
         if not call.training:
             return _normalize(x, model_state, params, epsilon), model_state
         batch = _moments(x, stable, groups)
@@ -89,15 +92,15 @@ def group_norm(
 ) -> Layer:
     """Normalize each sample by the statistics of groups of its channels.
 
-    Give the number of groups, or how many channels each has.
+    Pass either the number of groups or the channels per group.
     """
     if (num_groups is None) == (channels_per_group is None):
         raise ValueError(
-            "group_norm needs num_groups or channels_per_group, and only one of them; "
+            "group_norm needs num_groups or channels_per_group, but only one of them; "
             f"got {num_groups} and {channels_per_group}."
         )
 
-    def groups_of(channels: int) -> int:
+    def count_groups(channels: int) -> int:
         parts = num_groups or channels_per_group or 1
         if channels % parts:
             how = f"{num_groups} groups" if num_groups else f"groups of {parts}"
@@ -108,28 +111,31 @@ def group_norm(
 
     def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
-        groups_of(channels)
-        scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)
-        return {"scale": scale, "bias": jnp.zeros(channels)}, {}
+        count_groups(channels)
+        return _init_affine(channels, zero_scale), {}
 
-    def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
+    def apply(
+        params: Tree, model_state: Tree, x: Activations, call: Call
+    ) -> tuple[Activations, Tree]:
         del model_state, call
-        split = x.reshape(*x.shape[:-1], groups_of(x.shape[-1]), -1).astype(jnp.float32)
+        split = x.reshape(*x.shape[:-1], count_groups(x.shape[-1]), -1).astype(jnp.float32)
         dims = (*range(1, x.ndim - 1), x.ndim)
         mean = split.mean(dims, keepdims=True)
         var = jnp.square(split - mean).mean(dims, keepdims=True)
         normal = ((split - mean) * lax.rsqrt(var + epsilon)).reshape(x.shape)
-        return _scaled(normal, params).astype(x.dtype), {}
+        scale, bias = params["scale"].astype(jnp.float32), params["bias"]
+        return (normal * scale + bias.astype(jnp.float32)).astype(x.dtype), {}
 
     return Layer(name, init, apply)
 
 
-def _scaled(x: jax.Array, params: Tree) -> jax.Array:
-    return x * params["scale"].astype(x.dtype) + params["bias"].astype(x.dtype)
+def _init_affine(channels: int, zero_scale: bool) -> Tree:
+    scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)
+    return {"scale": scale, "bias": jnp.zeros(channels)}
 
 
-def _moments(x: Any, stable: bool, groups: ReplicaGroups | None) -> Tree:
-    """Mean and biased variance over samples and pixels, in float32."""
+def _moments(x: Activations, stable: bool, groups: ReplicaGroups | None) -> Tree:
+    """Return mean and biased variance per channel, in float32."""
     x = x.astype(jnp.float32)
     dims = tuple(range(x.ndim - 1))
     pooled = groups.mean if groups is not None else lambda value: value
@@ -137,11 +143,14 @@ def _moments(x: Any, stable: bool, groups: ReplicaGroups | None) -> Tree:
     if stable:
         return {"mean": mean, "var": pooled(jnp.square(x - mean).mean(dims))}
     squares = pooled(jnp.square(x).mean(dims))
+    # E[x²] - E[x]² may come out slightly negative in float32.
     return {"mean": mean, "var": jnp.maximum(squares - jnp.square(mean), 0)}
 
 
-def _normalize(x: Any, statistics: Tree, params: Tree, epsilon: float) -> Any:
-    # One multiplication and one addition per element.
+def _normalize(
+    x: Activations, statistics: Tree, params: Tree, epsilon: float
+) -> Activations:
+    # Factor and shift per channel first, so that an element costs one multiply-add.
     factor = params["scale"].astype(jnp.float32) * lax.rsqrt(statistics["var"] + epsilon)
     shift = params["bias"].astype(jnp.float32) - statistics["mean"] * factor
     return (x.astype(jnp.float32) * factor + shift).astype(x.dtype)

@@ -1,1 +1,1 @@
-"""The wheel: everything that is compiled. Pure functions over plain data."""
+"""Everything that is compiled: pure functions over plain data."""

@@ -1,25 +1,40 @@
-"""Many micro-batches, one gradient."""
+"""Combine the micro-batches of an update: their gradients, model state and info.
+
+All micro-batches of an update start from the same model state. What each makes of it is
+reduced to one new state: averaged, summed, or taken from a single micro-batch.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, Int
 
 from millrace.plan import AccumulatorType, Reduction
+from millrace.program.mixed_precision import widen
+from millrace.program.replicas import REPLICA_AXIS
+
+
+def path_name(path: Any) -> str:
+    """Format a leaf's path in its tree as ``block/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+# --- gradients ---
 
 
 class Accumulated(NamedTuple):
-    """What one replica has gathered over the micro-batches of an update."""
+    """The results of one replica over the micro-batches of an update."""
 
     gradients: Any
     model_state: Any
-    info: dict[str, jax.Array]
+    info: dict[str, Array]
 
 
 def accumulate(
-    gradient_fn: Callable[[Any, jax.Array], tuple[Any, Any, dict[str, jax.Array]]],
+    gradient_fn: Callable[[Any, Array], tuple[Any, Any, dict[str, Array]]],
     params: Any,
     model_state: Any,
     batches: Any,
@@ -27,58 +42,57 @@ def accumulate(
     dtype: AccumulatorType,
     reduction: Reduction,
 ) -> Accumulated:
-    """Run `gradient_fn(batch, index)` over dim 0 of `batches` and gather the results.
+    """Run `gradient_fn(batch, index)` over dim 0 of `batches` and reduce the results.
 
     Args:
-        gradient_fn: Returns gradients, the model state' contribution and info.
-        params: The variables, whose types the accumulators take where `dtype` is None.
-        model_state: A tree like the contributions that `gradient_fn` returns.
+        gradient_fn: Returns gradients, contributions to the model state, and info.
+        params: The weights, whose dtypes the accumulators take where `dtype` is None.
+        model_state: A tree like the contributions that `gradient_fn` returns. They are
+            summed, whatever the reduction of the gradients.
         batches: A pytree whose leaves are (micro-batches, samples, ...).
-        dtype: Of the accumulators; see ``Plan.gradient_accumulation_dtype``.
+        dtype: See ``Plan.gradient_accumulation_dtype``.
         reduction: See ``Plan.gradient_accumulation_reduction``.
-
-    The model_state contributions are added up, whatever the reduction of the gradients.
     """
     count = jax.tree.leaves(batches)[0].shape[0]
-    types = accumulator_types(params, dtype)
+    dtypes = accumulator_dtypes(params, dtype)
     if count == 1:
-        # No accumulator: the sum, mean and running mean of one gradient are itself.
+        # Sum, mean and running mean of one gradient are the gradient: save the buffer.
         first = jax.tree.map(lambda x: x[0], batches)
         gradients, model_state, info = gradient_fn(first, jnp.int32(0))
         gradients = jax.tree.map(
-            lambda g, t: g.astype(jnp.promote_types(g.dtype, t)), gradients, types
+            lambda g, t: g.astype(jnp.promote_types(g.dtype, t)), gradients, dtypes
         )
         return Accumulated(gradients, model_state, info)
 
-    def add(so_far: tuple[Any, Any], item: tuple[jax.Array, Any]) -> Any:
+    def add(totals: tuple[Any, Any], item: tuple[Array, Any]) -> Any:
         index, batch = item
-        gradients, new_model_state, info = gradient_fn(batch, index)
+        gradients, contributions, info = gradient_fn(batch, index)
         total = jax.tree.map(
-            lambda a, g: add_gradient(a, g, index, count, reduction), so_far[0], gradients
+            lambda a, g: add_gradient(a, g, index, count, reduction), totals[0], gradients
         )
-        return (total, jax.tree.map(jnp.add, so_far[1], new_model_state)), info
+        return (total, jax.tree.map(jnp.add, totals[1], contributions)), info
 
-    zeros = jax.tree.map(lambda p, t: jnp.zeros(p.shape, t), params, types)
+    zeros = jax.tree.map(lambda p, t: jnp.zeros(p.shape, t), params, dtypes)
     start = (zeros, jax.tree.map(jnp.zeros_like, model_state))
     (gradients, model_state), infos = lax.scan(add, start, (jnp.arange(count), batches))
     info = jax.tree.map(lambda values: values.mean(0), infos)
     return Accumulated(gradients, model_state, info)
 
 
-def accumulator_types(params: Any, dtype: AccumulatorType) -> Any:
-    """Return a tree like `params` with each accumulator's type.
+def accumulator_dtypes(params: Any, dtype: AccumulatorType) -> Any:
+    """Return a tree like `params` with the dtype of each accumulator.
 
-    One type for all is for variables of up to 32 bits; float64 stays float64 unless a
-    function says otherwise.
+    A single dtype applies to variables of up to 32 bits. float64 stays float64, unless
+    `dtype` is a function that decides otherwise.
     """
 
     def choose(path: Any, leaf: Any) -> jnp.dtype:
         chosen: Any = dtype
-        # A NumPy scalar type such as jnp.float32 is callable too, but is a type.
+        # A scalar type such as jnp.float32 is callable too.
         if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
             chosen = dtype(path_name(path), leaf)
         elif leaf.dtype == jnp.float64:
-            chosen = None  # whoever has float64 weights wants all of their gradients
+            chosen = None  # whoever uses float64 weights wants float64 gradients
         chosen = leaf.dtype if chosen is None else jnp.dtype(chosen)
         if not jnp.issubdtype(chosen, jnp.floating):
             raise ValueError(
@@ -90,22 +104,143 @@ def accumulator_types(params: Any, dtype: AccumulatorType) -> Any:
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def path_name(path: Any) -> str:
-    """Write a variable's place in its tree as ``block/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def add_gradient(
-    total: jax.Array, gradient: jax.Array, index: jax.Array, count: int, how: Reduction
-) -> jax.Array:
+    total: Float[Array, "*dims"],
+    gradient: Float[Array, "*dims"],
+    index: Int[Array, ""],
+    count: int,
+    reduction: Reduction,
+) -> Float[Array, "*dims"]:
     """Add the gradient of micro-batch `index` of `count` to an accumulator."""
-    # To the accumulator's type first: a float16 gradient divided by 128 underflows.
+    # Cast before dividing: a float16 gradient divided by 128 underflows.
     gradient = gradient.astype(total.dtype)
-    if how == "sum":
+    if reduction == "sum":
         return total + gradient
-    if how == "mean":
+    if reduction == "mean":
         return total + gradient / count
-    # In float32, rounded once: 16-bit factors do not add up to 1, and that compounds.
+    # In float32 and rounded once: 16-bit factors do not add up to 1, and that compounds.
     wide = total.astype(jnp.promote_types(total.dtype, jnp.float32))
     mean = wide + (gradient.astype(wide.dtype) - wide) / (index + 1).astype(wide.dtype)
     return mean.astype(total.dtype)
+
+
+# --- model state ---
+
+Mode = Literal["mean", "sum", "once"]
+
+ModelStateReduction = Mode | None | Callable[[str, Any], Mode | None]
+"""A mode for all values, or a function of path and value that returns one. None is the
+default of each value: "mean" for floats, "once" for everything else."""
+
+
+def reduction_modes(reduction: ModelStateReduction, model_state: Any) -> Any:
+    """Return a tree like `model_state` with the mode of each value."""
+
+    def choose(path: Any, leaf: Any) -> Mode:
+        mode = reduction(path_name(path), leaf) if callable(reduction) else reduction
+        if mode is None:
+            return "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "once"
+        _check_mode(mode, path_name(path), leaf.dtype)
+        return mode
+
+    return jax.tree_util.tree_map_with_path(choose, model_state)
+
+
+def _check_mode(mode: Any, name: str, dtype: Any) -> None:
+    if mode not in ("mean", "sum", "once"):
+        raise ValueError(
+            f"model_state_reduction for {name} must be mean, sum or once, got {mode!r}."
+        )
+    if mode == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"The model state {name} is {dtype}, which cannot be averaged over "
+            "micro-batches and replicas. Omit model_state_reduction, or choose once (it "
+            "changes once per update, like a counter of updates) or sum (the changes of "
+            "all micro-batches are added)."
+        )
+    if mode == "sum" and (_is_bool(dtype) or _is_key(dtype)):
+        raise ValueError(
+            f"The model state {name} is {dtype}, which cannot be summed over "
+            "micro-batches and replicas. Omit model_state_reduction, or choose once: it "
+            "changes once per update."
+        )
+
+
+def _is_bool(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def to_summable(model_state: Any) -> Any:
+    """Return model state in dtypes that can be summed exactly.
+
+    16-bit floats become float32 (in bfloat16, 600 times 1 is 256), booleans become
+    integers, and random keys their words.
+    """
+
+    def convert(x: Any) -> Any:
+        if _is_key(x.dtype):
+            return jax.random.key_data(x)
+        return x.astype(jnp.int32) if _is_bool(x.dtype) else x
+
+    return widen(jax.tree.map(convert, model_state))
+
+
+def model_state_contribution(modes: Any, old: Any, new: Any) -> Any:
+    """Return what a micro-batch adds to the totals: its value, or its change for "sum"."""
+    return jax.tree.map(
+        lambda mode, o, n: n - o if mode == "sum" else n, modes, *to_summable((old, new))
+    )
+
+
+def keep_first(modes: Any, contributions: Any, index: Int[Array, ""]) -> Any:
+    """Zero "once" values, except in the first micro-batch of replica 0.
+
+    The sum over all micro-batches and replicas is then the value of that one.
+    """
+    is_first = (index == 0) & (lax.axis_index(REPLICA_AXIS) == 0)
+    return jax.tree.map(
+        lambda mode, c: jnp.where(is_first, c, 0).astype(c.dtype) if mode == "once" else c,
+        modes,
+        contributions,
+    )
+
+
+def combine_contributions(modes: Any, old: Any, totals: Any, num_micro_batches: int) -> Any:
+    """Return the new model state from the summed contributions of all micro-batches."""
+
+    def combine(mode: Mode, o: Array, total: Array) -> Array:
+        if _is_key(o.dtype):
+            return jax.random.wrap_key_data(total, impl=jax.random.key_impl(o))
+        if mode == "sum":
+            return (o.astype(total.dtype) + total).astype(o.dtype)
+        return (total / num_micro_batches if mode == "mean" else total).astype(o.dtype)
+
+    return jax.tree.map(combine, modes, old, totals)
+
+
+def check_model_state(new: Any, old: Any) -> Any:
+    """Return `new` in the dtypes of `old`; raise if structure or shapes differ."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "loss_fn must return model state of the structure it was given: "
+            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}."
+        )
+    named = jax.tree_util.tree_leaves_with_path(old)
+    for (path, o), n in zip(named, jax.tree.leaves(new), strict=True):
+        if jnp.shape(n) != jnp.shape(o):
+            raise TypeError(
+                f"The model state {path_name(path)} changed its shape from "
+                f"{jnp.shape(o)} to {jnp.shape(n)}."
+            )
+        if _is_key(o.dtype) and jnp.asarray(n).dtype != o.dtype:
+            raise TypeError(
+                f"The model state {path_name(path)} changed its type from {o.dtype} to "
+                f"{jnp.asarray(n).dtype}. Return a key of the same implementation."
+            )
+    return jax.tree.map(
+        lambda n, o: n if _is_key(o.dtype) else jnp.asarray(n).astype(o.dtype), new, old
+    )

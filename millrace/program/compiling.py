@@ -1,4 +1,4 @@
-"""Compile ahead of time, with the options a platform is known to want."""
+"""Compile ahead of time, with the XLA options that suit a platform."""
 
 import contextlib
 import functools
@@ -16,9 +16,10 @@ _log = logging.getLogger("millrace")
 
 Options = Mapping[str, str | bool | int]
 
-_OPTIONS: dict[str, Options] = {
-    # Filter gradients of convolutions 56 -> 16 ms, 1x1 ones 158 -> 40 (jax 0.10.2, two
-    # cores): leave convolutions to Eigen, keep the library for products and sums.
+_DEFAULT_OPTIONS: dict[str, Options] = {
+    # Leave convolutions to Eigen and use the library only for products and reductions:
+    # filter gradients take 16 ms instead of 56, those of 1x1 convolutions 40 instead of
+    # 158 (jax 0.10.2, two cores).
     "cpu": {
         "xla_cpu_experimental_ynn_fusion_type": (
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
@@ -26,64 +27,63 @@ _OPTIONS: dict[str, Options] = {
     },
 }
 
-
-_DETERMINISTIC: dict[str, Options] = {
-    # Otherwise atomic additions come in any order, and XLA takes whichever kernel was
-    # fastest when it tried them out. With it, XLA tries nothing out: the program, the GPU
-    # and the versions decide. Choices that an earlier run has timed must not be found.
+_DETERMINISTIC_OPTIONS: dict[str, Options] = {
+    # Without the first, atomic additions happen in any order and XLA picks whichever
+    # kernel was fastest in a trial; with it, XLA runs no trials. The second hides the
+    # results of trials that an earlier run has stored.
     "gpu": {"xla_gpu_deterministic_ops": True, "xla_gpu_per_fusion_autotune_cache_dir": ""},
 }
 
 
-class _Compiling(NamedTuple):
+class _Context(NamedTuple):
     options: Mapping[str, Options]
     programs: list[jax.stages.Compiled]
-    kept_in: Path | None = None
+    cache_dir: Path | None = None
 
 
-_compiling: ContextVar[_Compiling] = ContextVar("compiling")
+_context: ContextVar[_Context] = ContextVar("compiling")
 
 
 @contextlib.contextmanager
 def compiling(
     options: Mapping[str, Options],
     collected: list[jax.stages.Compiled] | None = None,
-    kept_in: Path | None = None,
+    cache_dir: Path | None = None,
 ) -> Iterator[list[jax.stages.Compiled]]:
-    """Compile what is compiled inside with further options, and collect it.
+    """Add compiler options inside the block, and collect what is compiled there.
 
     Args:
-        options: For each platform ("cpu", "gpu"), XLA's options by name; they are added to
-            those of a ``compiling`` around this one.
-        collected: Receives all that is compiled, also inside another ``compiling``.
-        kept_in: A folder in which JAX keeps what is compiled for an accelerator, for the
-            next process that needs it. Trying out kernels takes most of the time:
-            ResNet-50 is ready after 3 s instead of 16 on an H200, EfficientNet-B0 after 4
-            instead of 64. What JAX was told itself goes first:
-            JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false.
+        options: XLA options by platform ("cpu", "gpu"), added to those of an enclosing
+            ``compiling``.
+        collected: Receives all compiled programs, including those of nested blocks.
+        cache_dir: Where JAX keeps programs compiled for an accelerator, for later
+            processes. Trying out kernels takes most of the compile time: on an H200,
+            ResNet-50 is ready after 3 s instead of 16, EfficientNet-B0 after 4 instead of
+            64. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take
+            precedence.
     """
     programs: list[jax.stages.Compiled] = [] if collected is None else collected
-    around = _compiling.get(None)
-    kept_in = kept_in or (around and around.kept_in)
-    if around is not None:
+    outer = _context.get(None)
+    cache_dir = cache_dir or (outer and outer.cache_dir)
+    if outer is not None:
         options = {
-            platform: {**around.options.get(platform, {}), **options.get(platform, {})}
-            for platform in {*around.options, *options}
+            platform: {**outer.options.get(platform, {}), **options.get(platform, {})}
+            for platform in {*outer.options, *options}
         }
-    token = _compiling.set(_Compiling(options, programs, kept_in))
+    token = _context.set(_Context(options, programs, cache_dir))
     try:
         yield programs
     finally:
-        _compiling.reset(token)
-        if around is not None:
-            around.programs.extend(programs)
+        _context.reset(token)
+        if outer is not None:
+            outer.programs.extend(programs)
 
 
 @contextlib.contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Compile the programs inside so that they give the same bits in every run.
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Compile the programs in the block so that every run gives the same bits.
 
-    On a CPU they always do. On a GPU this costs some speed; the same bits then come from
+    A CPU always does. On a GPU this costs some speed, and the bits are the same only for
     the same kind of GPU and the same versions of JAX and CUDA.
 
     >>> import millrace as mr
@@ -91,31 +91,30 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
     ...     count = mr.repeat(10, lambda carry: (carry + 1, None), 0)
 
     Args:
-        wanted: False compiles as usual.
+        enabled: False compiles as usual.
     """
-    with compiling(_DETERMINISTIC if wanted else {}):
+    with compiling(_DETERMINISTIC_OPTIONS if enabled else {}):
         yield
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``jax.jit`` with the compiler options that are in force when it is called."""
+    """Return ``jax.jit`` of a function, with the options that are active at a call."""
 
     @functools.cache
-    def compiled_with(asked: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return jax.jit(function, compiler_options=dict(asked), **options)
+    def compile_with(active: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        return jax.jit(function, compiler_options=dict(active), **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled_with(tuple(options_in_force(jax.default_backend()).items()))(
-            *args, **kwargs
-        )
+        active = active_options(jax.default_backend())
+        return compile_with(tuple(active.items()))(*args, **kwargs)
 
     return call
 
 
-def options_in_force(platform: str) -> Options:
-    """Return the options of XLA that ``compiling`` adds for a platform here."""
-    return _compiling.get(_Compiling({}, [])).options.get(platform, {})
+def active_options(platform: str) -> Options:
+    """Return the XLA options that the enclosing ``compiling`` blocks add."""
+    return _context.get(_Context({}, [])).options.get(platform, {})
 
 
 def compile_for(
@@ -126,33 +125,55 @@ def compile_for(
     preferred: Mapping[str, Options] | None = None,
     **options: Any,
 ) -> jax.stages.Compiled:
-    """Compile `function` for these arguments, donating some of them to the result.
+    """Compile a function for the given arguments.
 
-    What is `preferred` goes before the platform's usual options of XLA's, and behind those
-    of ``compiling``; if XLA cannot compile with it, it is left out. Further `options` are
-    those of ``jax.jit``.
+    Args:
+        mesh: The devices to compile for.
+        function: The function.
+        *arguments: Arrays or shapes.
+        donate: Positions of arguments whose memory the results may reuse.
+        preferred: XLA options by platform that override our defaults and yield to those
+            of ``compiling``. They are dropped if XLA cannot compile with them.
+        **options: Further arguments of ``jax.jit``.
     """
     lowered = jax.jit(function, donate_argnums=donate, **options).lower(*arguments)
     platform = mesh.devices.flat[0].platform
-    further = _compiling.get(_Compiling({}, []))
-    if further.kept_in is not None and platform != "cpu":
-        _keep(further.kept_in)
-    asked = further.options.get(platform, {})
-    usual, wished = _OPTIONS.get(platform, {}), (preferred or {}).get(platform, {})
+    context = _context.get(_Context({}, []))
+    if context.cache_dir is not None and platform != "cpu":
+        _enable_persistent_cache(context.cache_dir)
+    active = context.options.get(platform, {})
+    default = _DEFAULT_OPTIONS.get(platform, {})
+    wanted = (preferred or {}).get(platform, {})
     try:
-        compiled = _compile(lowered, {**usual, **wished, **asked}, asked)
+        compiled = _compile(lowered, {**default, **wanted, **active}, active)
     except jax.errors.JaxRuntimeError as error:
-        if not wished:
+        if not wanted:
             raise
-        _log.info("XLA cannot compile with %s: %s", dict(wished), error)
-        compiled = _compile(lowered, {**usual, **asked}, asked)
-    further.programs.append(compiled)
+        _log.info("XLA cannot compile with %s: %s", dict(wanted), error)
+        compiled = _compile(lowered, {**default, **active}, active)
+    context.programs.append(compiled)
     return compiled
 
 
+def _compile(
+    lowered: jax.stages.Lowered, options: dict[str, Any], requested: Options
+) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        unknown = next((name for name in options if f"'{name}'" in str(error)), None)
+        if unknown is None or "No such compile option" not in str(error):
+            raise
+        # Another jaxlib may lack our own defaults: no user needs to know.
+        if unknown in requested:
+            _log.warning("This jaxlib has no option %s; compiling without it.", unknown)
+        rest = {name: value for name, value in options.items() if name != unknown}
+        return _compile(lowered, rest, requested)
+
+
 @contextlib.contextmanager
-def not_kept() -> Iterator[None]:
-    """Compile what is compiled inside without JAX keeping it for the next process."""
+def no_persistent_cache() -> Iterator[None]:
+    """Keep JAX from storing what is compiled in the block for later processes."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, math.inf)
@@ -162,40 +183,8 @@ def not_kept() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _keep(folder: Path) -> None:
-    """Tell JAX where to keep what is compiled, unless it has been told."""
-    told = jax.config.values
-    if told["jax_enable_compilation_cache"] and not told["jax_compilation_cache_dir"]:
+def _enable_persistent_cache(folder: Path) -> None:
+    """Make JAX store compiled programs in a folder, unless the user has configured it."""
+    config = jax.config.values
+    if config["jax_enable_compilation_cache"] and not config["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def _compile(
-    lowered: jax.stages.Lowered, options: dict[str, Any], asked: Options
-) -> jax.stages.Compiled:
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        unknown = next((name for name in options if f"'{name}'" in str(error)), None)
-        if unknown is None or "No such compile option" not in str(error):
-            raise
-        if unknown in asked:  # what we add of our own accord, another jaxlib may lack
-            _log.warning("This jaxlib has no option %s; compiling without it.", unknown)
-        left = {name: value for name, value in options.items() if name != unknown}
-        return _compile(lowered, left, asked)
-
-
-def peak_bytes(programs: list[jax.stages.Compiled]) -> int:
-    """Return the device memory that the largest of these programs needs, per device."""
-    return max((_bytes(program) for program in programs), default=0)
-
-
-def _bytes(program: jax.stages.Compiled) -> int:
-    analysis: Any = program.memory_analysis()
-    if analysis is None:  # not every platform can tell
-        return 0
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes
-    )

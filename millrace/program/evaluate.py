@@ -6,32 +6,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float32
 
 from millrace.plan import Plan
 from millrace.program.compiling import compile_for
+from millrace.program.mixed_precision import narrow
 from millrace.program.replicas import (
     REPLICA_AXIS,
     STAGE_AXIS,
-    place,
+    batch_sharding,
+    map_over_mesh,
+    put_on_devices,
     replica_mesh,
     replicated,
-    split_batch,
 )
-from millrace.program.step import TrainState, narrow
+from millrace.program.step import TrainState
 
-MetricFn = Callable[[Any, Any, Any], dict[str, jax.Array]]
+MetricFn = Callable[[Any, Any, Any], dict[str, Array]]
 """``(params, model_state, batch) -> {name: one value per sample}``."""
 
 
 class EvaluationProgram:
-    """Means of per-sample metrics over a dataset, on all replicas.
+    """Sums per-sample metrics over a dataset, on all replicas.
 
     Args:
-        metric_fn: Returns one value per sample for each name; a value outside
-            `batch`'s samples, or a mean, is an error.
-        plan: Gives the number of replicas and the precision.
+        metric_fn: Returns one value per sample for each metric; anything else, such as a
+            mean, is an error.
+        plan: Its number of replicas and precision are used.
         devices: Where to run; by default the first devices.
     """
 
@@ -51,39 +54,39 @@ class EvaluationProgram:
         """The devices this program runs on."""
         return list(self._mesh.devices.flat)
 
-    def place(self, state: Any) -> Any:
-        """Put weights, from wherever they lie, on these devices."""
-        return place(state, replicated(self._mesh))
+    def place_state(self, state: Any) -> Any:
+        """Copy weights to the devices of this program."""
+        return put_on_devices(state, replicated(self._mesh))
 
     @property
     def chunk_sharding(self) -> NamedSharding:
-        """Where a chunk of batches must lie."""
-        return split_batch(self._mesh)
+        """The sharding that a chunk of batches must have."""
+        return batch_sharding(self._mesh)
 
     def validate_state(self, state: TrainState) -> TrainState:
-        """Return a state whose weights lie on these devices; copy them if they do not.
+        """Return a state whose weights are on the devices of this program.
 
         Args:
             state: From a training program with any number of replicas, or of NumPy
-                arrays. A used-up state, and the packed one of a pipeline, are refused.
+                arrays. A donated state or the packed state of a pipeline is an error.
         """
         target = replicated(self._mesh)
         leaves = jax.tree.leaves((state.params, state.model_state))
-        _check_whole(leaves)
+        _check_usable(leaves)
         if all(
             isinstance(leaf, jax.Array)
             and leaf.sharding.is_equivalent_to(target, leaf.ndim)
             for leaf in leaves
         ):
             return state
-        params, model_state = self.place((state.params, state.model_state))
+        params, model_state = self.place_state((state.params, state.model_state))
         return state._replace(params=params, model_state=model_state)
 
     def run(self, state: TrainState, chunk: Any) -> dict[str, np.ndarray]:
-        """Return the sums of the metrics over a chunk's real samples, and "count".
+        """Return the sums of the metrics over the real samples of a chunk, and "count".
 
         Args:
-            state: Whose weights to evaluate; it stays usable.
+            state: The weights to evaluate; the state stays usable.
             chunk: ``{"batch": ..., "valid": ...}``, leaves (batches, samples, ...).
         """
         state = self.validate_state(state)
@@ -97,33 +100,24 @@ class EvaluationProgram:
         return jax.device_get(sums)
 
     def _compile(self, params: Any, model_state: Any, chunk: Any) -> Callable[..., Any]:
-        def sums(params: Any, model_state: Any, chunk: Any) -> dict[str, jax.Array]:
+        def sums(params: Any, model_state: Any, chunk: Any) -> dict[str, Array]:
             compute = narrow(params, self._plan.types.compute)
 
-            def one(totals: None, item: Any) -> tuple[None, dict[str, jax.Array]]:
+            def add_batch(_: None, item: Any) -> tuple[None, dict[str, Array]]:
                 batch = narrow(item["batch"], self._plan.types.compute)
                 values = self._metric_fn(compute, model_state, batch)
-                return totals, _masked_sums(values, item["valid"])
+                return None, _masked_sums(values, item["valid"])
 
-            _, per_batch = lax.scan(one, None, chunk)
+            _, per_batch = lax.scan(add_batch, None, chunk)
             total = jax.tree.map(lambda v: v.sum(0), per_batch)
             return lax.psum(total, REPLICA_AXIS)
 
-        mapped = jax.shard_map(
-            sums,
-            mesh=self._mesh,
-            in_specs=(
-                PartitionSpec(),
-                PartitionSpec(),
-                PartitionSpec(None, REPLICA_AXIS),
-            ),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        same, split = PartitionSpec(), PartitionSpec(None, REPLICA_AXIS)
+        mapped = map_over_mesh(self._mesh, sums, (same, same, split), same)
         return compile_for(self._mesh, mapped, params, model_state, chunk)
 
 
-def _check_whole(leaves: Sequence[Any]) -> None:
+def _check_usable(leaves: Sequence[Any]) -> None:
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     if any(leaf.is_deleted() for leaf in arrays):
         raise ValueError(
@@ -133,14 +127,16 @@ def _check_whole(leaves: Sequence[Any]) -> None:
     meshes = [getattr(leaf.sharding, "mesh", None) for leaf in arrays]
     if any(mesh is not None and STAGE_AXIS in mesh.axis_names for mesh in meshes):
         raise ValueError(
-            "This state is a pipeline's, packed for its devices. Evaluate "
+            "This state is packed for the devices of a pipeline. Evaluate "
             "program.unpack_state(state), where program is the training program."
         )
 
 
-def _masked_sums(values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+def _masked_sums(
+    values: dict[str, Array], valid: Bool[Array, " samples"]
+) -> dict[str, Float32[Array, ""]]:
     if "count" in values:
-        raise ValueError("A metric cannot be called count: that is the samples' number.")
+        raise ValueError("A metric cannot be called count, the number of samples.")
     sums = {}
     for name, value in values.items():
         if jnp.shape(value) != valid.shape:
@@ -148,7 +144,7 @@ def _masked_sums(values: dict[str, jax.Array], valid: jax.Array) -> dict[str, ja
                 f"Metric {name} must have one value per sample {valid.shape}, got shape "
                 f"{jnp.shape(value)}."
             )
-        # Padding is a repeated sample; whatever it gave, it does not count.
+        # Padding repeats a sample and must not count, even if its value is NaN.
         sums[name] = jnp.where(valid, value.astype(jnp.float32), 0).sum()
     sums["count"] = valid.astype(jnp.float32).sum()
     return sums

@@ -1,18 +1,19 @@
-"""Learning rates as functions of the update's number, chosen by name."""
+"""Learning-rate schedules by name, as functions of the update number."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jaxtyping import Float32, Int32
 
 from millrace.config import ConfigurationError, check_keys, number, one_of
 
-_Rate = Callable[[jax.Array], jax.Array]
-"""From the update's number (int32) to the learning rate (float32)."""
+_Rate = Callable[[Int32[Array, "*dims"]], Float32[Array, "*dims"]]
+"""From the update number to the learning rate."""
 
 
 def learning_rate_schedule(
@@ -25,51 +26,52 @@ def learning_rate_schedule(
     warmup: Mapping[str, Any] | None = None,
     staircase: bool = False,
 ) -> optax.Schedule:
-    """Return the learning rate of each update, as a pure function of its number.
+    """Return the learning rate as a pure function of the update number.
 
     Args:
         name: const, cosine, stepped, polynomial or exponential.
-        params: What the schedule needs, no key more or less. Each but stepped has
+        params: Exactly the keys that the schedule needs. All but stepped have
             ``initial_learning_rate``, per sample: it is multiplied by the global batch.
 
             - const: nothing else.
             - cosine: ``epochs_to_total_decay``. Half a cosine down to 0.
             - polynomial: ``epochs_to_total_decay``, ``end_learning_rate_ratio``,
-              ``power``. Falls as a power of the time left, down to a ratio of the start.
+              ``power``. Decays with a power of the remaining time, down to a fraction of
+              the initial rate.
             - exponential: ``epochs_to_total_decay``, ``num_decays``, ``decay_rate``.
-              Multiplied by the rate after each of so many equal intervals. EfficientNet:
-              0.97, 146 times over its 350 epochs.
-            - stepped: ``boundaries`` in epochs, and one more ``values``, which are not
+              Multiplied by the decay rate at the end of each of `num_decays` equal
+              intervals. EfficientNet: 0.97, 146 times in 350 epochs.
+            - stepped: ``boundaries`` in epochs, and ``values``, one more, which are not
               multiplied by the global batch. The update at a boundary has the old value.
         global_batch_size: Samples per update.
-        updates_per_epoch: Turns epochs into updates, rounded down.
-        factor: On every learning rate.
+        updates_per_epoch: Converts epochs to updates, rounded down.
+        factor: Multiplies every learning rate.
         warmup: ``warmup_epochs``, over which the rate rises linearly, and
-            ``warmup_mode``: shift (the schedule starts after it) or mask (it multiplies
-            the schedule's beginning).
-        staircase: Keep the rate of an epoch's first update for the whole epoch. A
-            stepped boundary on a whole epoch then shows one epoch later.
+            ``warmup_mode``: shift (the schedule starts afterwards) or mask (the rise
+            multiplies the start of the schedule).
+        staircase: Keep the rate of the first update of an epoch for the whole epoch. A
+            stepped boundary on a whole epoch then takes effect one epoch later.
     """
     assert updates_per_epoch >= 1
     kind = one_of("--lr-schedule", name, _KINDS)
     check_keys(f"--lr-schedule-params of {name}", params, kind.keys)
-    rate = kind.make(params, _Units(global_batch_size, updates_per_epoch, factor))
+    rate = kind.build(params, _Units(global_batch_size, updates_per_epoch, factor))
     if warmup is not None:
-        rate = _warmed_up(rate, warmup, updates_per_epoch)
+        rate = _add_warmup(rate, warmup, updates_per_epoch)
     if staircase:
-        rate = _stepping(rate, updates_per_epoch)
+        rate = _hold_per_epoch(rate, updates_per_epoch)
     return lambda count: rate(jnp.asarray(count, jnp.int32))
 
 
 class _Units(NamedTuple):
-    """What turns a recipe's numbers into those of this run."""
+    """Converts a recipe to the batch size and epoch length of this run."""
 
     global_batch_size: int
     updates_per_epoch: int
     factor: float
 
     def initial(self, params: Mapping[str, Any]) -> float:
-        """Return the learning rate at the start."""
+        """Return the initial learning rate."""
         per_sample = _number(params, "initial_learning_rate")
         return per_sample * self.global_batch_size * self.factor
 
@@ -92,7 +94,7 @@ def _const(params: Mapping[str, Any], units: _Units) -> _Rate:
 def _cosine(params: Mapping[str, Any], units: _Units) -> _Rate:
     initial, updates = units.initial(params), units.decay_updates(params)
 
-    def rate(update: jax.Array) -> jax.Array:
+    def rate(update: Int32[Array, "*dims"]) -> Float32[Array, "*dims"]:
         angle = math.pi * _fraction(jnp.minimum(update, updates), updates)
         return 0.5 * initial * (1.0 + jnp.cos(angle))
 
@@ -104,9 +106,9 @@ def _polynomial(params: Mapping[str, Any], units: _Units) -> _Rate:
     end = initial * _number(params, "end_learning_rate_ratio")
     power = _number(params, "power")
 
-    def rate(update: jax.Array) -> jax.Array:
-        left = _fraction(updates - jnp.minimum(update, updates), updates)
-        return (initial - end) * left**power + end
+    def rate(update: Int32[Array, "*dims"]) -> Float32[Array, "*dims"]:
+        remaining = _fraction(updates - jnp.minimum(update, updates), updates)
+        return (initial - end) * remaining**power + end
 
     return rate
 
@@ -143,10 +145,10 @@ def _stepped(params: Mapping[str, Any], units: _Units) -> _Rate:
 
 
 def _piecewise(boundaries: Sequence[int], values: Sequence[float]) -> _Rate:
-    """Constant between the boundaries; an update at a boundary has the value before."""
+    """Return a piecewise constant rate; the update at a boundary has the value before."""
     edges, rates = np.array(boundaries, np.int32), np.array(values, np.float32)
 
-    def rate(update: jax.Array) -> jax.Array:
+    def rate(update: Int32[Array, "*dims"]) -> Float32[Array, "*dims"]:
         passed = jnp.sum(update[..., None] > edges, axis=-1)
         return jnp.asarray(rates)[passed]
 
@@ -154,7 +156,7 @@ def _piecewise(boundaries: Sequence[int], values: Sequence[float]) -> _Rate:
 
 
 class _Kind(NamedTuple):
-    make: Callable[[Mapping[str, Any], _Units], _Rate]
+    build: Callable[[Mapping[str, Any], _Units], _Rate]
     keys: tuple[str, ...]
 
 
@@ -170,8 +172,8 @@ _KINDS = {
 }
 
 
-def _warmed_up(rate: _Rate, warmup: Mapping[str, Any], updates_per_epoch: int) -> _Rate:
-    """Rise linearly to `rate`, or to its beginning."""
+def _add_warmup(rate: _Rate, warmup: Mapping[str, Any], updates_per_epoch: int) -> _Rate:
+    """Return a rate that rises linearly before (shift) or while (mask) `rate` starts."""
     option = "--lr-warmup-params"
     check_keys(option, warmup, ("warmup_mode", "warmup_epochs"))
     epochs = number(f"{option}: warmup_epochs", warmup["warmup_epochs"])
@@ -179,7 +181,7 @@ def _warmed_up(rate: _Rate, warmup: Mapping[str, Any], updates_per_epoch: int) -
     delays = {"shift": updates, "mask": 0}
     delay = one_of(f"{option}: warmup_mode", warmup["warmup_mode"], delays)
 
-    def warmed_up(update: jax.Array) -> jax.Array:
+    def warmed_up(update: Int32[Array, "*dims"]) -> Float32[Array, "*dims"]:
         full = rate(jnp.maximum(update - delay, 0))
         rising = full * _fraction(update + 1, updates + 1)
         return jnp.where(update < updates, rising, full)
@@ -187,11 +189,11 @@ def _warmed_up(rate: _Rate, warmup: Mapping[str, Any], updates_per_epoch: int) -
     return warmed_up
 
 
-def _stepping(rate: _Rate, updates_per_epoch: int) -> _Rate:
+def _hold_per_epoch(rate: _Rate, updates_per_epoch: int) -> _Rate:
     return lambda update: rate(update // updates_per_epoch * updates_per_epoch)
 
 
-def _fraction(part: jax.Array, whole: int) -> jax.Array:
+def _fraction(part: Int32[Array, "*dims"], whole: int) -> Float32[Array, "*dims"]:
     return part.astype(jnp.float32) / whole
 
 

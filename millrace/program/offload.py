@@ -1,10 +1,10 @@
-"""Optimizer state that rests in host memory and streams through the device.
+"""Optimizer state that is kept in host memory and streamed through the device.
 
-One program that copies the state in, updates and copies it out does not lower the
-device's peak: XLA drops the barriers that would order the copies and fetches everything
-at once (measured on an H200: 4,232 MiB against 4,296 resident). So the update is split
-into buckets of variables, each its own small program, and the host keeps at most two
-buckets' state on the device.
+A single program that copies the state in, updates it and copies it out does not lower the
+peak on the device: XLA drops the barriers that would order the copies and fetches all state
+at once (on an H200: 4,232 MiB, 4,296 without offloading). So the update is its own step,
+split into buckets of variables. Each bucket is a small program, and the host keeps the
+state of at most two buckets on the device.
 """
 
 import functools
@@ -19,68 +19,74 @@ from jax.sharding import Mesh, NamedSharding
 
 from millrace.program import step as steps
 from millrace.program.compiling import compile_for
+from millrace.program.memory import tree_bytes
 from millrace.program.replicas import replicated
 from millrace.program.step import GradientResult, Step, TrainState
 
 _SMALL_BYTES = 4096
-"""State below this (counters, scalars) stays on the device: it saves nothing."""
+"""Smaller arrays (counters, scalars) stay on the device: moving them saves nothing."""
 
 _BUCKET_BYTES = 64 << 20
-"""State moved at once: long enough for full link speed, short enough to save memory."""
+"""State moved at once: enough for full bandwidth, little enough to save memory."""
 
-_BUCKETS_IN_FLIGHT = 2
+MAX_BUCKETS_IN_FLIGHT = 2
+"""One bucket computes while another is copied."""
 
 
 def host_memory_kind(device: Any) -> str | None:
-    """Return the host memory that programs on `device` can keep arrays in, if any."""
+    """Return the host memory that programs on `device` can use, if any."""
     kind = "pinned_host"
     try:
         if kind not in {memory.kind for memory in device.addressable_memories()}:
             return None
-        resting = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        fetched = jax.sharding.SingleDeviceSharding(device)
-        there = jax.device_put(np.ones(1, np.float32), resting)
-        jax.device_put(there, fetched).block_until_ready()
+        # Some platforms list the memory but cannot copy from it: try.
+        on_host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        on_device = jax.sharding.SingleDeviceSharding(device)
+        copied = jax.device_put(np.ones(1, np.float32), on_host)
+        jax.device_put(copied, on_device).block_until_ready()
     except (ValueError, jax.errors.JaxRuntimeError):
         return None
     return kind
 
 
-def placement(optimizer_state: Any, host: NamedSharding) -> Any:
-    """Return each leaf's sharding: large ones in host memory, small ones not."""
+def offloaded_shardings(optimizer_state: Any, host: NamedSharding) -> Any:
+    """Return the sharding of each leaf: large ones in host memory, small ones not."""
     resident = host.with_memory_kind("device")
     return jax.tree.map(lambda x: host if _is_large(x) else resident, optimizer_state)
 
 
-def init_streamed(
+def init_offloaded(
     init: Callable[[Any], Any], params: Any, mesh: Mesh, host: NamedSharding
 ) -> Any:
-    """Make the optimizer's state and move it out, one bucket after the other."""
+    """Initialize the optimizer state and move it to the host, bucket by bucket."""
     jaxpr, spec = jax.make_jaxpr(init, return_shape=True)(params)
     function, inputs = jaxpr_as_fun(jaxpr), jax.tree.leaves(params)
-    places = jax.tree.leaves(placement(spec, host))
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec)]
-    outputs: list[Any] = [None] * len(places)
-    for made in _packed([([i], size) for i, size in enumerate(sizes)]):
-        chosen = functools.partial(_chosen, function, made)
-        results = compile_for(mesh, chosen, *inputs)(*inputs)
-        for position, result in zip(made, results, strict=True):
-            # A leaf may be an argument handed back; a copy of our own can be donated.
-            outputs[position] = jax.device_put(jnp.copy(result), places[position])
-        jax.block_until_ready([outputs[position] for position in made])
+    shardings = jax.tree.leaves(offloaded_shardings(spec, host))
+    sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(spec)]
+    outputs: list[Any] = [None] * len(shardings)
+    for bucket in _pack_buckets([([i], size) for i, size in enumerate(sizes)]):
+        select = functools.partial(_select_outputs, function, bucket)
+        results = compile_for(mesh, select, *inputs)(*inputs)
+        for position, result in zip(bucket, results, strict=True):
+            # A result may be an argument handed back. The state is donated later, so it
+            # needs a copy of its own.
+            outputs[position] = jax.device_put(jnp.copy(result), shardings[position])
+        jax.block_until_ready([outputs[position] for position in bucket])
     return jax.tree.unflatten(jax.tree.structure(spec), outputs)
 
 
-def _chosen(function: Any, made: list[int], *inputs: jax.Array) -> list[jax.Array]:
+def _select_outputs(
+    function: Any, positions: list[int], *inputs: jax.Array
+) -> list[jax.Array]:
     results = function(*inputs)
-    return [results[position] for position in made]
+    return [results[position] for position in positions]
 
 
-def _packed(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-    """Join groups of positions, each with its bytes, into buckets of 64 MiB or one.
+def _pack_buckets(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+    """Join groups of positions, given with their bytes, into buckets of up to 64 MiB.
 
-    Small groups come first: scattered between large ones they would be buckets of
-    their own, and leave the link idle.
+    Small groups come first: scattered between large ones, they would become buckets of
+    their own and leave the link idle.
     """
     buckets: list[list[int]] = []
     room = 0
@@ -94,16 +100,16 @@ def _packed(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
 
 
 def _is_large(leaf: Any) -> bool:
-    return leaf.size * leaf.dtype.itemsize > _SMALL_BYTES
+    return tree_bytes(leaf) > _SMALL_BYTES
 
 
 class Bucket(NamedTuple):
     """A part of the update that needs no weights or large state of any other part."""
 
-    used: list[int]
+    inputs: list[int]
     """Positions of the flat inputs it reads, in the order its program takes them."""
-    made: list[int]
-    """Positions of the flat outputs it makes."""
+    outputs: list[int]
+    """Positions of the flat outputs it computes."""
     program: Callable[..., Any]
 
 
@@ -111,53 +117,54 @@ class StreamedUpdate:
     """Applies a weight update bucket by bucket."""
 
     def __init__(
-        self, step: Step, mesh: Mesh, state: TrainState, gathered: GradientResult
+        self, step: Step, mesh: Mesh, state: TrainState, result: GradientResult
     ) -> None:
         self._resident = replicated(mesh)
         self._shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
         spec = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._resident),
-            (state, gathered),
+            (state, result),
         )
         jaxpr, outputs = jax.make_jaxpr(
             functools.partial(steps.apply_update, step), return_shape=True
         )(*spec)
         self._out_tree = jax.tree.structure(outputs)
-        owned, needs = _owned_positions(state), needed_inputs(jaxpr)
+        owned, dependencies = _owned_positions(state), input_dependencies(jaxpr)
         specs = jax.tree.leaves(spec)
         self.buckets = [
-            _compile_bucket(mesh, jaxpr, specs, owned, needs, made)
-            for made in _split(needs, owned)
+            _compile_bucket(mesh, jaxpr, specs, owned, dependencies, positions)
+            for positions in _split_outputs(dependencies, owned)
         ]
 
-    def apply(self, state: TrainState, gathered: GradientResult) -> tuple[TrainState, Any]:
-        """Make one weight update; `state` is used up."""
-        inputs = jax.tree.leaves((state, gathered))
+    def apply(self, state: TrainState, result: GradientResult) -> tuple[TrainState, Any]:
+        """Make one weight update; `state` is donated."""
+        inputs = jax.tree.leaves((state, result))
         outputs: list[Any] = [None] * self._out_tree.num_leaves
-        leaving: list[list[jax.Array]] = []
+        in_flight: list[list[jax.Array]] = []
         for bucket in self.buckets:
-            if len(leaving) == _BUCKETS_IN_FLIGHT:
-                # Only what has left the device makes room for what comes next.
-                jax.block_until_ready(leaving.pop(0))
-            leaving.append(self._apply_bucket(bucket, inputs, outputs))
+            if len(in_flight) == MAX_BUCKETS_IN_FLIGHT:
+                # Device memory is free again only when a bucket is back on the host.
+                jax.block_until_ready(in_flight.pop(0))
+            in_flight.append(self._apply_bucket(bucket, inputs, outputs))
         return jax.tree.unflatten(self._out_tree, outputs)
 
     def _apply_bucket(
         self, bucket: Bucket, inputs: list[Any], outputs: list[Any]
     ) -> list[jax.Array]:
-        fetched = [jax.device_put(inputs[i], self._resident) for i in bucket.used]
-        results = bucket.program(*fetched)
-        out = []
-        for position, result in zip(bucket.made, results, strict=True):
+        on_device = [jax.device_put(inputs[i], self._resident) for i in bucket.inputs]
+        results = bucket.program(*on_device)
+        moved = []
+        for position, result in zip(bucket.outputs, results, strict=True):
+            # The state comes first in the outputs; what follows, info, stays.
             if position < len(self._shardings):
                 result = jax.device_put(result, self._shardings[position])
             outputs[position] = result
-            out.append(result)
-        return out
+            moved.append(result)
+        return moved
 
 
 def _owned_positions(state: TrainState) -> dict[int, int]:
-    """Positions of weights and large state, with the bytes that each streams."""
+    """Return the positions of weights and large state, with the bytes they stream."""
     flat = jax.tree_util.tree_leaves_with_path(state)
     owned = {}
     for position, (path, leaf) in enumerate(flat):
@@ -165,54 +172,55 @@ def _owned_positions(state: TrainState) -> dict[int, int]:
         if field == "params":
             owned[position] = 0
         elif field == "optimizer_state" and _is_large(leaf):
-            owned[position] = leaf.size * leaf.dtype.itemsize
+            owned[position] = tree_bytes(leaf)
     return owned
 
 
-def _split(needs: list[set[int]], owned: dict[int, int]) -> list[list[int]]:
+def _split_outputs(dependencies: list[set[int]], owned: dict[int, int]) -> list[list[int]]:
     """Group the outputs into buckets that own disjoint weights and large state.
 
-    An optimizer that works variable by variable falls apart into one group per
-    variable. One whose update of a variable depends on another's state (clipping by
-    the global norm of Adam's updates, say) stays in one piece: right, but no smaller.
+    An optimizer that treats variables one by one splits into one group per variable. If
+    the update of a variable depends on the state of another (clipping by the global norm
+    of Adam's updates, for example), it stays in one piece: correct, but no smaller.
     """
-    groups = _Groups()
-    for output, inputs in enumerate(needs):
+    groups = _UnionFind()
+    for output, inputs in enumerate(dependencies):
         for position in inputs & owned.keys():
+            # An output of the state has the position of the input that it replaces.
             groups.join(output, position)
-    return _packed(
+    return _pack_buckets(
         [
             (members, sum(owned.get(member, 0) for member in members))
-            for members in groups.of(range(len(needs)))
+            for members in groups.group(range(len(dependencies)))
         ]
     )
 
 
-def needed_inputs(jaxpr: Any) -> list[set[int]]:
-    """For every output, the positions of the inputs it is computed from."""
-    return _origins(jaxpr.jaxpr, [{i} for i in range(len(jaxpr.jaxpr.invars))])
+def input_dependencies(jaxpr: Any) -> list[set[int]]:
+    """Return, for every output, the positions of the inputs it is computed from."""
+    return _trace_origins(jaxpr.jaxpr, [{i} for i in range(len(jaxpr.jaxpr.invars))])
 
 
-def _origins(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    origin: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _trace_origins(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
+    origins: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(variable: Any) -> set[int]:
-        return set() if isinstance(variable, Literal) else origin.get(variable, set())
+    def read(variable: Any) -> set[int]:
+        return set() if isinstance(variable, Literal) else origins.get(variable, set())
 
     for equation in jaxpr.eqns:
-        given = [of(variable) for variable in equation.invars]
+        operands = [read(variable) for variable in equation.invars]
         inner = equation.params.get("jaxpr")
         if equation.primitive.name in ("jit", "pjit") and inner is not None:
-            # Optax may jit a function of the whole tree: look which leaf goes where.
-            made = _origins(inner.jaxpr, given)
+            # Optax may jit a function of the whole tree: follow its leaves one by one.
+            results = _trace_origins(inner.jaxpr, operands)
         else:
-            made = [set().union(*given)] * len(equation.outvars)
-        origin.update(zip(equation.outvars, made, strict=True))
-    return [of(variable) for variable in jaxpr.outvars]
+            results = [set().union(*operands)] * len(equation.outvars)
+        origins.update(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
 
 
-class _Groups:
-    """Which positions must be updated together (a union-find)."""
+class _UnionFind:
+    """Positions that must be updated together."""
 
     def __init__(self) -> None:
         self._parent: dict[int, int] = {}
@@ -226,7 +234,7 @@ class _Groups:
         first, second = sorted((self._root(one), self._root(other)))
         self._parent[second] = first
 
-    def of(self, items: Sequence[int]) -> list[list[int]]:
+    def group(self, items: Sequence[int]) -> list[list[int]]:
         groups: dict[int, list[int]] = {}
         for item in items:
             groups.setdefault(self._root(item), []).append(item)
@@ -238,22 +246,23 @@ def _compile_bucket(
     jaxpr: Any,
     specs: list[Any],
     owned: dict[int, int],
-    needs: list[set[int]],
-    made: list[int],
+    dependencies: list[set[int]],
+    outputs: list[int],
 ) -> Bucket:
-    used = sorted(set().union(*(needs[output] for output in made)))
+    inputs = sorted(set().union(*(dependencies[output] for output in outputs)))
     function = jaxpr_as_fun(jaxpr)
 
-    def bucket(*arguments: jax.Array) -> list[jax.Array]:
-        given = dict(zip(used, arguments, strict=True))
-        # What the bucket does not need is computed from zeros, and XLA drops it.
+    def update(*arguments: jax.Array) -> list[jax.Array]:
+        own = dict(zip(inputs, arguments, strict=True))
+        # Results of other buckets are computed from zeros, and XLA removes them.
         every = [
-            given[i] if i in given else jnp.zeros(spec.shape, spec.dtype)
+            own[i] if i in own else jnp.zeros(spec.shape, spec.dtype)
             for i, spec in enumerate(specs)
         ]
         results = function(*every)
-        return [results[output] for output in made]
+        return [results[output] for output in outputs]
 
-    donate = tuple(place for place, i in enumerate(used) if i in owned and i in made)
-    program = compile_for(mesh, bucket, *[specs[i] for i in used], donate=donate)
-    return Bucket(used, made, program)
+    # Only what the bucket replaces: later buckets may read its other inputs.
+    donate = tuple(n for n, i in enumerate(inputs) if i in owned and i in outputs)
+    program = compile_for(mesh, update, *[specs[i] for i in inputs], donate=donate)
+    return Bucket(inputs, outputs, program)

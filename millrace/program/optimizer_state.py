@@ -1,4 +1,4 @@
-"""The optimizer as the training program runs it: its state's types, and its arguments."""
+"""How a training program runs an optimizer: the dtypes of its state, its arguments."""
 
 import inspect
 import logging
@@ -9,51 +9,51 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
+from jaxtyping import Float, Float32
 
 from millrace.config import ConfigurationError
 from millrace.plan import Plan
 from millrace.program.accumulate import path_name
-from millrace.program.casting import cast_where, widened
+from millrace.program.mixed_precision import cast_where, widen
 
 _log = logging.getLogger("millrace")
 
-_JUST_ABOVE_ONE = 1 + 2.0**-7
-"""The bfloat16 number that needs the largest relative change, 0.4 %, to move at all."""
+_HARDEST_TO_MOVE = 1 + 2.0**-7
+"""The bfloat16 number that needs the largest relative change, 0.4 %, to change at all."""
 
 
 def init_optimizer_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """Initialize the optimizer's state in float32, then store it in the right types.
+    """Initialize the optimizer state in float32 and return it in the stored dtypes.
 
-    A state array that belongs to a weight and has its shape, such as a momentum, is
-    stored in the weight's type. Everything else keeps the type it has for float32
-    weights: a decay rate of 0.999 in bfloat16 is 1, and a sum of ones stops at 256.
+    An array that belongs to a weight and has its shape, such as a momentum, is stored in
+    the weight's dtype. Everything else keeps the dtype it has for float32 weights: in
+    bfloat16, a decay rate of 0.999 is 1, and a sum of ones stops at 256.
 
     Args:
         optimizer: An optax transformation.
-        params: The weights as they are stored, or a part of them.
+        params: The weights in their stored dtypes, or a part of them.
     """
-    state = optimizer.init(widened(params))
-    stored = jax.eval_shape(optimizer.init, _with_wide_float16(params))
+    state = optimizer.init(widen(params))
+    stored = jax.eval_shape(optimizer.init, _widen_float16(params))
     shapes = {
         path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
 
-    def store(path: Any, value: Any, like: Any) -> jax.Array:
+    def store(path: Any, value: Any, like: Any) -> Array:
         value = jnp.asarray(value)
-        # Optimizers keep trees like the weights, so the path ends as the weight's does.
-        ends = (path[start:] for start in range(len(path) + 1))
-        if value.ndim > 0 and any(shapes.get(end) == value.shape for end in ends):
+        # Optimizers keep trees like the weights, so a path ends with that of its weight.
+        suffixes = (path[start:] for start in range(len(path) + 1))
+        if value.ndim > 0 and any(shapes.get(end) == value.shape for end in suffixes):
             return value.astype(like.dtype)
         return value
 
     return jax.tree_util.tree_map_with_path(store, state, stored)
 
 
-def _with_wide_float16(params: Any) -> Any:
-    """Cast float16 to float32, whose range is too small for squared gradients.
-
-    Adam's second moment would underflow to 0, and the update explode.
-    """
+def _widen_float16(params: Any) -> Any:
+    # Squared gradients leave the range of float16: Adam's second moment would underflow
+    # to 0, and the update explode.
     return cast_where(params, jnp.float32, lambda x: x.dtype == jnp.float16)
 
 
@@ -62,24 +62,18 @@ def run_optimizer(
     gradients: Any,
     state: Any,
     params: Any,
-    loss: jax.Array,
+    loss: Float32[Array, ""],
 ) -> tuple[Any, Any]:
-    """Return the updates and the new state; pass the loss as optax's ``value`` if wanted.
+    """Return the updates and the new state; pass the loss as ``value`` if it is accepted.
 
-    Args:
-        optimizer: An optax transformation, whether it takes extra arguments or not.
-        gradients: In float32 or wider, as everything here.
-        state: The optimizer's.
-        params: The weights.
-        loss: The mean over micro-batches and replicas.
+    All arrays are float32 or wider. The loss is the mean over micro-batches and replicas.
     """
-    run = optax.with_extra_args_support(optimizer).update
-    extra = {"value": loss} if _takes_value(run) else {}
-    return run(gradients, state, params, **extra)
+    update = optax.with_extra_args_support(optimizer).update
+    extra = {"value": loss} if _accepts_value(update) else {}
+    return update(gradients, state, params, **extra)
 
 
-def _takes_value(function: Callable[..., Any]) -> bool:
-    """Tell whether a function has a parameter ``value``, or takes any keyword."""
+def _accepts_value(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -87,73 +81,73 @@ def _takes_value(function: Callable[..., Any]) -> bool:
 def check_optimizer(
     optimizer: optax.GradientTransformation, params: Any, plan: Plan
 ) -> None:
-    """Refuse an optimizer that cannot be run; warn of one whose state cannot decay.
+    """Raise if an optimizer cannot be run; warn if rounding keeps its state from decaying.
 
     Args:
         optimizer: An optax transformation.
-        params: The weights as they are stored.
-        plan: How they are rounded.
+        params: The weights in their stored dtypes.
+        plan: Decides how the state is rounded.
     """
     try:
-        state = jax.eval_shape(lambda p: _updated(optimizer, p)[0], params)
+        state = jax.eval_shape(lambda p: _decay_once(optimizer, p)[0], params)
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
             f"This optimizer cannot be used with a training program: {error}. It is "
             "called as init(params) and update(gradients, state, params, value=loss). "
-            "One that needs more, such as optax.lbfgs (the loss function) or "
-            "optax.lookahead (two sets of weights), does not fit. Use optax.adamw, say, "
-            "or the optimizer inside lookahead."
+            "Optimizers that need more do not work, such as optax.lbfgs (the loss "
+            "function) or optax.lookahead (two sets of weights). Use optax.adamw, for "
+            "example, or the optimizer inside lookahead."
         ) from error
     if plan.types.weights != "bfloat16" or plan.stochastic_rounding:
         return
-    if stuck := _first_stuck(optimizer, params, state):
+    if stuck := _find_stuck_state(optimizer, params, state):
         _log.warning(
-            "The optimizer's state %s is stored in bfloat16 and decays by less than 0.4 %% "
-            "an update, which rounding undoes: it never decays. (Adam's second moment "
-            "does so unless b2 is below 0.996.) Use stochastic_rounding, or precision "
-            "16.32.",
+            "The optimizer state %s is stored in bfloat16 and decays by less than 0.4 %% "
+            "per update, which rounding undoes: it never decays. (This affects Adam's "
+            "second moment unless b2 is below 0.996.) Use stochastic_rounding, or "
+            "precision 16.32.",
             stuck,
         )
 
 
-def _updated(optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
-    """Return a state and what becomes of it with gradients of 0."""
+def _decay_once(optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """Return a state and the state after one update with gradients of 0."""
     state = init_optimizer_state(optimizer, params)
     old = jax.tree.map(
-        lambda x: jnp.full_like(x, _JUST_ABOVE_ONE) if _is_half(x) else x, state
+        lambda x: jnp.full_like(x, _HARDEST_TO_MOVE) if _is_bfloat16(x) else x, state
     )
-    zeros = jax.tree.map(jnp.zeros_like, widened(params))
-    _, new = run_optimizer(optimizer, zeros, widened(old), widened(params), jnp.float32(1))
+    zeros = jax.tree.map(jnp.zeros_like, widen(params))
+    _, new = run_optimizer(optimizer, zeros, widen(old), widen(params), jnp.float32(1))
     return old, new
 
 
-def _first_stuck(optimizer: Any, params: Any, state: Any) -> str | None:
-    """Name state that shrinks in float32 but not in bfloat16 once the gradients are 0.
+def _find_stuck_state(optimizer: Any, params: Any, state: Any) -> str | None:
+    """Name state that decays in float32 but not in bfloat16 once the gradients are 0.
 
-    Found out with one number for each weight; an optimizer that is tied to the weights'
-    sizes is not examined.
+    Tried with weights of size 1. Optimizers that depend on the sizes of the weights are
+    not examined.
     """
-    if not any(map(_is_half, jax.tree.leaves(state))):
+    if not any(map(_is_bfloat16, jax.tree.leaves(state))):
         return None
     small = jax.tree.map(lambda p: jnp.ones((1,) * p.ndim, p.dtype), params)
     try:
-        old, new = _updated(optimizer, small)
+        old, new = _decay_once(optimizer, small)
     except (TypeError, ValueError):
         return None
     if jax.tree.structure(old) != jax.tree.structure(state):
         return None
     named = jax.tree_util.tree_leaves_with_path(state)
-    every = zip(named, jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    for (path, stored), o, n in every:
-        if _is_half(stored) and _is_half(o) and _is_stuck(o, n):
+    leaves = zip(named, jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    for (path, stored), o, n in leaves:
+        if _is_bfloat16(stored) and _is_bfloat16(o) and _is_stuck(o, n):
             return path_name(path)
     return None
 
 
-def _is_half(x: Any) -> bool:
+def _is_bfloat16(x: Any) -> bool:
     return x.dtype == jnp.bfloat16 and math.prod(x.shape) > 0
 
 
-def _is_stuck(old: jax.Array, new: jax.Array) -> bool:
+def _is_stuck(old: Float[Array, "*dims"], new: Float32[Array, "*dims"]) -> bool:
     shrinks = new < old.astype(new.dtype)
     return bool((shrinks & (new.astype(old.dtype) == old)).any())

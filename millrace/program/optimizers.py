@@ -1,6 +1,6 @@
-"""The optimizers of the references, chosen by name.
+"""Optimizers by name, following the reference implementations.
 
-Each works variable by variable, so that its state can be offloaded in buckets.
+Each treats variables one by one, so that its state can be offloaded in buckets.
 """
 
 import math
@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
+from jaxtyping import Float
 
 from millrace.config import ConfigurationError, check_keys, number, one_of
 from millrace.program.accumulate import path_name
 
 _OPTION = "--optimizer-params"
 
-_NEITHER_SCALED_NOR_DECAYED = ("bias", "scale", "beta", "gamma")
-"""Parts of the names of variables that LARS treats as plain SGD does."""
+_PLAIN_NAMES = ("bias", "scale", "beta", "gamma")
+"""Parts of names of variables that LARS updates like plain SGD."""
 
 _KERAS_EPSILON = 1e-7
-"""What LARS takes for an epsilon of 0, as the references do."""
+"""Stands for an epsilon of 0 in LARS, as in the references."""
 
 
 def build_optimizer(
@@ -33,26 +35,25 @@ def build_optimizer(
     decay_kernels_only: bool = False,
     global_batch_size: int | None = None,
 ) -> optax.GradientTransformation:
-    """Make an optimizer from its name and its parameters, no key more or less.
+    """Build an optimizer from its name and exactly the parameters it needs.
 
     - sgd: ``momentum``.
     - lars: ``momentum``, ``weight_decay``, ``eeta`` and ``epsilon``; see `_lars`.
-    - rmsprop: ``momentum``, ``base_decay_exponent``, ``epsilon``, and if it is not 0
+    - rmsprop: ``momentum``, ``base_decay_exponent``, ``epsilon`` and optionally
       ``initial_accumulator``; see `_rmsprop`.
 
-    Where an update of the optimizer is ``-lr O(g)``, L2 regularization makes it
-    ``-lr O(g + l2 w)`` and weight decay ``-lr (O(g) + decay w)``. Both reach every
-    variable, biases and norms included unless told. A momentum of 0 keeps no velocity.
+    If an optimizer's update is ``-lr O(g)``, L2 regularization makes it ``-lr O(g + l2 w)``
+    and weight decay ``-lr (O(g) + decay w)``. A momentum of 0 keeps no velocity.
 
     Args:
         name: sgd, lars or rmsprop.
-        params: The optimizer's own numbers.
-        learning_rate: From the update's number, which the optimizer's state counts.
-        weight_decay: Decoupled: taken off the weights beside any velocity, in
-            proportion to the learning rate.
-        l2_regularization: Added to the gradient before anything else looks at it.
-        decay_kernels_only: Neither of the two reaches what is named bias or scale.
-        global_batch_size: Samples per update; rmsprop's decay depends on it.
+        params: The optimizer's own parameters.
+        learning_rate: A function of the number of updates, which the state counts.
+        weight_decay: Decoupled: subtracted from the weights, not part of any velocity,
+            and proportional to the learning rate.
+        l2_regularization: Added to the gradient first of all.
+        decay_kernels_only: Apply neither of the two to biases and scales.
+        global_batch_size: Samples per update; the decay of rmsprop depends on it.
     """
     decay = number("--weight-decay", weight_decay)
     l2 = number("--l2-regularization", l2_regularization)
@@ -62,34 +63,34 @@ def build_optimizer(
         {key: value for key, value in params.items() if key not in kind.optional},
         kind.keys,
     )
-    chosen = _are_kernels if decay_kernels_only else None
+    mask = _kernel_mask if decay_kernels_only else None
     return optax.chain(
-        optax.add_decayed_weights(l2, chosen),
-        kind.make(params, learning_rate, global_batch_size),
+        optax.add_decayed_weights(l2, mask),
+        kind.build(params, learning_rate, global_batch_size),
         optax.add_decayed_weights(
-            (lambda count: -decay * learning_rate(count)) if decay else 0.0, chosen
+            (lambda count: -decay * learning_rate(count)) if decay else 0.0, mask
         ),
     )
 
 
-def _are_kernels(params: Any) -> Any:
-    """Tell of each variable whether it is neither a bias nor a norm's scale."""
+def _kernel_mask(params: Any) -> Any:
+    """Return a tree of whether each variable is neither a bias nor a scale."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not _is_plain(path), params)
 
 
 def _is_plain(path: Any) -> bool:
     name = path_name(path[-1:])
-    return any(part in name for part in _NEITHER_SCALED_NOR_DECAYED)
+    return any(part in name for part in _PLAIN_NAMES)
 
 
 def _sgd(
     params: Mapping[str, Any], learning_rate: optax.Schedule, _: int | None
 ) -> optax.GradientTransformation:
-    """Momentum over gradients: ``v <- momentum v + g; w <- w - lr v``.
+    """Build SGD with momentum: ``v <- momentum v + g; w <- w - lr v``.
 
-    TF1, PyTorch and optax do this. Keras has the learning rate inside the velocity,
-    where a change of it takes ``1 / (1 - momentum)`` updates to show; while it is
-    constant the two are the same.
+    TF1, PyTorch and optax do this. Keras has the learning rate inside the velocity, so
+    that a change of it takes ``1 / (1 - momentum)`` updates to show. With a constant
+    learning rate, the two are the same.
     """
     return optax.sgd(learning_rate, momentum=_momentum(params))
 
@@ -97,23 +98,25 @@ def _sgd(
 def _lars(
     params: Mapping[str, Any], learning_rate: optax.Schedule, _: int | None
 ) -> optax.GradientTransformation:
-    """Layer-wise adaptive rates: ``v <- momentum v + lr ratio (g + wd w); w <- w - v``.
+    """Build LARS: ``v <- momentum v + lr ratio (g + wd w); w <- w - v``.
 
-    The trust ratio is ``eeta |w| / (|g| + wd |w| + epsilon)``, and 1 where either norm
-    is 0; an epsilon of 0 stands for 1e-7. Variables named bias, scale, beta or gamma
-    have ratio 1 and no decay. Unlike in `_sgd`, the learning rate is in the velocity.
+    The trust ratio is ``eeta |w| / (|g| + wd |w| + epsilon)``, and 1 if either norm is 0;
+    an epsilon of 0 stands for 1e-7. Variables named bias, scale, beta or gamma have ratio
+    1 and no decay. Unlike in `_sgd`, the learning rate is inside the velocity.
     """
     weight_decay = _number(params, "weight_decay")
     eeta = _number(params, "eeta")
     epsilon = _number(params, "epsilon") or _KERAS_EPSILON
     momentum = _momentum(params)
 
-    def adapt(path: Any, gradient: jax.Array, weight: jax.Array) -> jax.Array:
+    def adapt(
+        path: Any, gradient: Float[Array, "*dims"], weight: Float[Array, "*dims"]
+    ) -> Float[Array, "*dims"]:
         if _is_plain(path):
             return gradient
-        size, slope = jnp.linalg.norm(weight), jnp.linalg.norm(gradient)
-        ratio = eeta * size / (slope + weight_decay * size + epsilon)
-        ratio = jnp.where((size > 0) & (slope > 0), ratio, 1.0)
+        weight_norm, gradient_norm = jnp.linalg.norm(weight), jnp.linalg.norm(gradient)
+        ratio = eeta * weight_norm / (gradient_norm + weight_decay * weight_norm + epsilon)
+        ratio = jnp.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
         return ratio * (gradient + weight_decay * weight)
 
     return optax.chain(
@@ -128,15 +131,15 @@ def _rmsprop(
     learning_rate: optax.Schedule,
     global_batch_size: int | None,
 ) -> optax.GradientTransformation:
-    """Steps divided by the root of a moving mean ``m`` of squared gradients.
+    """Build RMSprop with a moving mean ``m`` of squared gradients.
 
     ``m <- rho m + (1 - rho) g^2; v <- momentum v + lr g / sqrt(m + epsilon); w <- w - v``
-    with ``rho = 1 - 2^base_decay_exponent * global batch``: the mean spans the same
-    number of samples whatever the batch.
+    with ``rho = 1 - 2^base_decay_exponent * global batch``, so that the mean covers the
+    same number of samples for any batch size.
 
-    The references differ. Epsilon is inside the root in TF1 and in Keras with momentum,
-    and here always; Keras without momentum and PyTorch add it outside. ``m`` starts at
-    ``initial_accumulator``: 0, as in Keras, unless given; in TF1 it is 1, which makes the
+    The references differ. Epsilon is inside the root in TF1, in Keras with momentum, and
+    here; Keras without momentum and PyTorch add it outside. ``m`` starts at
+    ``initial_accumulator``, by default 0 as in Keras; in TF1 it is 1, which makes the
     first steps smaller.
     """
     exponent = _number(params, "base_decay_exponent", at_least=-math.inf)
@@ -165,7 +168,7 @@ def _rmsprop(
 
 
 class _Kind(NamedTuple):
-    make: Callable[
+    build: Callable[
         [Mapping[str, Any], optax.Schedule, int | None], optax.GradientTransformation
     ]
     keys: tuple[str, ...]
@@ -182,7 +185,7 @@ _KINDS = {
 
 
 def _momentum(params: Mapping[str, Any]) -> float | None:
-    """Return the momentum, or None for 0: no velocity has to be kept."""
+    # None instead of 0: optax then allocates no velocity.
     return _number(params, "momentum", below=1.0) or None
 
 

@@ -1,11 +1,12 @@
-"""Trees as flat buffers, one for each type of number.
+"""Pytrees packed into flat buffers, one per dtype.
 
-Every device of a pipeline runs the same program on arrays of the same shapes, but each
-holds other weights. So what differs from device to device is packed.
+All devices of a pipeline run the same program on arrays of the same shapes, but hold
+different weights. Flat buffers, padded to the longest, hide the difference: whatever
+differs between devices is packed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +17,11 @@ from millrace.config import ConfigurationError
 from millrace.program.accumulate import path_name
 
 Buffers = dict[str, Any]
-"""One-dimensional arrays by the name of their type."""
+"""One-dimensional arrays, or stacks of them, by the name of their dtype."""
 
 
-class Entry(NamedTuple):
-    """Where one leaf lies."""
+class BufferSlice(NamedTuple):
+    """The place of one leaf."""
 
     dtype: str
     offset: int
@@ -28,58 +29,58 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
-class Layout(NamedTuple):
-    """Where the leaves of a tree lie in buffers that they may share with other trees."""
+class BufferLayout(NamedTuple):
+    """The places of a tree's leaves in buffers that may also hold other trees."""
 
     tree: Any
     """The tree's structure."""
-    entries: tuple[Entry, ...]
+    slices: tuple[BufferSlice, ...]
     sizes: Mapping[str, int]
-    """Of the buffers up to the end of this tree."""
+    """Sizes of the buffers up to the end of this tree, by dtype."""
 
 
-def lay_out(tree: Any, start: Mapping[str, int] | None = None) -> Layout:
-    """Place a tree's leaves one after the other, from `start` on."""
+def build_layout(tree: Any, start: Mapping[str, int] | None = None) -> BufferLayout:
+    """Place the leaves of a tree one after the other, beginning at `start`."""
     sizes = dict(start or {})
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
-    entries = []
+    slices = []
     for path, leaf in named:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ConfigurationError(
-                f"{path_name(path)} is a random key, which a pipeline cannot pack with its "
-                "numbers. Keep its words, jax.random.key_data(key), and make the key from "
-                "them with jax.random.wrap_key_data."
+                f"{path_name(path)} is a random key, which a pipeline cannot pack. Store "
+                "its words, jax.random.key_data(key), and restore the key with "
+                "jax.random.wrap_key_data."
             )
         name = str(leaf.dtype)
-        entry = Entry(name, sizes.get(name, 0), tuple(leaf.shape))
-        sizes[name] = entry.offset + entry.size
-        entries.append(entry)
-    return Layout(structure, tuple(entries), sizes)
+        place = BufferSlice(name, sizes.get(name, 0), tuple(leaf.shape))
+        sizes[name] = place.offset + place.size
+        slices.append(place)
+    return BufferLayout(structure, tuple(slices), sizes)
 
 
-def lay_out_in_pieces(pieces: Sequence[Mapping[str, Any]]) -> Layout:
-    """Lay out a dictionary given in pieces, so that each piece lies in one section."""
+def build_sectioned_layout(sections: Sequence[Mapping[str, Any]]) -> BufferLayout:
+    """Lay out a dictionary given in sections, each contiguous in every buffer."""
     sizes: Mapping[str, int] = {}
-    entries: dict[str, Any] = {}
-    for piece in pieces:
-        layout = lay_out(piece, sizes)
+    slices: dict[str, Any] = {}
+    for section in sections:
+        layout = build_layout(section, sizes)
         sizes = layout.sizes
-        entries |= jax.tree.unflatten(layout.tree, layout.entries)
-    leaves, structure = jax.tree.flatten(entries, is_leaf=is_entry)
-    return Layout(structure, tuple(leaves), sizes)
+        slices |= jax.tree.unflatten(layout.tree, layout.slices)
+    leaves, structure = jax.tree.flatten(slices, is_leaf=is_slice)
+    return BufferLayout(structure, tuple(leaves), sizes)
 
 
-def is_entry(x: Any) -> bool:
-    """Tell an entry from the trees of entries that it is a leaf of."""
-    return isinstance(x, Entry)
+def is_slice(x: Any) -> bool:
+    """Whether `x` is a leaf in a tree of slices; a NamedTuple is a pytree otherwise."""
+    return isinstance(x, BufferSlice)
 
 
-def largest(sizes: Any) -> dict[str, int]:
-    """Return buffer sizes that hold any one of several sets of buffers."""
+def max_sizes(sizes: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return buffer sizes that are large enough for each of several sets of buffers."""
     largest: dict[str, int] = {}
     for each in sizes:
         for name, size in each.items():
@@ -87,16 +88,16 @@ def largest(sizes: Any) -> dict[str, int]:
     return largest
 
 
-def empty(sizes: Mapping[str, int], *dims: int) -> Buffers:
-    """Make buffers of zeros."""
+def zero_buffers(sizes: Mapping[str, int], *dims: int) -> Buffers:
+    """Return buffers of zeros, with leading `dims`."""
     return {name: jnp.zeros((*dims, size), name) for name, size in sizes.items()}
 
 
-def pack(layout: Layout, tree: Any, sizes: Mapping[str, int]) -> Buffers:
-    """Write a tree's leaves one after the other into new buffers, zeros behind them."""
+def pack(layout: BufferLayout, tree: Any, sizes: Mapping[str, int]) -> Buffers:
+    """Concatenate the leaves of a tree into new buffers, padded with zeros."""
     parts: dict[str, list[Any]] = {name: [] for name in sizes}
-    for entry, leaf in zip(layout.entries, jax.tree.leaves(tree), strict=True):
-        parts[entry.dtype].append(jnp.ravel(leaf).astype(entry.dtype))
+    for place, leaf in zip(layout.slices, jax.tree.leaves(tree), strict=True):
+        parts[place.dtype].append(jnp.ravel(leaf).astype(place.dtype))
     buffers = {}
     for name, size in sizes.items():
         rest = size - sum(part.size for part in parts[name])
@@ -105,44 +106,48 @@ def pack(layout: Layout, tree: Any, sizes: Mapping[str, int]) -> Buffers:
     return buffers
 
 
-def unpack(layout: Layout, buffers: Mapping[str, Any]) -> Any:
-    """Read a tree from buffers (NumPy's or JAX's)."""
+def unpack(layout: BufferLayout, buffers: Mapping[str, Any]) -> Any:
+    """Read a tree from buffers of NumPy or JAX arrays."""
     leaves = [
-        buffers[e.dtype][e.offset : e.offset + e.size].reshape(e.shape)
-        for e in layout.entries
+        buffers[s.dtype][s.offset : s.offset + s.size].reshape(s.shape)
+        for s in layout.slices
     ]
     return jax.tree.unflatten(layout.tree, leaves)
 
 
-def part(layout: Layout, names: Any) -> Layout:
-    """Return the layout of some of a dictionary's values."""
-    entries = jax.tree.unflatten(layout.tree, layout.entries)
-    chosen = {name: entries[name] for name in names if name in entries}
-    leaves, structure = jax.tree.flatten(chosen, is_leaf=is_entry)
-    return Layout(structure, tuple(leaves), layout.sizes)
+def select(layout: BufferLayout, names: Iterable[str]) -> BufferLayout:
+    """Return the layout of some values of a dictionary."""
+    slices = jax.tree.unflatten(layout.tree, layout.slices)
+    chosen = {name: slices[name] for name in names if name in slices}
+    leaves, structure = jax.tree.flatten(chosen, is_leaf=is_slice)
+    return BufferLayout(structure, tuple(leaves), layout.sizes)
 
 
-def section(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return start and length of what a tree takes up of each buffer, without gaps."""
-    found: dict[str, tuple[int, int]] = {}
-    for entry in layout.entries:
-        start, length = found.get(entry.dtype, (entry.offset, 0))
-        assert entry.offset == start + length, "a tree must lie in one piece"
-        found[entry.dtype] = (start, length + entry.size)
-    return found
+def section_bounds(layout: BufferLayout) -> dict[str, tuple[int, int]]:
+    """Return start and length of a contiguous tree in each buffer."""
+    bounds: dict[str, tuple[int, int]] = {}
+    for place in layout.slices:
+        start, length = bounds.get(place.dtype, (place.offset, 0))
+        assert place.offset == start + length, "a section must be contiguous"
+        bounds[place.dtype] = (start, length + place.size)
+    return bounds
 
 
-def replaced(layout: Layout, buffers: Buffers, tree: Any) -> Buffers:
-    """Return the buffers with a tree, which lies in one piece, written at its place."""
-    where = section(layout)
-    flat = pack(layout, tree, {name: length for name, (_, length) in where.items()})
-    new = dict(buffers)
-    for name, (start, _) in where.items():
+def pack_section(layout: BufferLayout, tree: Any) -> Buffers:
+    """Pack a contiguous tree into buffers of exactly its size."""
+    bounds = section_bounds(layout)
+    return pack(layout, tree, {name: length for name, (_, length) in bounds.items()})
+
+
+def replace_section(layout: BufferLayout, buffers: Buffers, tree: Any) -> Buffers:
+    """Return the buffers with a contiguous tree written to its place."""
+    flat, new = pack_section(layout, tree), dict(buffers)
+    for name, (start, _) in section_bounds(layout).items():
         new[name] = jax.lax.dynamic_update_slice(new[name], flat[name], (start,))
     return new
 
 
-def write_numpy(layout: Layout, buffers: Mapping[str, np.ndarray], tree: Any) -> None:
+def write_numpy(layout: BufferLayout, buffers: Mapping[str, np.ndarray], tree: Any) -> None:
     """Write a tree into NumPy buffers, in place."""
-    for e, leaf in zip(layout.entries, jax.tree.leaves(tree), strict=True):
-        buffers[e.dtype][e.offset : e.offset + e.size] = np.asarray(leaf).ravel()
+    for s, leaf in zip(layout.slices, jax.tree.leaves(tree), strict=True):
+        buffers[s.dtype][s.offset : s.offset + s.size] = np.asarray(leaf).ravel()

@@ -1,8 +1,11 @@
-"""One weight update through a pipeline: every device follows its row of the timetable.
+"""The first half of a pipeline's update: every device follows its row of the schedule.
 
-All devices run one program. At each tick a device runs its branch of a switch (forward or
-backward of one of its stages on one micro-batch, or nothing) and what it finished travels
-to whoever needs it next. Gradients, model state and reports are summed in place.
+All devices run the same program (SPMD), so which stage a device runs cannot be compiled in.
+Instead, the schedule is a table of numbers (``Routes``) that the program scans, tick by
+tick. At each tick, a device looks up its own column and enters one branch of a switch: the
+forward or the backward pass of one stage on one micro-batch, or nothing. What it finished
+is then sent to the devices that need it next. Gradients, contributions to the model state
+and info are summed in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,247 +14,95 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import io_callback
-from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Int
 
-from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
-from millrace.nn.layers import Tree, apply_layers
 from millrace.program import packing
 from millrace.program import step as steps
-from millrace.program.accumulate import add_gradient
-from millrace.program.packing import Buffers, Layout
+from millrace.program.accumulate import add_gradient, keep_first
+from millrace.program.mixed_precision import narrow
+from millrace.program.packing import BufferLayout, Buffers
+from millrace.program.pipeline_stages import PipelineStages, StageOperands
 from millrace.program.replicas import REPLICA_AXIS, STAGE_AXIS, sum_over_replicas
 from millrace.program.routes import Routes
-from millrace.program.state_layout import Arrangement
-from millrace.program.step import Step, TrainState
+from millrace.program.state_layout import ROW, SAME
+from millrace.program.step import TrainState
 
 Clock = Callable[[int, int, int, bool], None]
+"""``(replica, device, tick, is_end)``, called on the host around each action."""
+
+_Row = Mapping[str, Array]
+"""What one device does at one tick: the fields of ``Routes`` without ticks and devices."""
 
 
-class Sums(NamedTuple):
-    """What an update gathers on each device."""
+class PipelineSums(NamedTuple):
+    """What one update accumulates on each device."""
 
     gradients: Buffers
     model_state: Buffers
-    """Contributions to the model state."""
-    info: dict[str, jax.Array]
+    """Sums of contributions to the model state."""
+    info: dict[str, Array]
 
 
-class Residual(NamedTuple):
-    """What a stage's forward keeps for its backward."""
-
-    function: Any
-    """The structure of the backward function, whose leaves it needs."""
-    kept: tuple[int, ...]
-    """Which leaves are stored."""
-    given: Mapping[int, int]
-    """Which leaves are among what the stage is given, and are looked up there again."""
-    layout: Layout
+SUMS: Any = PipelineSums._make((ROW, ROW, SAME))
+"""Partition specs of the sums."""
 
 
 class Pipeline:
-    """The compiled part of a pipeline, for micro-batches of one shape.
+    """The compiled forward and backward passes of an update.
 
     Args:
-        step: What one update is made of; its loss is a ``LayeredLoss``.
-        arrangement: Where each device's values lie.
-        routes: The timetable, as numbers.
-        state: A state of the pipeline's, or its shapes.
-        batch: The shapes of a micro-batch of one replica.
-        mesh: The devices, by replica and stage.
+        stages: The stages as functions.
+        routes: The schedule table as numbers.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        arrangement: Arrangement,
-        routes: Routes,
-        state: TrainState,
-        batch: Any,
-        mesh: Mesh,
-    ) -> None:
-        assert isinstance(step.loss_fn, LayeredLoss)
-        self._step = step
-        self._loss: LayeredLoss = step.loss_fn
-        self._model = arrangement.model
-        self._stages = arrangement.model.stages
-        self._arrangement = arrangement
+    def __init__(self, stages: PipelineStages, routes: Routes) -> None:
+        self._functions = stages
         self._routes = routes
-        self._keeps = not step.plan.recomputation
-        self._state = state
-        self._batch = batch
-        self._mesh = mesh
-        self._find_shapes()
+        self._plan = stages.step.plan
+        self._stages = stages.layout.model.stages
 
-    # --- shapes ---------------------------------------------------------------
-
-    def _find_shapes(self) -> None:
-        """Follow one micro-batch through the stages."""
-        self._boundaries: list[Layout] = []  # of what leaves each position
-        self._info: dict[str, Any] = {}
-        self._residuals: list[Residual] = []
-        x: Any = self._shapes_of(self._loss.inputs, self._narrow_batch(), _key_shape())
-        for group in self._stages.groups:
-            outputs: list[Any] = []
-            for stage in group:
-                given = (*self._values_shape(stage), x, self._narrow_batch(), _key_shape())
-                output, (_, self._info) = self._shapes_of(self._runner(stage), *given)
-                self._residuals.append(self._find_residual(stage, given))
-                outputs.append(output)
-            x = tuple(outputs) if len(group) > 1 else outputs[0]
-            ends = [self._model.layers[stage][-1].name for stage in group]
-            _check_differentiable(x, " and ".join(ends))
-            self._boundaries.append(packing.lay_out(x))
-        self._mail_sizes = packing.largest(b.sizes for b in self._boundaries[:-1])
-        self._residual_sizes = packing.largest(r.layout.sizes for r in self._residuals)
-
-    def _shapes_of(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Return shapes of results, as on a device: a layer may reduce over replicas."""
-        same = PartitionSpec()
-        mapped = jax.shard_map(
-            function, mesh=self._mesh, in_specs=same, out_specs=same, check_vma=False
-        )
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(mapped, *given)
-        )
-
-    def _narrow_batch(self) -> Any:
-        compute = self._step.plan.types.compute
-        return jax.eval_shape(lambda b: steps.narrow(b, compute), self._batch)
-
-    def _values_shape(self, stage: int) -> tuple[Tree, Tree]:
-        state = self._state
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-            (state.params, state.model_state),
-        )
-        return jax.eval_shape(lambda *rows: self._values(stage, *rows), *rows)
-
-    def _find_residual(self, stage: int, given: tuple[Any, ...]) -> Residual:
-        found: list[Residual] = []
-
-        def trace(*given: Any) -> None:
-            _, backward, _ = self._differentiated(stage, given)
-            leaves, structure = jax.tree.flatten(backward)
-            # What the stage is given can be looked up again: it is not kept twice.
-            places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(given))}
-            again = {
-                i: places[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in places
-            }
-            kept = tuple(i for i in range(len(leaves)) if i not in again)
-            layout = packing.lay_out([jnp.asarray(leaves[i]) for i in kept])
-            found.append(Residual(structure, kept, again, layout))
-
-        self._shapes_of(trace, *given)
-        return found[0] if self._keeps else found[0]._replace(layout=packing.lay_out([]))
-
-    # --- one stage ------------------------------------------------------------
-
-    def _values(
-        self, stage: int, params: Buffers, model_state: Buffers
-    ) -> tuple[Tree, Tree]:
-        """Unpack a stage's weights and model state from a device's rows."""
-        return (
-            packing.unpack(self._layout("params", stage), params),
-            packing.unpack(self._layout("model_state", stage), model_state),
-        )
-
-    def _layout(self, kind: str, stage: int) -> Layout:
-        rows = getattr(self._arrangement, kind)
-        layout = rows.layouts[self._stages.device_of[stage]]
-        return packing.part(layout, self._model.names(stage))
-
-    def _runner(self, stage: int) -> Callable[..., Any]:
-        """The stage as ``(params, model_state, x, batch, key) -> (y, (changes, info))``."""
-        step, plan = self._step, self._step.plan
-        last = stage == self._stages.num_stages - 1
-        modes = self._modes(stage)
-
-        def run(params: Tree, model_state: Tree, x: Any, batch: Any, key: Any) -> Any:
-            y, new = apply_layers(
-                self._model.layers[stage],
-                steps.narrow(params, plan.types.compute),
-                model_state,
-                x,
-                training=True,
-                key=key,
-            )
-            new = steps.checked_model_state(new, model_state)
-            changes = steps.contribution(modes, model_state, new)
-            if not last:
-                return y, (changes, {})
-            returned = self._loss.outputs(y, self._loss.targets(batch, key))
-            loss, _, info = steps.unpacked(_regrouped(returned))
-            info = steps.checked_info(info, step.watch) | {"loss": loss}
-            return loss, (changes, info)
-
-        return run
-
-    def _modes(self, stage: int) -> Tree:
-        model_state = jax.tree.unflatten(
-            (layout := self._layout("model_state", stage)).tree,
-            [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in layout.entries],
-        )
-        return steps.model_state_modes(self._step.model_state_reduction, model_state)
-
-    def _differentiated(self, stage: int, given: tuple[Any, ...]) -> Any:
-        """Run a stage; return its output, its backward function and what it reports."""
-        params, model_state, x, batch, key = given
-        run = self._runner(stage)
-        if self._keeps:
-            run = jax.checkpoint(run, policy=steps.keep_products, prevent_cse=False)
-        if self._stages.position_of(stage) == 0:  # no one wants the batch's gradient
-
-            def of_params(params: Tree) -> Any:
-                return run(params, model_state, x, batch, key)
-
-            return jax.vjp(of_params, params, has_aux=True)
-
-        def of_both(params: Tree, x: Any) -> Any:
-            return run(params, model_state, x, batch, key)
-
-        return jax.vjp(of_both, params, x, has_aux=True)
-
-    # --- the ticks ------------------------------------------------------------
-
-    def gather(self, state: TrainState, batches: Any, clock: Clock | None = None) -> Sums:
-        """Follow the timetable through one update; leaves of `batches` are (M, ...).
+    def compute_gradients(
+        self, state: TrainState, batches: Any, clock: Clock | None = None
+    ) -> PipelineSums:
+        """Run the schedule for one update; runs inside the program, on one device.
 
         Args:
-            state: A device's own part.
-            batches: The micro-batches of one replica.
-            clock: Called on the host before and after each action, as
-                ``clock(replica, device, tick, is_end)``, to see where time goes.
+            state: The device's own part of a packed state.
+            batches: The micro-batches of one replica; leaves are (micro-batches, ...).
+            clock: Called on the host before and after each action.
         """
-        routes = self._routes
+        routes, functions = self._routes, self._functions
+        # One slot more than the schedule uses. All devices write at every tick, those
+        # with nothing to keep into this one.
         start = (
-            Sums(
-                packing.empty(self._arrangement.gradients.sizes),
-                packing.empty(self._arrangement.changes.sizes),
-                {name: jnp.float32(0) for name in self._info},
+            PipelineSums(
+                packing.zero_buffers(functions.layout.gradients.sizes),
+                packing.zero_buffers(functions.layout.contributions.sizes),
+                {name: jnp.float32(0) for name in functions.info_names},
             ),
-            packing.empty(self._mail_sizes, routes.num_mail_slots + 1),
-            packing.empty(self._residual_sizes, routes.num_residual_slots + 1),
+            packing.zero_buffers(functions.boundary_sizes, routes.num_receive_slots + 1),
+            packing.zero_buffers(functions.residual_sizes, routes.num_residual_slots + 1),
         )
         branches = self._branches(state, batches)
         device = lax.axis_index(STAGE_AXIS)
 
-        def tick(carry: Any, rows: Mapping[str, jax.Array]) -> tuple[Any, None]:
-            sums, mail, kept = carry
+        def tick(carry: Any, rows: Mapping[str, Array]) -> tuple[Any, None]:
+            sums, received, stored = carry
             row = {name: values[device] for name, values in rows.items()}
             if clock is not None:
-                row, mail = _timed(clock, row["tick"], False, (row, mail))
-            sums, sent, residual = lax.switch(
-                row["branch"], branches, sums, mail, kept, row
+                row, received = _timed(clock, row["tick"], False, (row, received))
+            sums, sent, residuals = lax.switch(
+                row["branch"], branches, sums, received, stored, row
             )
             if clock is not None:
                 sums, sent = _timed(clock, row["tick"], True, (sums, sent))
-            forward = (row["branch"] > 0) & (row["branch"] <= self._stages.num_stages)
-            slot = jnp.where(forward, row["residual_slot"], routes.num_residual_slots)
-            kept = _put(kept, slot, residual)
-            return (sums, self._deliver(mail, sent, row), kept), None
+            is_forward = (row["branch"] > 0) & (row["branch"] <= self._stages.num_stages)
+            slot = jnp.where(is_forward, row["residual_slot"], routes.num_residual_slots)
+            stored = _write_slot(stored, slot, residuals)
+            # Outside of the switch: a collective must run on all devices at once.
+            return (sums, self._exchange(received, sent, row), stored), None
 
         names = [n for n in Routes._fields if isinstance(getattr(routes, n), np.ndarray)]
         rows = {name: jnp.asarray(getattr(routes, name)) for name in names}
@@ -259,30 +110,31 @@ class Pipeline:
             ticks = jnp.arange(routes.branch.shape[0])
             rows["tick"] = jnp.broadcast_to(ticks[:, None], routes.branch.shape)
         (sums, _, _), _ = lax.scan(tick, start, rows)
-        return self._exchanged(sums)
+        return self._reduce(sums)
 
-    def _deliver(self, mail: Buffers, sent: Buffers, row: Mapping[str, Any]) -> Buffers:
+    def _exchange(self, received: Buffers, sent: Buffers, row: _Row) -> Buffers:
+        """Send what a tick finished, one channel after the other, into receive slots."""
         for channel, edges in enumerate(self._routes.channels):
-            received = sent
+            arrived = sent
             if any(source != target for source, target in edges):
-                received = {
+                arrived = {
                     name: lax.ppermute(value, STAGE_AXIS, edges)
                     for name, value in sent.items()
                 }
-            slot = row["mail_slot"][channel]
+            slot = row["receive_slot"][channel]
             if self._routes.any_added:
-                added = row["mail_add"][channel]
-                there = _take(mail, slot)
-                received = {
-                    name: jnp.where(added, there[name] + value, value)
-                    for name, value in received.items()
+                is_added = row["receive_add"][channel]
+                there = _read_slot(received, slot)
+                arrived = {
+                    name: jnp.where(is_added, there[name] + value, value)
+                    for name, value in arrived.items()
                 }
-            mail = _put(mail, slot, received)
-        return mail
+            received = _write_slot(received, slot, arrived)
+        return received
 
-    def _exchanged(self, sums: Sums) -> Sums:
-        """Sum over replicas; reports come from one stage, so they are summed over all."""
-        plan = self._step.plan
+    def _reduce(self, sums: PipelineSums) -> PipelineSums:
+        """Sum over replicas. Info is on one stage only, so sum it over all of them."""
+        plan = self._plan
         gradients, model_state, info = sum_over_replicas(tuple(sums), plan.num_replicas)
         info = lax.psum(info, STAGE_AXIS)
         count = plan.batching.gradient_accumulation_count * plan.num_replicas
@@ -291,191 +143,164 @@ class Pipeline:
             name: (value / plan.num_replicas).astype(sums.gradients[name].dtype)
             for name, value in gradients.items()
         }
-        return Sums(gradients, model_state, info)
+        return PipelineSums(gradients, model_state, info)
+
+    # --- the branches of the switch ---
+    # All take and return the same types: (sums, received, stored, row) to (sums, sent,
+    # residuals). Hence the flat buffers, padded to the largest stage.
 
     def _branches(self, state: TrainState, batches: Any) -> list[Callable[..., Any]]:
-        def idle(sums: Sums, mail: Buffers, kept: Buffers, row: Any) -> Any:
-            del mail, kept, row
+        def idle(sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row) -> Any:
+            del received, stored, row
             return sums, *self._nothing()
 
-        def given(stage: int, mail: Buffers, row: Any) -> tuple[Any, ...]:
+        def operands(stage: int, received: Buffers, row: _Row) -> StageOperands:
             index = row["micro_batch"]
             batch = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), batches
             )
-            batch = steps.narrow(batch, self._step.plan.types.compute)
-            key = steps.micro_batch_key(self._step.plan, state, index)
+            batch = narrow(batch, self._plan.types.compute)
+            key = steps.micro_batch_key(self._plan, state, index)
             position = self._stages.position_of(stage)
             if position == 0:
-                x = self._loss.inputs(batch, key)
+                x = self._functions.loss.inputs(batch, key)
             else:
-                boundary = self._boundaries[position - 1]
-                x = packing.unpack(boundary, _take(mail, row["input_slot"]))
-            return *self._values(stage, state.params, state.model_state), x, batch, key
+                boundary = self._functions.boundaries[position - 1]
+                x = packing.unpack(boundary, _read_slot(received, row["input_slot"]))
+            values = self._functions.unpack_values(stage, state.params, state.model_state)
+            return StageOperands(*values, x, batch, key)
 
+        # In the order of Routes.branch.
         stages = range(self._stages.num_stages)
         return [
             idle,
-            *(self._forward(stage, given) for stage in stages),
-            *(self._backward(stage, given, state) for stage in stages),
+            *(self._forward(stage, operands) for stage in stages),
+            *(self._backward(stage, operands, state) for stage in stages),
         ]
 
     def _nothing(self) -> tuple[Buffers, Buffers]:
-        return packing.empty(self._mail_sizes), packing.empty(self._residual_sizes)
+        functions = self._functions
+        return (
+            packing.zero_buffers(functions.boundary_sizes),
+            packing.zero_buffers(functions.residual_sizes),
+        )
 
-    def _forward(self, stage: int, given: Callable[..., Any]) -> Callable[..., Any]:
-        last = stage == self._stages.num_stages - 1
+    def _forward(
+        self, stage: int, get_operands: Callable[..., StageOperands]
+    ) -> Callable[..., Any]:
+        functions = self._functions
+        is_last = stage == self._stages.num_stages - 1
 
-        def forward(sums: Sums, mail: Buffers, kept: Buffers, row: Any) -> Any:
-            del kept
-            values = given(stage, mail, row)
-            sent, residual = self._nothing()
-            if self._keeps:
-                y, backward, (changes, info) = self._differentiated(stage, values)
-                needed = self._residuals[stage]
-                leaves = jax.tree.leaves(backward)
-                residual = packing.pack(
-                    needed.layout, [leaves[i] for i in needed.kept], self._residual_sizes
-                )
+        def forward(
+            sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row
+        ) -> Any:
+            del stored
+            operands = get_operands(stage, received, row)
+            sent, residuals = self._nothing()
+            if functions.keeps_residuals:
+                y, backward, (changes, info) = functions.differentiate(stage, operands)
+                residuals = functions.pack_residuals(stage, backward)
             else:
-                y, (changes, info) = self._runner(stage)(*values)
-            if not last:
-                sent = self._packed_output(stage, y)
-            changes = steps.from_first(self._modes(stage), changes, row["micro_batch"])
-            layout = self._layout("changes", stage)
-            model_state = _section_updated(layout, sums.model_state, changes, jnp.add)
-            info = {n: sums.info[n] + info[n] if last else sums.info[n] for n in sums.info}
-            return Sums(sums.gradients, model_state, info), sent, residual
+                y, (changes, info) = functions.forward(stage)(*operands)
+            if not is_last:
+                sent = functions.pack_output(stage, y)
+            changes = keep_first(functions.modes(stage), changes, row["micro_batch"])
+            layout = functions.stage_layout("contributions", stage)
+            model_state = _update_section(layout, sums.model_state, changes, jnp.add)
+            if is_last:
+                info = {name: sums.info[name] + info[name] for name in sums.info}
+            else:
+                info = sums.info
+            return PipelineSums(sums.gradients, model_state, info), sent, residuals
 
         return forward
 
-    def _packed_output(self, stage: int, y: Any) -> Buffers:
-        """A stage's output as what leaves its position; zeros for the other branches'."""
-        position = self._stages.position_of(stage)
-        group, boundary = self._stages.groups[position], self._boundaries[position]
-        if len(group) > 1:
-            shapes = jax.tree.unflatten(boundary.tree, boundary.entries)
-            y = tuple(
-                y
-                if other == stage
-                else jax.tree.map(
-                    lambda e: jnp.zeros(e.shape, e.dtype), shape, is_leaf=packing.is_entry
-                )
-                for other, shape in zip(group, shapes, strict=True)
-            )
-        return packing.pack(boundary, y, self._mail_sizes)
-
     def _backward(
-        self, stage: int, given: Callable[..., Any], state: TrainState
+        self, stage: int, get_operands: Callable[..., StageOperands], state: TrainState
     ) -> Callable[..., Any]:
-        plan = self._step.plan
+        plan, functions = self._plan, self._functions
         position = self._stages.position_of(stage)
         group = self._stages.groups[position]
 
-        def output_gradient(mail: Buffers, row: Any) -> Any:
+        def output_gradient(received: Buffers, row: _Row) -> Any:
             if position == self._stages.num_positions - 1:
                 return state.loss_scale.factor if plan.loss_scaling else jnp.float32(1)
-            received = _take(mail, row["gradient_slot"])
-            gradient = packing.unpack(self._boundaries[position], received)
+            buffers = _read_slot(received, row["gradient_slot"])
+            gradient = packing.unpack(functions.boundaries[position], buffers)
             return gradient[group.index(stage)] if len(group) > 1 else gradient
 
-        def backward_function(values: tuple[Any, ...], kept: Buffers, row: Any) -> Any:
-            if not self._keeps:
-                return self._differentiated(stage, values)[1]
-            needed = self._residuals[stage]
-            stored = packing.unpack(needed.layout, _take(kept, row["residual_slot"]))
-            leaves = dict(zip(needed.kept, stored, strict=True))
-            flat = jax.tree.leaves(values)
-            leaves |= {i: flat[place] for i, place in needed.given.items()}
-            ordered = [leaves[i] for i in range(len(leaves))]
-            return jax.tree.unflatten(needed.function, ordered)
+        def add(total: Array, gradient: Array, index: Int[Array, ""]) -> Array:
+            count = plan.batching.gradient_accumulation_count
+            reduction = plan.gradient_accumulation_reduction
+            return add_gradient(total, gradient, index, count, reduction)
 
-        def backward(sums: Sums, mail: Buffers, kept: Buffers, row: Any) -> Any:
-            values = given(stage, mail, row)
-            run = backward_function(values, kept, row)
-            found = run(output_gradient(mail, row))
-            sent, residual = self._nothing()
+        def backward(
+            sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row
+        ) -> Any:
+            operands = get_operands(stage, received, row)
+            if functions.keeps_residuals:
+                kept = _read_slot(stored, row["residual_slot"])
+                run_backward = functions.restore_backward(stage, operands, kept)
+            else:
+                _, run_backward, _ = functions.differentiate(stage, operands)
+            params_gradient, *input_gradient = run_backward(output_gradient(received, row))
+            sent, residuals = self._nothing()
             if position:
                 sent = packing.pack(
-                    self._boundaries[position - 1], found[1], self._mail_sizes
+                    functions.boundaries[position - 1],
+                    input_gradient[0],
+                    functions.boundary_sizes,
                 )
-            layout = self._layout("gradients", stage)
-
-            def add(total: jax.Array, gradient: jax.Array) -> jax.Array:
-                count = plan.batching.gradient_accumulation_count
-                how = plan.gradient_accumulation_reduction
-                return add_gradient(total, gradient, row["micro_batch"], count, how)
-
-            gradients = _section_updated(layout, sums.gradients, found[0], add)
-            return Sums(gradients, sums.model_state, sums.info), sent, residual
+            gradients = _update_section(
+                functions.stage_layout("gradients", stage),
+                sums.gradients,
+                params_gradient,
+                lambda total, gradient: add(total, gradient, row["micro_batch"]),
+            )
+            return PipelineSums(gradients, sums.model_state, sums.info), sent, residuals
 
         return backward
 
 
-def _timed(clock: Clock, tick: jax.Array, is_end: bool, values: Any) -> Any:
-    """Read the clock when `values` are there, and hand them on only after that."""
+def _timed(clock: Clock, tick: Int[Array, ""], is_end: bool, values: Any) -> Any:
+    """Read the clock once `values` are computed, and return them only after that."""
 
     def read(replica: Any, device: Any, tick: Any, first: Any) -> np.int32:
         del first
         clock(int(replica), int(device), int(tick), is_end)
         return np.int32(0)
 
-    place = lax.axis_index(REPLICA_AXIS), lax.axis_index(STAGE_AXIS)
-    there = [jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(values)]
+    here = lax.axis_index(REPLICA_AXIS), lax.axis_index(STAGE_AXIS)
+    # One element of every leaf makes the callback wait for all of them; the barrier makes
+    # whatever comes next wait for the callback.
+    first = [jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(values)]
     token = io_callback(
-        read, jax.ShapeDtypeStruct((), jnp.int32), *place, tick, jnp.stack(there)
+        read, jax.ShapeDtypeStruct((), jnp.int32), *here, tick, jnp.stack(first)
     )
     return lax.optimization_barrier((values, token))[0]
 
 
-def _section_updated(
-    layout: Layout, buffers: Buffers, tree: Any, combine: Callable[..., jax.Array]
+def _update_section(
+    layout: BufferLayout, buffers: Buffers, tree: Any, combine: Callable[..., Array]
 ) -> Buffers:
-    """Combine a tree with what is at its place in the buffers."""
-    where = packing.section(layout)
-    flat = packing.pack(layout, tree, {name: length for name, (_, length) in where.items()})
-    new = dict(buffers)
-    for name, (start, length) in where.items():
+    """Combine a tree with its section of the buffers, in place."""
+    flat, new = packing.pack_section(layout, tree), dict(buffers)
+    for name, (start, length) in packing.section_bounds(layout).items():
         old = lax.slice(new[name], (start,), (start + length,))
         updated = combine(old, flat[name])
         new[name] = lax.dynamic_update_slice(new[name], updated, (start,))
     return new
 
 
-def _take(slots: Buffers, slot: jax.Array) -> Buffers:
+def _read_slot(slots: Buffers, slot: Int[Array, ""]) -> Buffers:
     return {
         name: lax.dynamic_index_in_dim(values, slot, keepdims=False)
         for name, values in slots.items()
     }
 
 
-def _put(slots: Buffers, slot: jax.Array, values: Buffers) -> Buffers:
+def _write_slot(slots: Buffers, slot: Int[Array, ""], values: Buffers) -> Buffers:
     return {
         name: lax.dynamic_update_index_in_dim(slots[name], value, slot, 0)
         for name, value in values.items()
     }
-
-
-def _regrouped(returned: Any) -> Any:
-    """As a loss function would return it, to be checked alike."""
-    try:
-        loss, info = returned
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            "LayeredLoss.outputs must return (loss, info): a scalar and a dict of scalars."
-        ) from error
-    return loss, (None, info)
-
-
-def _key_shape() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def _check_differentiable(boundary: Any, layer: str) -> None:
-    for leaf in jax.tree.leaves(boundary):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ConfigurationError(
-                f"What layer {layer} passes on has {leaf.dtype} values, which have no "
-                "gradient and cannot cross from one pipeline stage to the next. Split "
-                "elsewhere, or keep them in the batch."
-            )

@@ -1,7 +1,7 @@
-"""What a device can do at most: the rate of a product, and of moving bytes.
+"""The measured roofline of a device: matrix products and memory bandwidth.
 
-``millrace devices`` shows these, and benchmarks compare what training reaches with them.
-The best of several timings counts, since the question is what the device can do.
+``millrace devices`` shows it, and benchmarks compare training with it. The best of several
+timings counts, since the question is what the device can do.
 """
 
 import dataclasses
@@ -14,29 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 
 _TIMINGS = 3
-_LONG_ENOUGH = 0.05
-"""Seconds of work per timing, beside which starting it is nothing."""
+_MIN_SECONDS = 0.05
+"""Work per timing, long enough to make the launch negligible."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRate:
-    """How fast square matrices are multiplied."""
+    """The measured rate of square matrix products."""
 
     dtype: str
     size: int
     """Rows and columns of the matrices."""
     flops_per_second: float
-    """Multiplications and additions, counted apart."""
+    """Multiplications and additions count separately."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyRates:
-    """How fast bytes move; between host and device only where these are two memories."""
+    """Measured bandwidths; None between host and device if they share their memory."""
 
     num_bytes: int
-    """Of the array that was moved."""
+    """Size of the array that was copied."""
     on_device: float
-    """Bytes per second, those read and those written both counted."""
+    """Bytes per second, read and written."""
     to_device: float | None
     """Bytes per second from a NumPy array."""
     from_device: float | None
@@ -46,14 +46,14 @@ class CopyRates:
 def measure_matmul(
     device: Any = None, *, dtype: str = "float32", size: int | None = None
 ) -> MatmulRate:
-    """Multiply square matrices on `device` (default: the first) many times in one call.
+    """Measure square matrix products on `device` (default: the first).
 
-    float32 is computed as JAX does by default, on recent GPUs with TensorFloat-32.
+    float32 uses JAX's default precision, which is TensorFloat-32 on recent GPUs.
     """
     device = device or jax.devices()[0]
     size = size or (1024 if device.platform == "cpu" else 8192)
     rng = np.random.default_rng(0)
-    # Products of such matrices neither grow nor vanish.
+    # Scaled so that repeated products neither overflow nor vanish.
     matrix = rng.standard_normal((size, size), np.float32) / np.float32(size) ** 0.5
     left = jax.device_put(matrix.astype(jnp.dtype(dtype)), device)
 
@@ -61,12 +61,12 @@ def measure_matmul(
         product = jax.lax.fori_loop(0, count, lambda _, x: x @ left, left)
         return product[0, 0]
 
-    seconds = _seconds_each(multiply, left, device)
+    seconds = _time_repetition(multiply, left, device)
     return MatmulRate(dtype=dtype, size=size, flops_per_second=2 * size**3 / seconds)
 
 
 def measure_copy(device: Any = None, *, num_bytes: int | None = None) -> CopyRates:
-    """Read and write an array on `device`, and move it to and from the host."""
+    """Measure copies of an array on `device`, and to and from the host."""
     device = device or jax.devices()[0]
     separate = device.platform != "cpu"
     num_bytes = num_bytes or (2**28 if separate else 2**26)
@@ -76,13 +76,13 @@ def measure_copy(device: Any = None, *, num_bytes: int | None = None) -> CopyRat
     def copy(count: jax.Array, array: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, count, lambda _, x: x + 1, array)[0]
 
-    on_device = 2 * num_bytes / _seconds_each(copy, there, device)
+    on_device = 2 * num_bytes / _time_repetition(copy, there, device)
     to_device = from_device = None
     if separate:
-        to_device = num_bytes / _best(lambda: jax.device_put(host, device))
-        # A copy is kept with the array once made, so each timing needs a new one.
+        to_device = num_bytes / _time_best(lambda: jax.device_put(host, device))
+        # An array caches its host copy, so each timing needs a new array.
         fresh = iter([jax.device_put(host, device) for _ in range(_TIMINGS + 1)])
-        from_device = num_bytes / _best(lambda: jax.device_get(next(fresh)))
+        from_device = num_bytes / _time_best(lambda: jax.device_get(next(fresh)))
     return CopyRates(
         num_bytes=num_bytes,
         on_device=on_device,
@@ -91,24 +91,24 @@ def measure_copy(device: Any = None, *, num_bytes: int | None = None) -> CopyRat
     )
 
 
-def _seconds_each(
+def _time_repetition(
     repeat: Callable[[jax.Array, jax.Array], jax.Array], array: jax.Array, device: Any
 ) -> float:
-    """Time one of `count` repetitions, so many that a timing is long enough."""
+    """Return the seconds of one repetition; repeat until a timing is long enough."""
     compiled = jax.jit(repeat)
 
-    def timed(count: int) -> float:
+    def measure(count: int) -> float:
         number = jax.device_put(np.int32(count), device)
-        return _best(lambda: compiled(number, array))
+        return _time_best(lambda: compiled(number, array))
 
-    count = 8  # the first repetition may copy what it is given
-    while (seconds := timed(count)) < _LONG_ENOUGH and count < 2**20:
-        count *= max(2, min(64, round(_LONG_ENOUGH / max(seconds, 1e-6))))
+    count = 8  # the first repetition may copy its input
+    while (seconds := measure(count)) < _MIN_SECONDS and count < 2**20:
+        count *= max(2, min(64, round(_MIN_SECONDS / max(seconds, 1e-6))))
     return seconds / count
 
 
-def _best(function: Callable[[], Any]) -> float:
-    """Return the shortest of a few timings; the first call is not one of them."""
+def _time_best(function: Callable[[], Any]) -> float:
+    """Return the shortest of a few timings, after a first call to warm up."""
     jax.block_until_ready(function())
     timings = []
     for _ in range(_TIMINGS):

@@ -1,14 +1,16 @@
-"""From a timetable to the numbers that steer each device, tick by tick.
+"""Turn a schedule table into the numbers that steer each device, tick by tick.
 
-What a device finishes at a tick (activations of a forward, gradients of a backward) is
-sent at the end of the tick into a numbered slot of the receiver. All of that is known
-before the program runs, so slots are shared out here, as registers are by a compiler.
+What a device finishes at a tick (activations of a forward pass, gradients of a backward
+pass) is sent at the end of the tick into a numbered slot of the receiver. All of this is
+known before the program runs, so slots are assigned here, as a compiler assigns registers:
+a slot is reused as soon as its value has been read for the last time.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from millrace.schedule.orders import Action
 from millrace.schedule.stages import Stages
@@ -18,36 +20,39 @@ IDLE = 0
 Edge = tuple[int, int]
 """From one device to another, or to itself."""
 
+_PerDevice = Int32[np.ndarray, "ticks devices"]
+_PerChannel = Int32[np.ndarray, "ticks devices channels"]
+
 
 class Routes(NamedTuple):
-    """What each device does and receives: arrays (ticks, devices) and more."""
+    """What each device does and receives at each tick."""
 
-    branch: np.ndarray
-    """IDLE, 1 + stage for its forward, 1 + stages + stage for its backward."""
-    micro_batch: np.ndarray
-    input_slot: np.ndarray
-    """Where the stage's input lies."""
-    gradient_slot: np.ndarray
-    """Where the gradient of the stage's output lies, for a backward."""
-    residual_slot: np.ndarray
-    """Where a forward leaves what its backward needs; the last slot holds nothing."""
-    mail_slot: np.ndarray
-    """(ticks, devices, channels): where to put what comes; the last slot is for nothing."""
-    mail_add: np.ndarray
-    """Whether to add it to what is there: the second part of one value."""
+    branch: _PerDevice
+    """IDLE, 1 + stage for a forward pass, 1 + num_stages + stage for a backward pass."""
+    micro_batch: _PerDevice
+    input_slot: _PerDevice
+    """Receive slot with the input of the stage."""
+    gradient_slot: _PerDevice
+    """Receive slot with the gradient of the stage's output, for a backward pass."""
+    residual_slot: _PerDevice
+    """Where a forward pass stores the residuals that its backward pass reads."""
+    receive_slot: _PerChannel
+    """Where to put what arrives; the extra last slot takes what is not for this device."""
+    receive_add: _PerChannel
+    """Whether to add it to what is there, as the second part of one value."""
     channels: tuple[tuple[Edge, ...], ...]
-    """Permutations of the devices, over which values travel."""
-    num_mail_slots: int
+    """Permutations of the devices over which values travel."""
+    num_receive_slots: int
     num_residual_slots: int
 
     @property
     def any_added(self) -> bool:
-        """Whether any value is put together from parts."""
-        return bool(self.mail_add.any())
+        """Whether any value is the sum of several parts."""
+        return bool(self.receive_add.any())
 
 
 class _Slots:
-    """Numbers that are handed out and taken back."""
+    """Numbers that are handed out and reused."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -59,12 +64,12 @@ class _Slots:
         self.count += 1
         return self.count - 1
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         self._free.append(slot)
 
 
 class _Value(NamedTuple):
-    """Activations entering a position, or gradients of what leaves it, on a device."""
+    """The input of a position, or the gradient of its output, on one device."""
 
     kind: str
     position: int
@@ -72,118 +77,131 @@ class _Value(NamedTuple):
     micro_batch: int
 
 
+class _ReceiveSlots:
+    """The slots of values that devices have received and not yet read for the last time."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._slots = [_Slots() for _ in range(stages.num_devices)]
+        self._slot_of: dict[_Value, int] = {}
+        self._reads_left: dict[_Value, int] = {}
+
+    @property
+    def count(self) -> int:
+        return max(slots.count for slots in self._slots)
+
+    def write(self, value: _Value) -> tuple[int, bool]:
+        """Return the slot of a value and whether an earlier part of it is there."""
+        has_part = value in self._slot_of
+        if not has_part:
+            self._slot_of[value] = self._slots[value.device].take()
+            self._reads_left[value] = self._count_reads(value)
+        return self._slot_of[value], has_part
+
+    def read(self, value: _Value) -> int:
+        """Return the slot of a value; release it after the last read."""
+        if value not in self._slot_of:
+            return 0  # the first stage reads the batch, the last has no gradient
+        slot = self._slot_of[value]
+        self._reads_left[value] -= 1
+        if not self._reads_left[value]:
+            self._slots[value.device].release(slot)
+            del self._slot_of[value]
+        return slot
+
+    def _count_reads(self, value: _Value) -> int:
+        # A backward pass reads the input of its stage again.
+        readers = sum(
+            self._stages.device_of[stage] == value.device
+            for stage in self._stages.groups[value.position]
+        )
+        return readers * (2 if value.kind == "activation" else 1)
+
+
 def plan_routes(table: Table) -> Routes:
-    """Work out slots and channels for a timetable."""
+    """Assign slots and channels for a schedule table."""
     stages = table.stages
-    channels = _channels(table)
+    channels = _color_channels(table)
+    channel_of = {edge: i for i, edges in enumerate(channels) for edge in edges}
     shape = (len(table.ticks), stages.num_devices)
     arrays = {
         name: np.zeros(shape, np.int32)
         for name in ("branch", "micro_batch", "input_slot", "gradient_slot")
     }
     residual_slot = np.full(shape, -1, np.int32)
-    mail_slot = np.full((*shape, len(channels)), -1, np.int32)
-    mail_add = np.zeros((*shape, len(channels)), np.int32)
-    channel_of = {edge: i for i, edges in enumerate(channels) for edge in edges}
-    mail = [_Slots() for _ in range(stages.num_devices)]
+    receive_slot = np.full((*shape, len(channels)), -1, np.int32)
+    receive_add = np.zeros((*shape, len(channels)), np.int32)
+    received = _ReceiveSlots(stages)
     residuals = [_Slots() for _ in range(stages.num_devices)]
-    where: dict[_Value, int] = {}
-    kept: dict[tuple[int, int], int] = {}
-    uses = _count_uses(stages)
-
-    def read(value: _Value) -> int:
-        """Use a value; its slot is free after the last use."""
-        if value not in where:
-            return 0  # the first stage reads the batch, the last has no gradient
-        slot = where[value]
-        left[value] = left.get(value, uses(value)) - 1
-        if not left[value]:
-            mail[value.device].give_back(slot)
-            del where[value]
-        return slot
-
-    left: dict[_Value, int] = {}
+    stored: dict[tuple[int, int], int] = {}
     for tick, row in enumerate(table.ticks):
         for device, (kind, stage, micro) in row.items():
             position = stages.position_of(stage)
-            forward = kind == "forward"
-            first = 1 if forward else 1 + stages.num_stages
-            arrays["branch"][tick, device] = first + stage
+            is_forward = kind == "forward"
+            first_branch = 1 if is_forward else 1 + stages.num_stages
+            arrays["branch"][tick, device] = first_branch + stage
             arrays["micro_batch"][tick, device] = micro
-            given = _Value("activation", position, device, micro)
-            arrays["input_slot"][tick, device] = read(given)
-            if forward:
-                kept[stage, micro] = residuals[device].take()
-                residual_slot[tick, device] = kept[stage, micro]
+            x = _Value("activation", position, device, micro)
+            arrays["input_slot"][tick, device] = received.read(x)
+            if is_forward:
+                stored[stage, micro] = residuals[device].take()
+                residual_slot[tick, device] = stored[stage, micro]
             else:
-                wanted = _Value("gradient", position, device, micro)
-                arrays["gradient_slot"][tick, device] = read(wanted)
-                residual_slot[tick, device] = kept[stage, micro]
-                residuals[device].give_back(kept.pop((stage, micro)))
+                gradient = _Value("gradient", position, device, micro)
+                arrays["gradient_slot"][tick, device] = received.read(gradient)
+                residual_slot[tick, device] = stored[stage, micro]
+                residuals[device].release(stored.pop((stage, micro)))
         sent = [
             (channel_of[device, value.device], value)
             for device, action in row.items()
-            for value in _sent(stages, action)
+            for value in _sent_values(stages, action)
         ]
-        # In the order the channels are emptied: the first part of a value replaces
-        # what was in its slot, the others are added.
+        # In the order in which the program handles the channels: the first part of a
+        # value overwrites its slot, and the others are added.
         for channel, value in sorted(sent):
-            if value in where:
-                mail_add[tick, value.device, channel] = 1
-            else:
-                where[value] = mail[value.device].take()
-            mail_slot[tick, value.device, channel] = where[value]
-    num_mail = max(slots.count for slots in mail)
-    num_residuals = max(slots.count for slots in residuals)
+            slot, has_part = received.write(value)
+            receive_slot[tick, value.device, channel] = slot
+            receive_add[tick, value.device, channel] = has_part
     return Routes(
         **arrays,
         residual_slot=residual_slot,
-        mail_slot=np.where(mail_slot < 0, num_mail, mail_slot),
-        mail_add=mail_add,
+        receive_slot=np.where(receive_slot < 0, received.count, receive_slot),
+        receive_add=receive_add,
         channels=channels,
-        num_mail_slots=num_mail,
-        num_residual_slots=num_residuals,
+        num_receive_slots=received.count,
+        num_residual_slots=max(slots.count for slots in residuals),
     )
 
 
-def _sent(stages: Stages, action: Action) -> Iterator[_Value]:
-    """What an action's result becomes, on every device that needs it."""
+def _sent_values(stages: Stages, action: Action) -> Iterator[_Value]:
+    """Yield what the result of an action becomes on every device that needs it."""
     position = stages.position_of(action.stage)
-    forward = action.kind == "forward"
-    to = position + 1 if forward else position - 1
-    if not 0 <= to < len(stages.groups):
+    is_forward = action.kind == "forward"
+    target = position + 1 if is_forward else position - 1
+    if not 0 <= target < len(stages.groups):
         return
-    kind = "activation" if forward else "gradient"
-    for device in sorted({stages.device_of[stage] for stage in stages.groups[to]}):
-        yield _Value(kind, to, device, action.micro_batch)
+    kind = "activation" if is_forward else "gradient"
+    for device in sorted({stages.device_of[stage] for stage in stages.groups[target]}):
+        yield _Value(kind, target, device, action.micro_batch)
 
 
-def _count_uses(stages: Stages):
-    """Tell how often a value is read: activations by forward and backward."""
+def _color_channels(table: Table) -> tuple[tuple[Edge, ...], ...]:
+    """Group the edges into channels in which no device sends or receives twice.
 
-    def uses(value: _Value) -> int:
-        readers = sum(
-            stages.device_of[stage] == value.device
-            for stage in stages.groups[value.position]
-        )
-        return readers * (2 if value.kind == "activation" else 1)
-
-    return uses
-
-
-def _channels(table: Table) -> tuple[tuple[Edge, ...], ...]:
-    """Color the edges so that within a channel no device sends or receives twice."""
+    A channel is one ``ppermute`` per tick, which must be a permutation. Greedy coloring
+    by distance puts the edges of a plain chain into two channels, one per direction.
+    """
     stages = table.stages
     edges = {
         (device, value.device)
         for row in table.ticks
         for device, action in row.items()
-        for value in _sent(stages, action)
+        for value in _sent_values(stages, action)
     }
     channels: list[list[Edge]] = []
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % stages.num_devices, e)):
         for channel in channels:
-            # What stays on a device needs no exchange, so it has a channel of its own.
+            # What stays on its device needs no exchange: give it channels of its own.
             same = (edge[0] == edge[1]) == (channel[0][0] == channel[0][1])
             if same and all(edge[0] != a and edge[1] != b for a, b in channel):
                 channel.append(edge)

@@ -1,104 +1,181 @@
-"""Where everything of a pipelined training state lies.
+"""The training state of a pipeline: where each value is in the buffers of each device.
 
-Users and checkpoints see weights, model state and the optimizer's state as trees over
-the whole model. A pipeline's program holds them as flat buffers (devices, numbers), each
-device's row with the numbers of its stages. This module goes from one to the other.
+Users and checkpoints see weights, model state and optimizer state as trees over the whole
+model. The program of a pipeline holds them *packed*: as buffers (devices, numbers), each
+device's row with the values of its stages. This module converts between the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from millrace.nn.layers import Tree
 from millrace.plan import Plan
-from millrace.program.accumulate import accumulator_types
-from millrace.program.model_state import addable
-from millrace.program.packed_state import OptimizerRows
+from millrace.program.accumulate import accumulator_dtypes, to_summable
 from millrace.program.packing import (
+    BufferLayout,
     Buffers,
-    Layout,
-    largest,
-    lay_out,
-    lay_out_in_pieces,
+    build_layout,
+    build_sectioned_layout,
+    max_sizes,
     unpack,
     write_numpy,
 )
-from millrace.program.replicas import fetch
-from millrace.program.separated_update import Leaf, SeparatedUpdate
-from millrace.program.stages import StagedModel
-from millrace.program.step import Step, TrainState, new_weights
+from millrace.program.partitioned_update import PartitionedUpdate, UpdateLeaf
+from millrace.program.replicas import STAGE_AXIS, to_host
+from millrace.program.splitting import StagedModel
+from millrace.program.step import Step, TrainState, update_weights
 
 _BUCKET_BYTES = 64 << 20
-"""Of optimizer state that is streamed at a time where it rests in host memory."""
+"""Optimizer state streamed at a time if it is kept in host memory."""
 
 
-class Rows(NamedTuple):
-    """A kind of value, laid out on every device."""
+# --- a packed state ---
 
-    layouts: tuple[Layout, ...]
+
+class PackedOptimizerState(NamedTuple):
+    """The optimizer state as the program of a pipeline holds it."""
+
+    buckets: tuple[Buffers, ...]
+    """(devices, numbers) each; several if the state is streamed, else one."""
+    shared: tuple[Any, ...]
+    """What belongs to no layer, such as counts; the same on every device."""
+
+
+ROW, SAME = PartitionSpec(STAGE_AXIS), PartitionSpec()
+_OPTIMIZER: Any = PackedOptimizerState._make((ROW, SAME))
+STATE: Any = TrainState._make((SAME, ROW, ROW, _OPTIMIZER, SAME, SAME))
+"""Partition specs of a packed state."""
+
+
+def is_packed(state: TrainState) -> bool:
+    """Whether a state is packed for a pipeline."""
+    return isinstance(state.optimizer_state, PackedOptimizerState)
+
+
+def without_optimizer(state: TrainState) -> TrainState:
+    """Return a packed state without its optimizer state."""
+    return state._replace(optimizer_state=PackedOptimizerState((), ()))
+
+
+def without_buckets(state: TrainState) -> TrainState:
+    """Return a packed state without what is updated in buckets."""
+    shared = state.optimizer_state.shared
+    return state._replace(params=None, optimizer_state=PackedOptimizerState((), shared))
+
+
+def own_row(state: TrainState) -> TrainState:
+    """Return a device's shard of a packed state without the dim of devices."""
+    return _map_rows(drop_device_dim, state)
+
+
+def as_row(state: TrainState) -> TrainState:
+    """Return a device's values as its shard of a packed state."""
+    return _map_rows(add_device_dim, state)
+
+
+def drop_device_dim(tree: Any) -> Any:
+    """Remove the leading dim of every leaf."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def add_device_dim(tree: Any) -> Any:
+    """Add a leading dim to every leaf."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _map_rows(function: Callable[[Any], Any], state: TrainState) -> TrainState:
+    optimizer = state.optimizer_state
+    params, model_state, buckets = function(
+        (state.params, state.model_state, optimizer.buckets)
+    )
+    return state._replace(
+        params=params,
+        model_state=model_state,
+        optimizer_state=optimizer._replace(buckets=buckets),
+    )
+
+
+# --- its layout ---
+
+
+class RowLayouts(NamedTuple):
+    """The layout of one kind of value on every device."""
+
+    layouts: tuple[BufferLayout, ...]
     """By device."""
     sizes: dict[str, int]
-    """Of a row, long enough for any device's values."""
+    """Sizes of a row, large enough for the values of any device."""
 
 
-class Arrangement(NamedTuple):
-    """Layouts of a model's values on the devices of a pipeline."""
+class StateLayout(NamedTuple):
+    """Layouts of all values of a model on the devices of a pipeline."""
 
     model: StagedModel
-    params: Rows
-    model_state: Rows
-    changes: Rows
-    """What micro-batches contribute to the model state, added up."""
-    gradients: Rows
-    optimizer: tuple[Rows, ...]
-    """By bucket, with leaves in the order of the whole state's."""
+    params: RowLayouts
+    model_state: RowLayouts
+    contributions: RowLayouts
+    """Sums of what micro-batches contribute to the model state."""
+    gradients: RowLayouts
+    optimizer: tuple[RowLayouts, ...]
+    """By bucket; the leaves are in the order of the whole state."""
     buckets: tuple[tuple[tuple[str, ...], ...], ...]
-    """By bucket and device, the layers whose weights it updates."""
-    update: SeparatedUpdate
-    """The optimizer's update, with a part for every bucket and device (``part_of``)."""
+    """The layers whose weights are updated, by bucket and device."""
+    update: PartitionedUpdate
+    """The weight update, with one part per bucket and device (``part_index``)."""
 
-    def part_of(self, bucket: int, device: int) -> int:
-        """Number the part of the update that a device makes with a bucket."""
+    def part_index(self, bucket: int, device: int) -> int:
+        """Return the part of the update that a device makes with a bucket."""
         return bucket * self.model.stages.num_devices + device
 
     def state_positions(self, part: int | None) -> list[int]:
-        """Positions of a part's (or the shared) leaves in the optimizer's whole state."""
-        num_params = sum(len(layout.entries) for layout in self.params.layouts)
-        found = (i - num_params for i in self.update.outputs_of(part))
-        return [position for position in found if position >= 0]
+        """Return positions in the whole optimizer state of a part's (or shared) leaves."""
+        num_params = sum(len(layout.slices) for layout in self.params.layouts)
+        positions = (i - num_params for i in self.update.output_positions(part))
+        return [position for position in positions if position >= 0]
+
+    def bucket_positions(self, bucket: int) -> list[list[int]]:
+        """Return, by device, the positions of the state leaves in a bucket."""
+        return [
+            self.state_positions(self.part_index(bucket, device))
+            for device in range(self.model.stages.num_devices)
+        ]
 
 
-def arrange(step: Step, model: StagedModel, whole: TrainState) -> Arrangement:
-    """Lay the values of a model out; `whole` is a whole state, or its shapes."""
+def build_state_layout(step: Step, model: StagedModel, whole: TrainState) -> StateLayout:
+    """Lay out the values of a model; `whole` is an unpacked state, or its shapes."""
     plan, params, model_state = step.plan, whole.params, whole.model_state
-    types = accumulator_types(params, plan.gradient_accumulation_dtype)
-    gradients = jax.tree.map(lambda p, t: jax.ShapeDtypeStruct(p.shape, t), params, types)
-    buckets = _buckets(plan, model, params)
+    dtypes = accumulator_dtypes(params, plan.gradient_accumulation_dtype)
+    gradients = jax.tree.map(lambda p, t: jax.ShapeDtypeStruct(p.shape, t), params, dtypes)
+    buckets = _assign_buckets(plan, model, params)
+    # A section is what one program reads or writes at once: weights are updated by
+    # bucket, everything else is computed by stage.
     by_bucket = list(zip(*buckets, strict=True))
     by_stage = [
         [model.names(stage) for stage in model.stages_on(device)]
         for device in range(model.stages.num_devices)
     ]
-    arrangement = Arrangement(
-        model,
-        _rows(by_bucket, params),
-        _rows(by_stage, model_state),
-        _rows(by_stage, jax.eval_shape(addable, model_state)),
-        _rows(by_stage, gradients),
-        (),
-        buckets,
-        _separated(step, whole, gradients, buckets),
+    layout = StateLayout(
+        model=model,
+        params=_sectioned_rows(by_bucket, params),
+        model_state=_sectioned_rows(by_stage, model_state),
+        contributions=_sectioned_rows(by_stage, jax.eval_shape(to_summable, model_state)),
+        gradients=_sectioned_rows(by_stage, gradients),
+        optimizer=(),
+        buckets=buckets,
+        update=_partition_update(step, whole, gradients, buckets),
     )
     leaves = jax.tree.leaves(whole.optimizer_state)
-    return arrangement._replace(
+    return layout._replace(
         optimizer=tuple(
-            _as_rows(
+            _make_rows(
                 [
-                    lay_out([leaves[i] for i in positions])
-                    for positions in _positions(arrangement, bucket)
+                    build_layout([leaves[i] for i in positions])
+                    for positions in layout.bucket_positions(bucket)
                 ]
             )
             for bucket in range(len(buckets))
@@ -106,53 +183,46 @@ def arrange(step: Step, model: StagedModel, whole: TrainState) -> Arrangement:
     )
 
 
-def _positions(arrangement: Arrangement, bucket: int) -> list[list[int]]:
-    """By device, the positions of the state's leaves that a bucket holds."""
-    return [
-        arrangement.state_positions(arrangement.part_of(bucket, device))
-        for device in range(arrangement.model.stages.num_devices)
-    ]
-
-
-def _separated(
+def _partition_update(
     step: Step,
     whole: TrainState,
     gradients: Tree,
     buckets: Sequence[Sequence[Sequence[str]]],
-) -> SeparatedUpdate:
-    """Split the update of the whole model into that of each bucket on each device."""
+) -> PartitionedUpdate:
+    """Partition the update of the whole model by bucket and device."""
     parts = [names for bucket in buckets for names in bucket]
     part_of = {name: part for part, names in enumerate(parts) for name in names}
     layers = {path: path[0].key for path in _paths(whole.params)}
     own = [
-        Leaf(part_of[layer], layer, output) for output, layer in enumerate(layers.values())
+        UpdateLeaf(part_of[layer], layer, output)
+        for output, layer in enumerate(layers.values())
     ]
     leaves = [*own, *(leaf._replace(output=None) for leaf in own)]
     for output, path in enumerate(_paths(whole.optimizer_state), len(own)):
         # Optax keeps what belongs to a weight under the weight's own path.
-        ends = (path[start:] for start in range(len(path)))
-        layer = next((layers[end] for end in ends if end in layers), "")
-        leaves.append(Leaf(part_of.get(layer), layer, output, is_state=True))
-    rest = common_inputs(
+        suffixes = (path[start:] for start in range(len(path)))
+        layer = next((layers[end] for end in suffixes if end in layers), "")
+        leaves.append(UpdateLeaf(part_of.get(layer), layer, output, is_state=True))
+    rest = shared_inputs(
         whole, jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
     )
-    leaves += [Leaf(None)] * len(jax.tree.leaves(rest))
+    leaves += [UpdateLeaf(None)] * len(jax.tree.leaves(rest))
 
     def update(params: Tree, gradients: Tree, optimizer: Any, rest: Any) -> Any:
         state, finite, loss = rest
         state = state._replace(params=params, optimizer_state=optimizer)
-        return new_weights(step, state, gradients, finite, loss)
+        return update_weights(step, state, gradients, finite, loss)
 
     arguments = (whole.params, gradients, whole.optimizer_state, rest)
     shapes = jax.eval_shape(lambda *trees: trees, *arguments)
-    return SeparatedUpdate(update, shapes, leaves)
+    return PartitionedUpdate(update, shapes, leaves)
 
 
-def common_inputs(state: TrainState, finite: Any, loss: Any) -> Any:
-    """Return what an update needs that every device has, apart from optimizer state.
+def shared_inputs(state: TrainState, finite: Any, loss: Any) -> Any:
+    """Return the inputs of an update that every device has, besides optimizer state.
 
     Args:
-        state: A state, in any form.
+        state: A state, packed or not.
         finite: Whether all gradients are finite.
         loss: The mean over micro-batches and replicas.
     """
@@ -160,31 +230,32 @@ def common_inputs(state: TrainState, finite: Any, loss: Any) -> Any:
     return rest, finite, loss
 
 
-def _rows(devices: Sequence[Sequence[Sequence[str]]], tree: Tree) -> Rows:
-    """Lay a tree's layers out: by device, in pieces that are given as layer names."""
-    return _as_rows(
+def _sectioned_rows(devices: Sequence[Sequence[Sequence[str]]], tree: Tree) -> RowLayouts:
+    """Lay out layers of a tree by device, in contiguous sections of layer names."""
+    return _make_rows(
         [
-            lay_out_in_pieces(
-                [{name: tree[name] for name in names if name in tree} for names in pieces]
+            build_sectioned_layout(
+                [{name: tree[name] for name in names if name in tree} for names in sections]
             )
-            for pieces in devices
+            for sections in devices
         ]
     )
 
 
-def _as_rows(layouts: Sequence[Layout]) -> Rows:
-    return Rows(tuple(layouts), largest(layout.sizes for layout in layouts))
+def _make_rows(layouts: Sequence[BufferLayout]) -> RowLayouts:
+    return RowLayouts(tuple(layouts), max_sizes(layout.sizes for layout in layouts))
 
 
-def _buckets(
+def _assign_buckets(
     plan: Plan, model: StagedModel, params: Tree
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Share each device's layers out over buckets; one, where the state stays."""
+    """Divide the layers of each device into buckets; one if the state is not offloaded."""
     limit = _BUCKET_BYTES if plan.optimizer_state_offloading else float("inf")
     devices: list[list[list[str]]] = []
     for device in range(model.stages.num_devices):
         buckets, room = [[]], limit
         for name in (name for name in model.layers_on(device) if name in params):
+            # As if the state were one float32 array per weight.
             size = sum(4 * leaf.size for leaf in jax.tree.leaves(params[name]))
             if size > room and buckets[-1]:
                 buckets.append([])
@@ -198,45 +269,52 @@ def _buckets(
     )
 
 
-def to_buffers(arrangement: Arrangement, state: TrainState) -> TrainState:
-    """Pack the trees of a whole state (as NumPy arrays) for the pipeline's program."""
+def _paths(tree: Any) -> list[tuple[Any, ...]]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+# --- packing and unpacking ---
+
+
+def pack_state(layout: StateLayout, state: TrainState) -> TrainState:
+    """Pack a whole state into NumPy buffers."""
     params, model_state = jax.device_get((state.params, state.model_state))
     leaves = jax.tree.leaves(state.optimizer_state)
     buckets = []
-    for number, rows in enumerate(arrangement.optimizer):
+    for number, rows in enumerate(layout.optimizer):
         trees = [
             jax.device_get([leaves[i] for i in positions])
-            for positions in _positions(arrangement, number)
+            for positions in layout.bucket_positions(number)
         ]
-        buckets.append(_filled(rows, trees))
-    shared = tuple(leaves[i] for i in arrangement.state_positions(None))
+        buckets.append(_fill_rows(rows, trees))
+    shared = tuple(leaves[i] for i in layout.state_positions(None))
     return state._replace(
-        params=_filled(arrangement.params, _parts(arrangement.params, params)),
-        model_state=_filled(
-            arrangement.model_state, _parts(arrangement.model_state, model_state)
+        params=_fill_rows(layout.params, _split_tree(layout.params, params)),
+        model_state=_fill_rows(
+            layout.model_state, _split_tree(layout.model_state, model_state)
         ),
-        optimizer_state=OptimizerRows(tuple(buckets), shared),
+        optimizer_state=PackedOptimizerState(tuple(buckets), shared),
     )
 
 
-def to_trees(arrangement: Arrangement, state: TrainState, like: TrainState) -> TrainState:
-    """Unpack a pipeline's state; `like` is a whole state with the trees' structure."""
-    buffers = jax.tree.map(
-        fetch, (state.params, state.model_state, state.optimizer_state.buckets)
+def unpack_state(layout: StateLayout, state: TrainState, like: TrainState) -> TrainState:
+    """Unpack a state; `like` is a whole state with the structure of the trees."""
+    params, model_state, buckets = jax.tree.map(
+        to_host, (state.params, state.model_state, state.optimizer_state.buckets)
     )
-    params = _merged(arrangement.params, buffers[0])
-    model_state = _merged(arrangement.model_state, buffers[1])
+    params = _merge_rows(layout.params, params)
+    model_state = _merge_rows(layout.model_state, model_state)
     structure = jax.tree.structure(like.optimizer_state)
     leaves: list[Any] = [None] * structure.num_leaves
     for i, leaf in zip(
-        arrangement.state_positions(None), state.optimizer_state.shared, strict=True
+        layout.state_positions(None), state.optimizer_state.shared, strict=True
     ):
-        leaves[i] = _fetched(leaf)
-    for number, (rows, bucket) in enumerate(
-        zip(arrangement.optimizer, buffers[2], strict=True)
-    ):
-        for device, positions in enumerate(_positions(arrangement, number)):
-            own = {name: rows_[device] for name, rows_ in bucket.items()}
+        # NumPy has no random keys.
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        leaves[i] = leaf if is_key else to_host(leaf)
+    for number, (rows, bucket) in enumerate(zip(layout.optimizer, buckets, strict=True)):
+        for device, positions in enumerate(layout.bucket_positions(number)):
+            own = {name: values[device] for name, values in bucket.items()}
             for i, leaf in zip(positions, unpack(rows.layouts[device], own), strict=True):
                 leaves[i] = leaf
     return state._replace(
@@ -246,21 +324,12 @@ def to_trees(arrangement: Arrangement, state: TrainState, like: TrainState) -> T
     )
 
 
-def _fetched(leaf: Any) -> Any:
-    """Return a shared leaf in host memory; a random key, which NumPy has not, as it is."""
-    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else fetch(leaf)
-
-
-def _parts(rows: Rows, tree: Tree) -> list[Tree]:
-    names = [_names(layout) for layout in rows.layouts]
+def _split_tree(rows: RowLayouts, tree: Tree) -> list[Tree]:
+    names = [jax.tree.unflatten(each.tree, each.slices) for each in rows.layouts]
     return [{name: tree[name] for name in own} for own in names]
 
 
-def _names(layout: Layout) -> list[str]:
-    return list(jax.tree.unflatten(layout.tree, layout.entries))
-
-
-def _filled(rows: Rows, trees: Sequence[Any]) -> Buffers:
+def _fill_rows(rows: RowLayouts, trees: Sequence[Any]) -> Buffers:
     buffers = {
         name: np.zeros((len(trees), size), name) for name, size in rows.sizes.items()
     }
@@ -269,12 +338,8 @@ def _filled(rows: Rows, trees: Sequence[Any]) -> Buffers:
     return buffers
 
 
-def _merged(rows: Rows, buffers: Buffers) -> Tree:
+def _merge_rows(rows: RowLayouts, buffers: Buffers) -> Tree:
     merged: Tree = {}
     for device, layout in enumerate(rows.layouts):
         merged |= unpack(layout, {name: b[device] for name, b in buffers.items()})
     return merged
-
-
-def _paths(tree: Any) -> list[tuple[Any, ...]]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

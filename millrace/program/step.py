@@ -1,4 +1,4 @@
-"""One weight update: gradients of a global batch in, new weights out."""
+"""One weight update: a global batch in, new weights out."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,41 +6,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Bool, Float32, Int, Int32, UInt32
 
 from millrace.nn.layers import KEPT
 from millrace.plan import Plan
-from millrace.program import loss_scale as scaling
-from millrace.program.accumulate import Accumulated, accumulate
-from millrace.program.casting import narrow, widened
-from millrace.program.model_state import (
+from millrace.program.accumulate import (
+    Accumulated,
     ModelStateReduction,
-    addable,
-    checked_model_state,
-    combined,
-    contribution,
-    from_first,
-    model_state_modes,
+    accumulate,
+    check_model_state,
+    combine_contributions,
+    keep_first,
+    model_state_contribution,
+    reduction_modes,
+    to_summable,
+)
+from millrace.program.mixed_precision import (
+    LossScale,
+    adjust_loss_scale,
+    all_finite,
+    narrow,
+    round_tree,
+    widen,
 )
 from millrace.program.optimizer_state import run_optimizer
 from millrace.program.replicas import REPLICA_AXIS, sum_over_replicas
-from millrace.program.rounding import round_tree
 
-LossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Any, Any]]]
+LossFn = Callable[[Any, Any, Any, Array], tuple[Array, tuple[Any, Any]]]
 """``(params, model_state, batch, key) -> (loss, (model_state, info))``."""
 
-_FORWARD, _ROUNDING = 0, 1  # what an update's random key is split for
+_FORWARD, _ROUNDING = 0, 1  # folded into an update's key, one for each use
 
 
 class TrainState(NamedTuple):
-    """All that training changes. Plain data: it can be saved, restored, compared."""
+    """Everything that training changes, as plain data to save, restore and compare."""
 
-    update: jax.Array
+    update: Int32[Array, ""]
     params: Any
     model_state: Any
     optimizer_state: Any
-    loss_scale: scaling.LossScale
-    key: jax.Array
+    loss_scale: LossScale
+    key: UInt32[Array, " words"]
+    """The words of a random key: unlike a typed key, they can be saved."""
 
     @property
     def carried(self) -> Any:
@@ -49,135 +57,185 @@ class TrainState(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The part of a training state that makes the model."""
+    """The part of a training state that defines the model."""
 
     params: Any
     model_state: Any = None
 
 
 class GradientResult(NamedTuple):
-    """What the replicas agree on before the weights are changed."""
+    """What all replicas have in common before the weights change."""
 
     gradients: Any
     model_state: Any
-    info: dict[str, jax.Array]
+    info: dict[str, Array]
 
 
 class Step(NamedTuple):
-    """The choices that make up one weight update."""
+    """What defines one weight update."""
 
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     plan: Plan
     model_state_reduction: ModelStateReduction = None
-    watch: Mapping[str, Callable[[jax.Array], Any]] = {}
+    extra_info: Mapping[str, Callable[[Array], Any]] = {}
+
+
+# --- gradients ---
 
 
 def compute_gradients(step: Step, state: TrainState, batches: Any) -> GradientResult:
-    """Accumulate over the micro-batches, then exchange once between the replicas."""
+    """Accumulate over the micro-batches, then reduce once over the replicas."""
     plan = step.plan
-    modes = model_state_modes(step.model_state_reduction, state.model_state)
+    modes = reduction_modes(step.model_state_reduction, state.model_state)
 
-    def gradient_fn(batch: Any, index: jax.Array) -> Any:
+    def gradient_fn(batch: Any, index: Int[Array, ""]) -> Any:
         key = micro_batch_key(plan, state, index)
-        gradients, (model_state, info) = _gradients(step, state, batch, key)
-        changes = contribution(modes, state.model_state, model_state)
-        return gradients, from_first(modes, changes, index), info
+        gradients, (model_state, info) = _micro_batch_gradients(step, state, batch, key)
+        contributions = model_state_contribution(modes, state.model_state, model_state)
+        return gradients, keep_first(modes, contributions, index), info
 
-    gathered: Accumulated = accumulate(
+    accumulated: Accumulated = accumulate(
         gradient_fn,
         state.params,
-        addable(state.model_state),
+        to_summable(state.model_state),
         batches,
         dtype=plan.gradient_accumulation_dtype,
         reduction=plan.gradient_accumulation_reduction,
     )
-    gradients, contributions, info = sum_over_replicas(tuple(gathered), plan.num_replicas)
+    gradients, totals, info = sum_over_replicas(tuple(accumulated), plan.num_replicas)
     gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
-    micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
-    model_state = combined(modes, state.model_state, contributions, micro_batches)
+    num_micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
+    model_state = combine_contributions(modes, state.model_state, totals, num_micro_batches)
     return GradientResult(gradients, model_state, info)
 
 
-def micro_batch_key(plan: Plan, state: TrainState, index: jax.Array) -> jax.Array:
-    """Return the random key of a micro-batch of this replica.
+def micro_batch_key(plan: Plan, state: TrainState, index: Int[Array, ""]) -> Array:
+    """Return the random key of micro-batch `index` of this replica.
 
-    Counted over all replicas, so that a key belongs to a micro-batch wherever and
-    whenever it is computed.
+    Micro-batches are counted over all replicas, so that a key belongs to a micro-batch
+    wherever and whenever it is computed.
     """
-    update_key = jax.random.fold_in(unwrap(state.key), state.update)
+    update_key = jax.random.fold_in(wrap_key(state.key), state.update)
     forward_key = jax.random.fold_in(update_key, _FORWARD)
-    micro = index * plan.num_replicas + lax.axis_index(REPLICA_AXIS)
-    return jax.random.fold_in(forward_key, micro)
+    micro_batch = index * plan.num_replicas + lax.axis_index(REPLICA_AXIS)
+    return jax.random.fold_in(forward_key, micro_batch)
+
+
+def wrap_key(words: UInt32[Array, " words"]) -> Array:
+    """Return the random key whose words a state holds."""
+    return jax.random.wrap_key_data(words)
+
+
+def _micro_batch_gradients(step: Step, state: TrainState, batch: Any, key: Array) -> Any:
+    plan = step.plan
+
+    def scaled_loss(params: Any) -> tuple[Array, tuple[Any, Any]]:
+        params = narrow(params, plan.types.compute)
+        batch_ = narrow(batch, plan.types.compute)
+        returned = step.loss_fn(params, state.model_state, batch_, key)
+        loss, model_state, info = unpack_loss_output(returned)
+        info = check_info(info, step.extra_info) | {"loss": loss}
+        model_state = check_model_state(model_state, state.model_state)
+        if plan.loss_scaling:
+            loss = loss * state.loss_scale.factor
+        return loss, (model_state, info)
+
+    if plan.recomputation:
+        scaled_loss = jax.checkpoint(scaled_loss, policy=save_products)
+    return jax.grad(scaled_loss, has_aux=True)(state.params)
+
+
+def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Decide what recomputation keeps: products, convolutions and values named KEPT.
+
+    Everything else is cheap to recompute from these.
+    """
+    return primitive.name in ("dot_general", "conv_general_dilated") or (
+        primitive.name == "name" and params.get("name") == KEPT
+    )
+
+
+# --- the update ---
 
 
 def apply_update(
-    step: Step, state: TrainState, gathered: GradientResult
+    step: Step, state: TrainState, result: GradientResult
 ) -> tuple[TrainState, Any]:
-    """Change the weights once."""
-    finite = gradients_finite(step.plan, gathered.gradients)
-    loss = gathered.info["loss"]
-    params, optimizer_state = new_weights(step, state, gathered.gradients, finite, loss)
-    new, info = next_state(step, state, gathered.model_state, gathered.info, finite)
+    """Change the weights once; return the new state and the update's info."""
+    finite = check_finite(step.plan, result.gradients)
+    loss = result.info["loss"]
+    params, optimizer_state = update_weights(step, state, result.gradients, finite, loss)
+    new, info = advance_state(step, state, result.model_state, result.info, finite)
     return new._replace(params=params, optimizer_state=optimizer_state), info
 
 
-def next_state(
-    step: Step, state: TrainState, model_state: Any, info: Any, finite: jax.Array | None
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Change everything but the weights and the optimizer's state."""
-    if step.plan.loss_scaling == "dynamic":
-        model_state = _select(finite, model_state, state.model_state)
-    new = state._replace(
-        update=state.update + 1,
-        model_state=model_state,
-        loss_scale=_next_scale(step.plan, state.loss_scale, finite),
-    )
-    return new, _update_info(step, state, info, finite)
+def check_finite(plan: Plan, gradients: Any) -> Bool[Array, ""] | None:
+    """Return whether all gradients are finite; None if the plan does not need to know."""
+    if plan.fp_exceptions or plan.loss_scaling == "dynamic":
+        return all_finite(gradients)
+    return None
 
 
-def new_weights(
+def update_weights(
     step: Step,
     state: TrainState,
     gradients: Any,
-    finite: jax.Array | None,
-    loss: jax.Array,
+    finite: Bool[Array, ""] | None,
+    loss: Float32[Array, ""],
 ) -> tuple[Any, Any]:
-    """Run the optimizer in float32 and round what it returns to the stored types.
+    """Run the optimizer in float32; return weights and optimizer state as stored.
 
     Args:
-        step: The choices.
-        state: Of which the weights and the optimizer's state may be a part of the whole.
-        gradients: For these weights.
-        finite: Whether all gradients are, where the plan wants to know.
-        loss: For optimizers that need it; the mean over micro-batches and replicas.
+        step: What defines the update.
+        state: Its weights and optimizer state may be a part of the whole.
+        gradients: Gradients of these weights.
+        finite: Whether all gradients are finite, if the plan needs to know.
+        loss: The mean over micro-batches and replicas, for optimizers that use it.
     """
     plan = step.plan
-    wide = widened(gradients)
+    wide = widen(gradients)
     if plan.loss_scaling:
         wide = jax.tree.map(lambda g: g / state.loss_scale.factor, wide)
     stored = (state.params, state.optimizer_state)
-    old_params, old_state = widened(stored)
+    old_params, old_state = widen(stored)
     updates, new_state = run_optimizer(step.optimizer, wide, old_state, old_params, loss)
     new_params = optax.apply_updates(old_params, updates)
-    key = jax.random.fold_in(unwrap(state.key), state.update)
+    key = jax.random.fold_in(wrap_key(state.key), state.update)
     key = jax.random.fold_in(key, _ROUNDING)
     rounded = round_tree(
         (new_params, new_state), stored, key, stochastic=plan.stochastic_rounding
     )
     if plan.loss_scaling == "dynamic":
-        # An overflow leaves everything as it was; only the factor changes.
+        # After an overflow, only the loss scale changes.
         rounded = _select(finite, rounded, stored)
     return rounded
 
 
-def _update_info(
-    step: Step, state: TrainState, info: dict[str, jax.Array], finite: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Add what the program knows about this update to what the loss reported."""
+def advance_state(
+    step: Step,
+    state: TrainState,
+    model_state: Any,
+    info: Any,
+    finite: Bool[Array, ""] | None,
+) -> tuple[TrainState, dict[str, Array]]:
+    """Update everything but the weights and the optimizer state."""
+    scale = state.loss_scale
+    if step.plan.loss_scaling == "dynamic":
+        assert finite is not None, "check_finite computes it for dynamic scaling"
+        model_state = _select(finite, model_state, state.model_state)
+        scale = adjust_loss_scale(scale, finite)
+    new = state._replace(update=state.update + 1, model_state=model_state, loss_scale=scale)
+    return new, _add_program_info(step, state, info, finite)
+
+
+def _add_program_info(
+    step: Step, state: TrainState, info: dict[str, Array], finite: Array | None
+) -> dict[str, Array]:
+    """Add what the program knows about an update to what the loss reported."""
     info = dict(info)
-    for name, function in step.watch.items():
-        # As the optimizer counts: an update that was skipped is not one.
+    for name, function in step.extra_info.items():
+        # Counted like the optimizer counts: a skipped update is not one.
         applied = state.update - state.loss_scale.skipped
         info[name] = jnp.asarray(function(applied), jnp.float32)
     if step.plan.loss_scaling == "dynamic":
@@ -187,63 +245,22 @@ def _update_info(
     return info
 
 
-def _gradients(step: Step, state: TrainState, batch: Any, key: jax.Array) -> Any:
-    plan = step.plan
-
-    def scaled_loss(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        params = narrow(params, plan.types.compute)
-        batch_ = narrow(batch, plan.types.compute)
-        returned = step.loss_fn(params, state.model_state, batch_, key)
-        loss, model_state, info = unpacked(returned)
-        info = checked_info(info, step.watch) | {"loss": loss}
-        model_state = checked_model_state(model_state, state.model_state)
-        if plan.loss_scaling:
-            loss = loss * state.loss_scale.factor
-        return loss, (model_state, info)
-
-    if plan.recomputation:
-        scaled_loss = jax.checkpoint(scaled_loss, policy=keep_products)
-    return jax.grad(scaled_loss, has_aux=True)(state.params)
-
-
-def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Recomputation's policy: keep matrix products, convolutions and named values."""
-    return primitive.name in ("dot_general", "conv_general_dilated") or (
-        primitive.name == "name" and params.get("name") == KEPT
-    )
-
-
-def gradients_finite(plan: Plan, gradients: Any) -> jax.Array | None:
-    if plan.fp_exceptions or plan.loss_scaling == "dynamic":
-        return scaling.all_finite(gradients)
-    return None
-
-
-def _next_scale(
-    plan: Plan, scale: scaling.LossScale, finite: jax.Array | None
-) -> scaling.LossScale:
-    if plan.loss_scaling == "dynamic" and finite is not None:
-        return scaling.adjust(scale, finite)
-    return scale
-
-
 def _select(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
-def unwrap(key_data: jax.Array) -> jax.Array:
-    """Make a random key from the words the state carries; words can be saved."""
-    return jax.random.wrap_key_data(key_data)
+# --- what a loss returns ---
 
 
-def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
+def unpack_loss_output(returned: Any) -> tuple[Float32[Array, ""], Any, Any]:
+    """Return loss, model state and info; raise if a loss returned anything else."""
     try:
         loss, (model_state, info) = returned
         shape = jnp.shape(loss)
     except (TypeError, ValueError) as error:
         raise TypeError(
             "loss_fn must return (loss, (model_state, info)): a scalar, the model state "
-            "(None if there are none) and a dict of scalars ({} if there are none)."
+            "(None if there is none) and a dict of scalars ({} if there are none)."
         ) from error
     if shape:
         raise TypeError(
@@ -253,25 +270,26 @@ def unpacked(returned: Any) -> tuple[jax.Array, Any, Any]:
     return jnp.asarray(loss, jnp.float32), model_state, info
 
 
-def checked_info(info: Any, watch: Mapping[str, Any]) -> dict[str, jax.Array]:
+def check_info(info: Any, extra_info: Mapping[str, Any]) -> dict[str, Array]:
+    """Return info in float32; raise if it is not a flat dict of scalars with free names."""
     if not isinstance(info, Mapping):
         raise TypeError(
             "loss_fn must return (loss, (model_state, info)) with info a flat dict of "
             f"scalars, got info of type {type(info).__name__}."
         )
-    taken = {"loss", "loss_scale", "gradients_finite", *watch} & set(info)
-    if taken:
+    reserved = {"loss", "loss_scale", "gradients_finite", *extra_info} & set(info)
+    if reserved:
         raise ValueError(
-            f"info cannot be called {' or '.join(sorted(taken))}: the program reports "
+            f"info cannot be called {' or '.join(sorted(reserved))}: the program reports "
             "that itself."
         )
     for name, value in info.items():
         if isinstance(value, Mapping | list | tuple) or jnp.ndim(value):
-            raise TypeError(f"info[{name!r}] must be a scalar, got {_kind(value)}.")
+            raise TypeError(f"info[{name!r}] must be a scalar, got {_describe(value)}.")
     return {name: jnp.asarray(value, jnp.float32) for name, value in info.items()}
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping | list | tuple):
         return f"a {type(value).__name__}"
     return f"an array of shape {jnp.shape(value)}"

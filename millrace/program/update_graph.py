@@ -1,8 +1,7 @@
-"""A weight update as a flat list of operations, so that its parts can run elsewhere.
+"""A weight update as a flat list of operations.
 
-Optax transformations are written for the whole tree of weights. The operations that they
-are traced to show what each result is computed from, which is what a pipeline needs to
-know to let every device run its own part.
+Optax transformations are written for the whole tree of weights. Traced to operations, they
+show what each result depends on, so that a pipeline can run only a part on each device.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,11 +23,11 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-"""Primitives that only call a function, by the parameter that holds it."""
+"""Primitives that only call a function, with the parameter that holds it."""
 
 
 class Operation(NamedTuple):
-    """A primitive applied to values, which are known by number."""
+    """A primitive applied to numbered values."""
 
     name: str
     run: Callable[..., Sequence[Any]]
@@ -37,11 +36,11 @@ class Operation(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What a function computes; values are numbered."""
+    """The computation of a function; values are numbered."""
 
     operations: tuple[Operation, ...]
     shapes: tuple[Any, ...]
-    """Shape and type of every value."""
+    """Shape and dtype of every value."""
     constants: Mapping[int, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -55,13 +54,13 @@ def trace_graph(
     """Trace a function of trees to a graph of its flat inputs and outputs.
 
     Calls are inlined. A conditional whose operands belong to several parts becomes a
-    selection between the results of its branches, since the branches compute every part
-    separately where the conditional as a whole does not.
+    selection between the results of its branches: a branch may treat the parts
+    separately, while the conditional as a whole combines them.
 
     Args:
         function: A pure function.
-        arguments: Trees of arrays or shapes.
-        parts: The part that each flat input belongs to; None if it belongs to all.
+        *arguments: Trees of arrays or shapes.
+        parts: The part of each flat input; None if all parts have it.
     """
     jaxpr = jax.make_jaxpr(function)(*arguments)
     builder = _Builder()
@@ -79,10 +78,10 @@ def trace_graph(
     )
 
 
-def needed(
+def find_operations(
     graph: Graph, wanted: Sequence[int], known: Collection[int]
 ) -> tuple[list[Operation], set[int]]:
-    """Return the operations that lead to some values, and the inputs that they read."""
+    """Return the operations that compute `wanted` from `known`, and the missing inputs."""
     missing = {value for value in wanted if value not in known}
     operations: list[Operation] = []
     for operation in reversed(graph.operations):
@@ -93,12 +92,12 @@ def needed(
     return operations[::-1], missing
 
 
-def evaluate(
+def evaluate_graph(
     graph: Graph, wanted: Sequence[int], known: Mapping[int, Any]
 ) -> dict[int, Any]:
-    """Compute some values from others, and only what they need."""
-    operations, missing = needed(graph, wanted, known)
-    assert not missing, "an input was not given"
+    """Compute `wanted` from `known`, and nothing else."""
+    operations, missing = find_operations(graph, wanted, known)
+    assert not missing, "an input is missing"
     values = dict(known)
     for operation in operations:
         results = operation.run(*(values[value] for value in operation.inputs))
@@ -108,7 +107,7 @@ def evaluate(
 
 
 class _Builder:
-    """Collects operations while it walks through nested jaxprs."""
+    """Collects operations while walking through nested jaxprs."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -121,41 +120,41 @@ class _Builder:
         self._parts.append(parts)
         return len(self.shapes) - 1
 
-    def inline(self, jaxpr: Any, constants: Sequence[Any], given: list[int]) -> list[int]:
+    def inline(self, jaxpr: Any, constants: Sequence[Any], inputs: list[int]) -> list[int]:
         """Add the operations of a jaxpr; return the numbers of its results."""
-        number: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+        number: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, value in zip(jaxpr.constvars, constants, strict=True):
-            number[variable] = self._constant(variable.aval, value)
+            number[variable] = self._add_constant(variable.aval, value)
 
         def read(atom: Any) -> int:
             if isinstance(atom, Literal):
                 shape: Any = atom.aval
-                return self._constant(shape, np.asarray(atom.val, shape.dtype))
+                return self._add_constant(shape, np.asarray(atom.val, shape.dtype))
             return number[atom]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, [read(atom) for atom in equation.invars])
+            results = self._add_equation(equation, [read(atom) for atom in equation.invars])
             number.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _constant(self, shape: Any, value: Any) -> int:
+    def _add_constant(self, shape: Any, value: Any) -> int:
         number = self.new(shape)
         self.constants[number] = value
         return number
 
-    def _equation(self, equation: Any, given: list[int]) -> list[int]:
+    def _add_equation(self, equation: Any, inputs: list[int]) -> list[int]:
         name = equation.primitive.name
         if name in _CALLS:
             inner = equation.params[_CALLS[name]]
-            return self.inline(*_opened(inner), given)
-        if name == "cond" and len(self._touched(given)) > 1:
-            return self._selection(equation, given)
-        return self._add(name, _runner(equation), given, equation.outvars)
+            return self.inline(*_open_jaxpr(inner), inputs)
+        if name == "cond" and len(self._joined_parts(inputs)) > 1:
+            return self._add_selection(equation, inputs)
+        return self._add(name, _runner(equation), inputs, equation.outvars)
 
-    def _selection(self, equation: Any, given: list[int]) -> list[int]:
-        index, *operands = given
+    def _add_selection(self, equation: Any, inputs: list[int]) -> list[int]:
+        index, *operands = inputs
         branches = [
-            self.inline(*_opened(branch), list(operands))
+            self.inline(*_open_jaxpr(branch), list(operands))
             for branch in equation.params["branches"]
         ]
         return [
@@ -164,19 +163,23 @@ class _Builder:
         ]
 
     def _add(
-        self, name: str, run: Callable[..., Any], given: list[int], variables: Sequence[Any]
+        self,
+        name: str,
+        run: Callable[..., Any],
+        inputs: list[int],
+        variables: Sequence[Any],
     ) -> list[int]:
-        parts = self._touched(given)
-        made = [self.new(variable.aval, parts) for variable in variables]
-        self.operations.append(Operation(name, run, tuple(given), tuple(made)))
-        return made
+        parts = self._joined_parts(inputs)
+        outputs = [self.new(variable.aval, parts) for variable in variables]
+        self.operations.append(Operation(name, run, tuple(inputs), tuple(outputs)))
+        return outputs
 
-    def _touched(self, given: Sequence[int]) -> frozenset[int]:
-        return frozenset().union(*(self._parts[value] for value in given))
+    def _joined_parts(self, inputs: Sequence[int]) -> frozenset[int]:
+        return frozenset().union(*(self._parts[value] for value in inputs))
 
 
-def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a jaxpr, closed or not, and its constants."""
+def _open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a jaxpr and its constants, whether it is closed or not."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
@@ -191,6 +194,6 @@ def _runner(equation: Any) -> Callable[..., Sequence[Any]]:
 
 
 def _select(index: jax.Array, *cases: jax.Array) -> Sequence[jax.Array]:
-    """Choose as ``lax.switch`` does, which takes the last branch for larger numbers."""
+    """Select like ``lax.switch``, which clamps the index."""
     index = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(cases) - 1)
     return [lax.select_n(index, *cases)]

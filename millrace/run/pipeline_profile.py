@@ -60,7 +60,7 @@ def profile_pipeline(
         )
     count = program.plan.batching.gradient_accumulation_count
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * count), infeed.peek())
-    measured = program.measured(state, jax.device_put(chunk, program.chunk_sharding))
+    measured = program.measure_spans(state, jax.device_put(chunk, program.chunk_sharding))
     costs = _median_costs(program.table, measured)
     return PipelineProfile(measured, simulate(program.table, costs), costs)
 

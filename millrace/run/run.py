@@ -287,7 +287,7 @@ def _execute(
         with (
             interruptible(),
             deterministic(options.deterministic),
-            compiling({}, programs, kept_in=compile_cache_folder()),
+            compiling({}, programs, cache_dir=compile_cache_folder()),
         ):
             function(config, run)
         return INTERRUPTED if run.summary["status"] == "interrupted" else 0

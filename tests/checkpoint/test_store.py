@@ -29,7 +29,7 @@ from millrace.checkpoint.store import (
     Checkpoints,
     checkpoints_in,
 )
-from millrace.program.loss_scale import initial_loss_scale
+from millrace.program.mixed_precision import init_loss_scale
 from millrace.program.step import TrainState
 
 # Saving and restoring
@@ -47,7 +47,7 @@ def test_a_training_state_is_restored_bit_for_bit_with_its_structure(checkpoints
         params=params,
         model_state={},
         optimizer_state=optimizer.init(params),
-        loss_scale=initial_loss_scale(2.0**15),
+        loss_scale=init_loss_scale(2.0**15),
         key=jax.random.key_data(keys[2]),
     )
     checkpoints.save(state, 7)

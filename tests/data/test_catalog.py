@@ -8,6 +8,7 @@ import pytest
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
+from millrace.config import build
 from millrace.data import catalog
 from millrace.data.catalog import CATALOG, data_folder
 
@@ -26,7 +27,7 @@ def test_the_entries_of_the_catalog_are_consistent():
 def test_a_missing_dataset_error_names_the_folder_and_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("MILLRACE_DATA", str(tmp_path / "cache"))
     with pytest.raises(catalog.DatasetNotFound) as caught:
-        data.load(CnnConfig(dataset="cifar10", dataset_path=tmp_path))
+        data.load(build(CnnConfig, {"dataset": "cifar10", "dataset_path": tmp_path}))
     for part in (
         str(tmp_path),
         "cifar-10-binary.tar.gz",

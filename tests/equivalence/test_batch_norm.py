@@ -1,4 +1,4 @@
-"""Batch norm under replicas and accumulation: pooled in groups, moved once per update."""
+"""Batch norm with replicas and accumulation: shared in groups, moved once per update."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import optax
 import pytest
 from plain_loop import largest_difference
 
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import apply_layers, conv, dense, global_average_pool, init_layers
+from millrace.nn.losses import LayeredLoss
 from millrace.nn.norms import ReplicaGroups, batch_norm
 from millrace.plan import Plan
 from millrace.program.replicas import REPLICA_AXIS
@@ -48,7 +48,7 @@ def run(plan, groups=None, updates=UPDATES):
 
 @pytest.mark.devices(lambda replicas: replicas)
 @pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
+def test_one_group_of_all_replicas_equals_batch_norm_of_the_whole_batch(replicas):
     expected, _ = run(Plan(micro_batch_size=BATCH))
     plan = Plan(micro_batch_size=BATCH // replicas, num_replicas=replicas)
     groups = ReplicaGroups(REPLICA_AXIS, replicas, replicas)
@@ -58,8 +58,8 @@ def test_one_group_of_all_replicas_is_batch_norm_of_the_joined_batch(replicas):
 
 
 @pytest.mark.devices(4)
-def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
-    """Consecutive replicas pool: (0, 1) and (2, 3) are the halves of two replicas."""
+def test_groups_of_two_in_four_replicas_equal_two_larger_replicas():
+    """Consecutive replicas form a group: (0, 1) and (2, 3)."""
     expected, _ = run(Plan(micro_batch_size=BATCH // 2, num_replicas=2))
     plan = Plan(micro_batch_size=BATCH // 4, num_replicas=4)
     grouped, _ = run(plan, ReplicaGroups(REPLICA_AXIS, 4, 2))
@@ -85,8 +85,8 @@ def test_groups_of_two_among_four_replicas_equal_two_larger_replicas():
     ],
     ids=["grouped", "recomputed"],
 )
-def test_groups_pool_inside_the_stages_of_a_pipeline(group_size, options):
-    """At each tick, the replicas of one stage take part and other devices do not."""
+def test_groups_work_inside_the_stages_of_a_pipeline(group_size, options):
+    """At each tick, only the replicas of one stage take part."""
     plan = {
         "micro_batch_size": BATCH // 16,
         "num_replicas": 4,
@@ -102,7 +102,7 @@ def test_groups_pool_inside_the_stages_of_a_pipeline(group_size, options):
 
 
 @pytest.mark.devices(4)
-def test_groups_that_do_not_divide_the_replicas_are_refused():
+def test_groups_that_do_not_divide_the_replicas_are_an_error():
     plan = Plan(micro_batch_size=4, num_replicas=4)
     with pytest.raises(ValueError, match="4 replicas cannot be divided into groups of 3"):
         run(plan, ReplicaGroups(REPLICA_AXIS, 4, 3))
@@ -127,13 +127,13 @@ def test_moving_statistics_move_once_per_update_by_the_average(options):
         _, moved = apply_layers(
             model, params, model_state, jnp.asarray(part), training=True
         )
-        moves.append(moved["bn"])  # each from the old value: 0.9 x old + 0.1 x batch's
+        moves.append(moved["bn"])  # each from the old value: 0.9 x old + 0.1 x batch
     expected = jax.tree.map(lambda *values: np.mean(values, 0), *moves)
     assert largest_difference(state.model_state["bn"], expected) < 1e-6
 
 
 @pytest.mark.devices(4)
-def test_the_split_of_a_batch_does_not_change_the_statistics_average():
+def test_replicas_and_accumulation_average_statistics_the_same_way():
     accumulated, _ = run(Plan(micro_batch_size=4, gradient_accumulation_count=4))
     replicated, _ = run(Plan(micro_batch_size=4, num_replicas=4))
     assert largest_difference(accumulated.model_state, replicated.model_state) < 2e-6

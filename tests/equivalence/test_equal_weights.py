@@ -1,4 +1,4 @@
-"""Every feature of a plan, alone and in pairs, gives the plain loop's weights."""
+"""Every feature of a plan, alone and in pairs, gives the weights of the plain loop."""
 
 import itertools
 
@@ -23,7 +23,7 @@ from millrace.program import offload
 
 TOLERANCE = rounding()  # weights are of order 1
 
-# Each feature is a set of options; the micro batch follows from what it divides by.
+# The micro-batch size follows from replicas and accumulation.
 FEATURES = {
     "replicas": {"num_replicas": 4},
     "accumulation": {"gradient_accumulation_count": 4},
@@ -56,7 +56,7 @@ def oracle():
     return plain_loop(make_optimizer(), make_data())
 
 
-def plan_of(*names: str) -> Plan:
+def build_plan(*names: str) -> Plan:
     options = {}
     for name in names:
         options |= FEATURES[name]
@@ -73,35 +73,35 @@ def assert_same(result, oracle) -> None:
     assert int(state.update) == UPDATES
 
 
-def test_the_plainest_plan_gives_the_plain_loop_exactly(oracle):
+def test_the_default_plan_gives_the_weights_of_the_plain_loop_exactly(oracle):
     state, info, _ = train_with(Plan(micro_batch_size=GLOBAL_BATCH))
     assert largest_difference(state.params, oracle[0]) < 1e-7
     np.testing.assert_allclose(info["loss"], oracle[2], rtol=1e-6)
 
 
-@pytest.mark.devices(lambda feature: plan_of(feature).num_replicas)
+@pytest.mark.devices(lambda feature: build_plan(feature).num_replicas)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_gives_the_plain_loops_weights(feature, oracle):
-    assert_same(train_with(plan_of(feature)), oracle)
+def test_each_feature_gives_the_weights_of_the_plain_loop(feature, oracle):
+    assert_same(train_with(build_plan(feature)), oracle)
 
 
-def as_often_as_needed(pair):
-    """Mark those as slow of which one only scales gradients, or only looks at them."""
-    rarely = {"static_loss_scale", "fp_exceptions"} & set(pair)
-    return pytest.param(pair, marks=pytest.mark.slow if rarely else (), id="+".join(pair))
+def mark_slow(pair):
+    """Mark pairs with a feature that only scales or only inspects gradients."""
+    is_slow = {"static_loss_scale", "fp_exceptions"} & set(pair)
+    return pytest.param(pair, marks=pytest.mark.slow if is_slow else (), id="+".join(pair))
 
 
-@pytest.mark.devices(lambda pair: plan_of(*pair).num_replicas)
+@pytest.mark.devices(lambda pair: build_plan(*pair).num_replicas)
 @pytest.mark.parametrize(
-    "pair", [as_often_as_needed(pair) for pair in itertools.combinations(FEATURES, 2)]
+    "pair", [mark_slow(pair) for pair in itertools.combinations(FEATURES, 2)]
 )
-def test_each_pair_of_features_gives_the_plain_loops_weights(pair, oracle):
-    assert_same(train_with(plan_of(*pair)), oracle)
+def test_each_pair_of_features_gives_the_weights_of_the_plain_loop(pair, oracle):
+    assert_same(train_with(build_plan(*pair)), oracle)
 
 
 @pytest.mark.devices(4)
-def test_all_features_together_give_the_plain_loops_weights(oracle):
-    assert_same(train_with(plan_of(*FEATURES)), oracle)
+def test_all_features_together_give_the_weights_of_the_plain_loop(oracle):
+    assert_same(train_with(build_plan(*FEATURES)), oracle)
 
 
 @pytest.mark.devices(lambda split: split[1])
@@ -116,8 +116,8 @@ def test_the_result_does_not_depend_on_how_a_global_batch_is_split(split, oracle
     assert_same(train_with(plan), oracle)
 
 
-def test_sum_is_accumulation_count_times_the_mean():
-    """With plain SGD, summing 4 gradients is a learning rate 4 times as large."""
+def test_the_sum_is_the_accumulation_count_times_the_mean():
+    """With plain SGD, summing 4 gradients equals a learning rate 4 times as large."""
     summed, _, _ = train_with(
         Plan(
             micro_batch_size=GLOBAL_BATCH // 4,
@@ -138,14 +138,14 @@ def test_sum_is_accumulation_count_times_the_mean():
         optax.adamw(1e-2),
         optax.lars(0.1),
         optax.rmsprop(1e-3, momentum=0.9),
-        # Clips by the norm of all updates: every bucket depends on every other.
+        # Clips by the norm of all updates, so all variables are in one bucket.
         optax.chain(
             optax.scale_by_adam(), optax.clip_by_global_norm(0.5), optax.scale(-0.1)
         ),
     ],
     ids=["sgd", "nesterov", "adamw", "lars", "rmsprop", "clip_after_adam"],
 )
-def test_offloading_serves_any_optimizer(optimizer):
+def test_offloading_works_with_any_optimizer(optimizer):
     expected, _, _ = plain_loop(optimizer, make_data())
     plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
     state, _, _ = train_with(plan, optimizer=optimizer)
@@ -184,11 +184,11 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_offloading_changes_no_sixteen_bit_weight(precision):
+def test_offloading_does_not_change_16_bit_weights(precision):
     expected, _, _ = train_with(Plan(micro_batch_size=GLOBAL_BATCH, **precision))
     plan = Plan(micro_batch_size=GLOBAL_BATCH, **precision, optimizer_state_offloading=True)
     state, _, _ = train_with(plan)
-    # Fusions differ between programs, so a bfloat16 may fall on the other side.
+    # Programs fuse differently, so a weight may be rounded the other way.
     step = 2.0**-8 if plan.half_type == "bfloat16" else 2.0**-11
     tolerance = TOLERANCE if plan.precision == "16.32" else step
     assert largest_difference(state.params, expected.params) <= tolerance

@@ -1,4 +1,4 @@
-"""A pipeline gives the weights of the program without one, however it is laid out."""
+"""A pipeline gives the same weights as a program without one, in any layout."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ SCHEDULES = ("grouped", "interleaved", "sequential")
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Stream even small state, in several buckets."""
+    """Offload even small state, in several buckets."""
     monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 2000)
     monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
@@ -38,7 +38,7 @@ def check(got, expected, tolerance=TOLERANCE):
 
 
 ALL = [*itertools.product(SCHEDULES, (False, True), (1, 2), (False, True))]
-# Every pair of values of two features at least once; the rest takes a minute.
+# Covers every pair of values of two features; the rest takes a minute.
 OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22)}
 
 
@@ -50,7 +50,7 @@ OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22)}
         for case in ALL
     ],
 )
-def test_every_schedule_gives_the_plain_weights(
+def test_every_schedule_gives_the_same_weights(
     schedule, recomputation, replicas, offloading
 ):
     got = train(
@@ -64,7 +64,7 @@ def test_every_schedule_gives_the_plain_weights(
     check(got, plain(residual_network, num_replicas=replicas))
 
 
-def test_the_usual_cases_have_every_pair_of_features():
+def test_the_fast_cases_cover_every_pair_of_features():
     for first, second in itertools.combinations(range(4), 2):
         pairs = {(case[first], case[second]) for case in ALL}
         assert pairs == {(case[first], case[second]) for case in OFTEN}
@@ -82,7 +82,7 @@ def test_the_usual_cases_have_every_pair_of_features():
         pytest.param([0, 0, 1], "grouped", marks=pytest.mark.slow),
     ],
 )
-def test_stages_may_share_a_device(mapping, schedule):
+def test_stages_can_share_a_device(mapping, schedule):
     got = train(
         residual_network(),
         pipeline_splits=SPLITS,
@@ -115,10 +115,10 @@ OPTIONS = {
         ),
     ],
 )
-def test_the_plans_other_options_work_in_a_pipeline(name):
+def test_other_options_of_the_plan_work_in_a_pipeline(name):
     options = OPTIONS[name]
     pipeline = {"pipeline_splits": SPLITS, "pipeline_schedule": "interleaved"}
-    # XLA may keep more than 16 bits inside a fusion, and fuses otherwise across stages.
+    # XLA may keep more than 16 bits inside a fusion, and stages fuse differently.
     with compiling({"cpu": {"xla_allow_excess_precision": False}}):
         got = train(residual_network(), **options, **pipeline)
         check(got, train(residual_network(), **options))
@@ -149,7 +149,7 @@ def test_concurrent_stages_equal_the_same_graph_run_serially(mapping, schedule):
 
 
 @pytest.mark.devices(3)
-def test_any_optimizer_that_treats_variables_singly_works():
+def test_optimizers_with_masks_and_schedules_work():
     masked = optax.masked(
         optax.add_decayed_weights(1e-2),
         lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
@@ -161,6 +161,6 @@ def test_any_optimizer_that_treats_variables_singly_works():
 
 
 @pytest.mark.devices(3)
-def test_a_number_of_stages_is_enough():
+def test_stages_can_be_chosen_automatically():
     got = train(residual_network(), pipeline_splits=[3])
     check(got, plain(residual_network))

@@ -1,4 +1,4 @@
-"""In a pipeline, an optimizer gives the weights that it gives without one."""
+"""An optimizer gives the same weights with and without a pipeline."""
 
 import functools
 
@@ -9,8 +9,8 @@ import optax
 import pytest
 from pipelined import largest_difference
 
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import dense, init_layers, relu
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program import offload, state_layout
 from millrace.program.training import training_program
@@ -41,7 +41,7 @@ def weights():
 
 
 def train(optimizer, **plan):
-    """Make five updates; return the whole state."""
+    """Make five updates; return the unpacked state."""
     batching = {"micro_batch_size": 2, "gradient_accumulation_count": MICRO_BATCHES}
     program = training_program(LOSS, optimizer, Plan(**(batching | plan)))
     rng = np.random.default_rng(0)
@@ -56,16 +56,16 @@ def train(optimizer, **plan):
 
 
 def first_half(params):
-    """Label the layers by their place in the tree."""
-    return {name: "ab"[place >= 2] for place, name in enumerate(params)}
+    """Label the layers by their position in the tree."""
+    return {name: "ab"[position >= 2] for position, name in enumerate(params)}
 
 
 def by_depth():
     """Decay the learning rate from layer to layer."""
     return optax.stateless(
         lambda updates, _: {
-            name: jax.tree.map(lambda u, place=place: u * 0.5**place, layer)
-            for place, (name, layer) in enumerate(updates.items())
+            name: jax.tree.map(lambda u, position=position: u * 0.5**position, layer)
+            for position, (name, layer) in enumerate(updates.items())
         }
     )
 
@@ -106,7 +106,7 @@ OPTIMIZERS = {
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
 }
 OFTEN = ("multi_steps_clip", "masked_clip", "by_position", "dadapt", "loss")
-# Most others are split in tests/program/test_separated_update.py.
+# tests/program/test_partitioned_update.py covers most others.
 USUAL = {"pipeline_splits": ["second", "last"], "device_mapping": [0, 1, 0]}
 PIPELINES = {
     "grouped": {"pipeline_splits": ["second", "last"]},
@@ -118,7 +118,7 @@ PIPELINES = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Stream even small state, in several buckets."""
+    """Offload even small state, in several buckets."""
     monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 300)
     monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
@@ -135,7 +135,7 @@ def check(name, **plan):
     one, other = (_without_keys(state.optimizer_state) for state in (got, expected))
     assert largest_difference(one, other) < 1e-5
     moved = largest_difference(expected.params, weights()[0])
-    assert moved > 1e-4, "an optimizer that does nothing proves nothing"
+    assert moved > 1e-4, "the optimizer must change something"
 
 
 def _without_keys(tree):
@@ -150,7 +150,7 @@ def _without_keys(tree):
         for name in OPTIMIZERS
     ],
 )
-def test_an_optimizer_gives_the_plain_weights(name):
+def test_an_optimizer_gives_the_same_weights(name):
     check(name, **USUAL)
 
 
@@ -165,19 +165,19 @@ def test_an_optimizer_gives_the_plain_weights(name):
         ),
     ],
 )
-def test_whatever_the_pipeline(name, pipeline):
+def test_an_optimizer_gives_the_same_weights_in_any_pipeline(name, pipeline):
     check(name, **PIPELINES[pipeline])
 
 
-def test_clipping_by_the_global_norm_also_serves_stochastic_rounding():
+def test_clipping_by_global_norm_works_with_stochastic_rounding():
     plan = {"precision": "16.16", "stochastic_rounding": True, "fp_exceptions": True}
     got = train(clipped(), **plan, **USUAL)
     expected = train(clipped(), **plan)
-    # Another order of adding gradients up may move a weight by one step of bfloat16.
+    # Gradients are summed in another order, which may change the last bit of a weight.
     assert largest_difference(got.params, expected.params) < 2**-7
 
 
-def test_state_that_finds_no_host_memory_is_updated_in_full(monkeypatch):
-    """It is still laid out in buckets, and all of them are updated on the device."""
+def test_offloading_without_host_memory_keeps_state_on_the_device(monkeypatch):
+    """It is still divided into buckets, all of which are updated on the device."""
     monkeypatch.setattr(offload, "host_memory_kind", lambda device: None)
     check("clip", **PIPELINES["offloaded"])

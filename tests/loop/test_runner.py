@@ -92,9 +92,9 @@ def test_an_element_of_another_shape_or_type_is_named(element, tmp_path):
 
 
 def test_a_prime_number_of_updates_runs_in_calls_of_two_lengths(tmp_path, monkeypatch):
-    from millrace.program import training
+    from millrace.program import training_loop
 
-    monkeypatch.setattr(training, "_STAGED_BYTES", 3 * 8)  # three batches
+    monkeypatch.setattr(training_loop, "_STAGED_BYTES", 3 * 8)  # three batches
     runner, state, directory, checkpoints = make_runner(
         tmp_path / "r", batches(range(13)), updates=13, logs=1
     )

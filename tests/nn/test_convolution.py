@@ -1,3 +1,5 @@
+"""Convolutions equal XLA's own, and stay fast inside loops on CPU."""
+
 import re
 import time
 
@@ -8,13 +10,14 @@ import pytest
 from jax import lax
 
 from millrace.config import ConfigurationError
-from millrace.nn.branches import closing, on, opening
-from millrace.nn.convolution import conv2d
+from millrace.nn.branches import close_residual, on_branch, open_residual
+from millrace.nn.convolution import conv2d, space_to_depth_conv2d
+from millrace.nn.dense_convolution import LAYOUT
 from millrace.nn.layers import Call, apply_layers, conv, init_layers, relu
 from millrace.nn.norms import batch_norm
 
 CASES = [
-    # (height, width), channels in, out, kernel, strides, padding, groups
+    # (height, width), channels, features, kernel, strides, padding, groups
     ((9, 9), 3, 5, (3, 3), (1, 1), "SAME", 1),
     ((9, 8), 3, 5, (3, 3), (2, 2), "SAME", 1),
     ((8, 8), 4, 4, (3, 3), (1, 1), "VALID", 1),
@@ -52,7 +55,7 @@ def plain(x, kernel, strides, padding, groups):
         kernel,
         strides,
         padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers=LAYOUT,
         feature_group_count=groups,
     )
 
@@ -62,14 +65,14 @@ def with_gradients(function, x, kernel, dy):
 
     @jax.jit
     def run(x, kernel, dy):
-        y, pull = jax.vjp(function, x, kernel)
-        return y, *pull(dy)
+        y, backward = jax.vjp(function, x, kernel)
+        return y, *backward(dy)
 
     return run(x, kernel, dy)
 
 
-def draw(case):
-    """Images and a kernel for a case."""
+def make_operands(case):
+    """Return random images and a random kernel."""
     size, channels, features, kernel_size, *_, groups = case
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, *size, channels))
@@ -78,27 +81,28 @@ def draw(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_and_gradients_equal_xlas_own(case):
-    x, kernel = draw(case)
+def test_values_and_gradients_equal_xla(case):
+    x, kernel = make_operands(case)
     strides, padding, groups = case[-3:]
 
     def ours(x, kernel):
         return conv2d(x, kernel, strides=strides, padding=padding, groups=groups)
 
-    def theirs(x, kernel):
+    def reference(x, kernel):
         return plain(x, kernel, strides, padding, groups)
 
-    shape = jax.eval_shape(theirs, x, kernel).shape
+    shape = jax.eval_shape(reference, x, kernel).shape
     dy = jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
     found = with_gradients(ours, x, kernel, dy)
-    for mine, expected in zip(found, with_gradients(theirs, x, kernel, dy), strict=True):
-        np.testing.assert_allclose(mine, expected, atol=2e-4)
+    expected = with_gradients(reference, x, kernel, dy)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[3] == (1, 1)], ids=str)
-def test_off_the_cpu_a_pointwise_convolution_can_be_a_product(case, monkeypatch):
+def test_a_pointwise_convolution_can_be_a_product_except_on_cpu(case, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x, kernel = draw(case)
+    x, kernel = make_operands(case)
     strides, padding, groups = case[-3:]
     options = {"strides": strides, "padding": padding, "groups": groups}
     is_pointwise = strides == (1, 1) and padding == "SAME" and groups == 1
@@ -115,13 +119,13 @@ def test_off_the_cpu_a_pointwise_convolution_can_be_a_product(case, monkeypatch)
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bit_convolutions_keep_their_type_and_round_once(dtype, groups):
+def test_16_bit_convolutions_keep_their_dtype_and_round_once(dtype, groups):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((1, 5, 5, 4)), dtype)
     kernel = jnp.asarray(rng.standard_normal((3, 3, 4 // groups, 4)), dtype)
     wide = plain(x.astype(jnp.float32), kernel.astype(jnp.float32), (1, 1), "SAME", groups)
-    y, pull = jax.vjp(lambda x, k: conv2d(x, k, groups=groups), x, kernel)
-    assert {str(a.dtype) for a in (y, *pull(y))} == {dtype}
+    y, backward = jax.vjp(lambda x, k: conv2d(x, k, groups=groups), x, kernel)
+    assert {str(a.dtype) for a in (y, *backward(y))} == {dtype}
     spacing = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(y.astype(jnp.float32), wide, rtol=spacing, atol=1e-6)
 
@@ -135,18 +139,20 @@ def test_sixteen_bit_convolutions_keep_their_type_and_round_once(dtype, groups):
             6,
             (3, 3, 3, 6),
             3,
-            "6 channels in 3 groups need a kernel of 2 .* got .* 3",
+            "6 channels in 3 groups need a kernel with 2 input channels, got 3",
         ),
     ],
 )
-def test_groups_that_do_not_fit_are_an_error(channels, kernel, groups, message):
+def test_groups_that_do_not_divide_the_channels_are_an_error(
+    channels, kernel, groups, message
+):
     with pytest.raises(ValueError, match=message):
         conv2d(jnp.ones((1, 4, 4, channels)), jnp.ones(kernel), groups=groups)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(("size", "strides"), [((2, 5), 1), ((5, 1), 2)])
-def test_images_too_small_for_the_kernel_are_a_plain_error(groups, size, strides):
+def test_images_smaller_than_the_kernel_are_a_clear_error(groups, size, strides):
     x = jnp.ones((1, *size, 4))
     kernel = jnp.ones((3, 3, 4 // groups, 4))
     message = f"Images of {size[0]} x {size[1]}.*smaller than the kernel of 3 x 3"
@@ -157,7 +163,7 @@ def test_images_too_small_for_the_kernel_are_a_plain_error(groups, size, strides
         init_layers(model, jax.random.key(0), x)
 
 
-def test_a_grouped_layer_has_a_kernel_of_its_groups_channels():
+def test_a_grouped_layer_has_a_kernel_with_the_channels_of_one_group():
     layer = conv("conv", 12, 3, groups=4)
     x = jnp.ones((1, 5, 5, 8))
     params = init_layers([layer], jax.random.key(0), x)[0]["conv"]
@@ -169,8 +175,8 @@ def test_a_grouped_layer_has_a_kernel_of_its_groups_channels():
 
 
 @pytest.mark.parametrize("groups", [1, 8, 64])
-def test_a_gradient_inside_a_loop_costs_what_it_costs_outside(groups):
-    """XLA's own is some 40 times slower inside; a factor of 4 leaves room for noise."""
+def test_a_gradient_costs_the_same_inside_a_loop_as_outside(groups):
+    """XLA's own is about 40 times slower inside; a factor of 4 leaves room for noise."""
     x = jnp.ones((8, 28, 28, 64))
     kernel = jnp.full((3, 3, 64 // groups, 64), 0.01)
     gradient = jax.grad(lambda k: (conv2d(x, k, groups=groups) ** 2).mean())
@@ -183,16 +189,16 @@ def test_a_gradient_inside_a_loop_costs_what_it_costs_outside(groups):
         function(kernel).block_until_ready()
         times = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            started = time.perf_counter()
             function(kernel).block_until_ready()
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started)
         return min(times)
 
     assert fastest(inside, 3) / 5 < 4 * fastest(outside, 9)
 
 
-def test_images_smaller_than_the_kernel_are_not_dear():
-    """XLA's own way took 20 times as long as one for padded images."""
+def test_images_smaller_than_the_kernel_are_not_slow():
+    """XLA's own took 20 times as long as for padded images."""
     kernel = jnp.ones((3, 3, 256, 256))
     small, large = jnp.ones((8, 2, 2, 256)), jnp.ones((8, 4, 4, 256))
 
@@ -209,15 +215,15 @@ def test_images_smaller_than_the_kernel_are_not_dear():
     assert seconds(small) < 3 * seconds(large)
 
 
-def test_a_residual_block_is_not_computed_again_by_the_blocks_after_it():
-    """XLA:CPU would, had it the chance: time would grow with the square of the depth."""
+def test_a_residual_block_is_not_recomputed_by_later_blocks():
+    """XLA:CPU would do so if it could: time would grow with the square of the depth."""
     model = [
         layer
         for block in "abcdefgh"
         for layer in (
-            opening(conv(f"{block}_conv", 4)),
-            on("main", batch_norm(f"{block}_bn")),
-            closing(f"{block}_add"),
+            open_residual(conv(f"{block}_conv", 4)),
+            on_branch("main", batch_norm(f"{block}_bn")),
+            close_residual(f"{block}_add"),
             relu(f"{block}_relu"),
         )
     ]
@@ -234,3 +240,36 @@ def test_a_residual_block_is_not_computed_again_by_the_blocks_after_it():
         for operands in re.findall(r" fusion\((.*?)\)", text)
     ]
     assert 1 <= max(read) < 8
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "strides", "pads"),
+    [
+        ((16, 16), (7, 7), (2, 2), ((3, 3), (3, 3))),
+        ((16, 16), (7, 7), (2, 2), ((2, 3), (2, 3))),
+        ((15, 18), (3, 3), (2, 2), ((0, 1), (1, 1))),  # the last column is not used
+        ((12, 13), (4, 5), (3, 2), ((1, 2), (0, 0))),
+        ((9, 9), (1, 1), (2, 2), ((0, 0), (0, 0))),  # kernel smaller than the stride
+    ],
+)
+def test_space_to_depth_equals_xla(size, kernel, strides, pads):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, *size, 3)).astype(np.float32)
+    weights = rng.standard_normal((*kernel, 3, 5)).astype(np.float32)
+
+    def reference(x, weights):
+        return plain(x, weights, strides, pads, 1)
+
+    def ours(x, weights):
+        return space_to_depth_conv2d(x, weights, strides, pads)
+
+    def gradients(convolve):
+        return jax.grad(lambda *args: (convolve(*args) ** 2).sum(), argnums=(0, 1))(
+            x, weights
+        )
+
+    np.testing.assert_allclose(
+        ours(x, weights), reference(x, weights), rtol=1e-5, atol=1e-5
+    )
+    for got, wanted in zip(gradients(ours), gradients(reference), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Batch norm folded into convolutions: fewer layers, equal logits."""
+"""Batch norm folded into convolutions: fewer layers, the same logits."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.models.spec import find_size
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.folding import SMALL_BATCH, fold
 from millrace.nn.layers import apply_layers, init_layers
 from millrace.nn.norms import batch_norm, group_norm
@@ -26,7 +26,7 @@ def network(name, size=None):
 
 
 def trained(model, example, seed=0):
-    """Weights and statistics as training would leave them: nothing is zero or one."""
+    """Return weights and statistics as after training: nothing is exactly zero or one."""
     params, model_state = init_layers(model, jax.random.key(seed), example)
     rng = np.random.default_rng(seed)
 
@@ -58,7 +58,7 @@ def logits(model, params, model_state, x):
         pytest.param("efficientnet", "cifar", 49, marks=pytest.mark.slow),
     ],
 )
-def test_logits_are_equal_and_no_batch_norm_is_left(name, size, norms):
+def test_logits_are_the_same_without_any_batch_norm(name, size, norms):
     channels = 1 if name == "digits_cnn" else 3
     side = 8 if name == "digits_cnn" else 32
     x = np.random.default_rng(1).standard_normal((2, side, side, channels), np.float32)
@@ -71,7 +71,7 @@ def test_logits_are_equal_and_no_batch_norm_is_left(name, size, norms):
     assert folded[2] == {}
     expected, got = logits(model, params, model_state, x), logits(*folded, x)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    # The oracle of the test: other statistics would be seen.
+    # Other statistics change the logits, so the comparison above can fail.
     other = {name: {**own, "var": 2 * own["var"]} for name, own in model_state.items()}
     assert np.abs(logits(model, params, other, x) - expected).max() > 1e-3
 
@@ -86,13 +86,13 @@ def test_a_convolution_with_a_bias_keeps_it():
     np.testing.assert_allclose(logits(folded, weights, left, x), expected, rtol=1e-5)
 
 
-def test_only_a_norm_right_behind_its_convolution_is_folded():
+def test_only_a_norm_right_after_its_convolution_is_folded():
     model = [
         layers.conv("first", 4),
-        opening(batch_norm("before")),  # what it reads is also the skip connection
-        on("main", layers.conv("second", 4)),
-        on("skip", batch_norm("beside")),
-        closing("add"),
+        open_residual(batch_norm("before")),  # its input is also the skip connection
+        on_branch("main", layers.conv("second", 4)),
+        on_branch("skip", batch_norm("skip_norm")),
+        close_residual("add"),
         layers.relu("relu"),
         batch_norm("after"),
     ]
@@ -104,7 +104,7 @@ def test_only_a_norm_right_behind_its_convolution_is_folded():
     np.testing.assert_allclose(logits(*folded, x), expected, rtol=1e-5)
 
 
-def test_group_norm_stays():
+def test_group_norm_is_kept():
     model = [layers.conv("conv", 4), group_norm("norm", num_groups=2), layers.relu("relu")]
     x = np.ones((1, 4, 4, 3), np.float32)
     params, model_state = init_layers(model, jax.random.key(0), x)
@@ -112,14 +112,14 @@ def test_group_norm_stays():
     assert len(folded) == 3 and set(weights) == {"conv", "norm"}
 
 
-def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
+def test_a_relu_becomes_a_maximum_that_xla_can_fuse_except_on_cpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     model = [
-        opening(layers.stateless("twice", lambda x: 2 * x)),
-        on("main", layers.relu("relu")),
-        on("main", layers.stateless("swish", jax.nn.silu)),
-        on("main", layers.dropout("dropout", 0.5)),
-        closing("add"),
+        open_residual(layers.stateless("twice", lambda x: 2 * x)),
+        on_branch("main", layers.relu("relu")),
+        on_branch("main", layers.stateless("swish", jax.nn.silu)),
+        on_branch("main", layers.dropout("dropout", 0.5)),
+        close_residual("add"),
     ]
     x = jnp.array([[-1.0, 0.0, 3.0]])
     folded = fold(model, {}, {}, x)[0]
@@ -137,25 +137,27 @@ def test_off_the_cpu_a_relu_becomes_a_maximum_that_xla_can_join(monkeypatch):
         lambda x: jnp.where(x > 0, x, 1e-3 * x),
         lambda x: jax.nn.relu((x + jnp.roll(x, 1, 1)) / 2),
     ],
-    ids=["relu6", "a high limit", "a threshold", "leaky", "a blur"],
+    ids=["relu6", "high limit", "threshold", "leaky", "blur"],
 )
 @pytest.mark.parametrize("branch", [False, True])
-def test_what_is_a_relu_only_for_some_values_is_left_alone(function, branch, monkeypatch):
+def test_a_function_that_equals_relu_only_for_some_inputs_is_kept(
+    function, branch, monkeypatch
+):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layer = layers.stateless("activation", function)
     model = [layer]
     if branch:
         twice = layers.stateless("twice", lambda x: 2 * x)
-        model = [opening(twice), on("main", layer), closing("add")]
+        model = [open_residual(twice), on_branch("main", layer), close_residual("add")]
     x = np.array([-8.0, 1e-4, 0.5, 3.0, 9.0, 9000.0] * 6, np.float32).reshape(1, 6, 6, 1)
     folded = fold(model, {}, {}, x)
     expected = logits(model, {}, {}, x)
     np.testing.assert_array_equal(logits(*folded, x), expected)
 
 
-def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
-    """In a small batch a pointwise one is a product, and an activation that cuDNN does not
-    join is kept apart from a dense one.
+def test_networks_with_depthwise_convolutions_fuse_more_except_on_cpu(monkeypatch):
+    """In a small batch, a pointwise convolution becomes a product, and an activation that
+    cuDNN cannot fuse is kept apart from a dense convolution.
     """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     swish = functools.partial(layers.stateless, function=jax.nn.silu)
@@ -185,15 +187,15 @@ def test_off_the_cpu_depthwise_convolutions_have_less_beside_them(monkeypatch):
     )
 
 
-def test_off_the_cpu_narrow_groups_are_merged(monkeypatch):
+def test_narrow_groups_are_merged_except_on_cpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     model = [
-        opening(layers.conv("first", 32, 1)),
-        on("main", layers.conv("narrow", 32, groups=8)),
-        on("main", batch_norm("narrow/norm")),
-        on("main", layers.conv("wide", 64, groups=2)),
-        on("main", layers.conv("back", 3, 1)),
-        closing("add"),
+        open_residual(layers.conv("first", 32, 1)),
+        on_branch("main", layers.conv("narrow", 32, groups=8)),
+        on_branch("main", batch_norm("narrow/norm")),
+        on_branch("main", layers.conv("wide", 64, groups=2)),
+        on_branch("main", layers.conv("back", 3, 1)),
+        close_residual("add"),
     ]
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 3)).astype(np.float32)
     params, model_state = trained(model, x)

@@ -1,3 +1,5 @@
+"""Initial weights follow their distribution and depend only on key and path."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +20,15 @@ SHAPE = (300, 100)  # not a whole number of blocks
         ("uniform", scipy.stats.uniform(-1, 2)),
     ],
 )
-def test_numbers_are_of_their_distribution(kind, distribution):
-    drawn = init_tree({"w": Init(kind, SHAPE, 0.1)}, KEY)["w"]
-    assert drawn.shape == SHAPE and drawn.dtype == jnp.float32
-    numbers = np.asarray(drawn).ravel() / 0.1
+def test_weights_follow_their_distribution(kind, distribution):
+    sampled = init_tree({"w": Init(kind, SHAPE, 0.1)}, KEY)["w"]
+    assert sampled.shape == SHAPE and sampled.dtype == jnp.float32
+    numbers = np.asarray(sampled).ravel() / 0.1
     assert scipy.stats.kstest(numbers, distribution.cdf).pvalue > 1e-3
     assert len(np.unique(numbers)) > 0.99 * numbers.size  # blocks differ
 
 
-def test_a_weight_depends_on_its_path_and_on_nothing_else():
+def test_a_weight_depends_only_on_key_and_path():
     one, other = (Init("normal", shape, 1.0) for shape in ((3, 700), (40, 40)))
     alone = init_tree({"b": other}, KEY)
     both = init_tree({"a": one, "b": other, "c": other}, KEY)
@@ -35,8 +37,8 @@ def test_a_weight_depends_on_its_path_and_on_nothing_else():
     assert not np.array_equal(init_tree({"b": other}, jax.random.key(6))["b"], alone["b"])
 
 
-def test_what_is_not_to_be_drawn_stays():
+def test_other_leaves_are_kept():
     tree = {"a": jnp.arange(3.0), "b": Init("uniform", (), 2.0)}
-    drawn = init_tree(tree, KEY)
-    np.testing.assert_array_equal(drawn["a"], tree["a"])
-    assert drawn["b"].shape == () and abs(float(drawn["b"])) <= 2
+    sampled = init_tree(tree, KEY)
+    np.testing.assert_array_equal(sampled["a"], tree["a"])
+    assert sampled["b"].shape == () and abs(float(sampled["b"])) <= 2

@@ -1,21 +1,23 @@
+"""Layers, norms and losses agree with NumPy and can be split anywhere."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.catalog import build_layers
 from millrace.config import ConfigurationError
 from millrace.nn import layers
 from millrace.nn.losses import correct, cross_entropy
 from millrace.nn.norms import batch_norm, group_norm
 
 
-def drawn(layer: layers.Layer, shape: tuple[int, ...]):
+def init_one(layer: layers.Layer, shape: tuple[int, ...]):
     return layers.init_layers([layer], jax.random.key(0), jnp.zeros(shape))
 
 
 def test_weights_are_keyed_by_layer_name_and_counted():
-    model = catalog.build_layers("digits_cnn", 10)
+    model = build_layers("digits_cnn", 10)
     params, model_state = layers.init_layers(
         model, jax.random.key(0), jnp.zeros((2, 8, 8, 1))
     )
@@ -24,7 +26,7 @@ def test_weights_are_keyed_by_layer_name_and_counted():
     assert layers.num_parameters(params) == 24_058
 
 
-def test_a_layers_weights_depend_on_its_name_and_not_on_its_place():
+def test_weights_depend_on_the_name_of_a_layer_and_not_on_its_position():
     x = jnp.zeros((2, 6))
     one, _ = layers.init_layers(
         [layers.dense("a", 6), layers.dense("b", 6)], jax.random.key(0), x
@@ -36,7 +38,7 @@ def test_a_layers_weights_depend_on_its_name_and_not_on_its_place():
     assert (one["a"]["kernel"] != one["b"]["kernel"]).any()
 
 
-def test_two_layers_of_one_name_are_refused():
+def test_two_layers_with_the_same_name_are_an_error():
     with pytest.raises(ValueError, match="used twice: a"):
         layers.init_layers(
             [layers.relu("a"), layers.relu("a")], jax.random.key(0), jnp.zeros((1, 2))
@@ -44,7 +46,7 @@ def test_two_layers_of_one_name_are_refused():
 
 
 def test_splitting_a_model_changes_nothing():
-    model = catalog.build_layers("digits_cnn", 10)
+    model = build_layers("digits_cnn", 10)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
     params, model_state = layers.init_layers(model, jax.random.key(0), x)
     whole, moved = layers.apply_layers(model, params, model_state, x, training=True)
@@ -59,8 +61,8 @@ def test_splitting_a_model_changes_nothing():
         jax.tree.map(np.testing.assert_array_equal, after, moved)
 
 
-def test_he_initialization_keeps_the_scale_of_activations():
-    params, _ = drawn(layers.conv("c", 256), (1, 16, 16, 64))
+def test_he_initialization_preserves_the_scale_of_activations():
+    params, _ = init_one(layers.conv("c", 256), (1, 16, 16, 64))
     kernel = params["c"]["kernel"]
     assert float(kernel.std()) == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.02)
 
@@ -83,7 +85,7 @@ def test_dropout_keeps_the_mean_and_does_nothing_in_evaluation():
     np.testing.assert_array_equal(unchanged, x)
 
 
-def test_dropout_of_whole_samples_keeps_or_drops_all_of_a_sample():
+def test_dropout_of_whole_samples_drops_all_of_a_sample_or_none():
     layer = layers.dropout("d", 0.25, whole_samples=True)
     x = jnp.ones((2000, 3, 2, 4))
     y, _ = layer.apply({}, {}, x, layers.Call(True, jax.random.key(0)))
@@ -95,8 +97,8 @@ def test_dropout_of_whole_samples_keeps_or_drops_all_of_a_sample():
     assert not np.array_equal(y, other)
 
 
-def test_a_kernel_may_keep_the_spread_of_what_comes_out():
-    params, _ = drawn(layers.conv("c", 64, fan="out"), (1, 8, 8, 16))
+def test_he_initialization_can_count_outputs_instead_of_inputs():
+    params, _ = init_one(layers.conv("c", 64, fan="out"), (1, 8, 8, 16))
     wanted = (2 / (9 * 64)) ** 0.5
     assert float(params["c"]["kernel"].std()) == pytest.approx(wanted, rel=0.02)
 
@@ -159,7 +161,7 @@ def test_group_norm_agrees_with_numpy():
 @pytest.mark.parametrize("over", ["all", "others"])
 def test_cross_entropy_agrees_with_numpy(smoothing, over):
     options = {} if smoothing is None else {"label_smoothing": smoothing}
-    smoothing = smoothing or 0.0  # unless given, there is none
+    smoothing = smoothing or 0.0  # the default
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((7, 5)).astype(np.float32)
     labels = rng.integers(0, 5, 7)
@@ -175,7 +177,7 @@ def test_cross_entropy_agrees_with_numpy(smoothing, over):
     )
 
 
-def test_a_compiled_maximum_has_a_gradient_that_goes_to_the_largest_value():
+def test_the_gradient_of_max_pooling_goes_to_the_largest_value():
     pool = layers.max_pool("pool", 2, 2)
     x = jnp.arange(16.0).reshape(1, 4, 4, 1)
     call = layers.Call(training=True)
@@ -184,13 +186,13 @@ def test_a_compiled_maximum_has_a_gradient_that_goes_to_the_largest_value():
     assert gradient.sum() == 4
 
 
-def test_an_input_too_small_for_the_model_names_the_layer_where_it_ends():
-    model = catalog.build_layers("toy_model", 10)
+def test_an_input_too_small_for_the_model_names_the_layer_that_fails():
+    model = build_layers("toy_model", 10)
     with pytest.raises(ConfigurationError, match=r"max_pooling\w* leaves nothing of"):
         layers.init_layers(model, jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
 
 
-def test_norms_that_are_given_nothing_else_have_the_documented_numbers():
+def test_norms_have_the_documented_defaults():
     x = jnp.full((2, 4, 4, 2), 0.0).at[0].set(0.01)  # a variance near epsilon
     layer = batch_norm("bn")
     params, model_state = layer.init(x)
@@ -212,7 +214,7 @@ def test_norms_that_are_given_nothing_else_have_the_documented_numbers():
     ],
     ids=["batch", "group"],
 )
-def test_a_norm_with_a_scale_of_zero_starts_silent(layer):
+def test_a_norm_with_zero_scale_outputs_zero(layer):
     x = np.random.default_rng(0).standard_normal((4, 3, 3, 2)).astype(np.float32)
     params, model_state = layer.init(x)
     y, _ = layer.apply(params, model_state, jnp.asarray(x), layers.Call(True))
@@ -220,12 +222,12 @@ def test_a_norm_with_a_scale_of_zero_starts_silent(layer):
 
 
 @pytest.mark.parametrize("momentum", [1.0, -0.1])
-def test_a_momentum_that_is_no_share_is_refused(momentum):
+def test_a_momentum_outside_of_0_to_1_is_an_error(momentum):
     with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
         batch_norm("bn", momentum=momentum)
 
 
-def test_plain_layers_agree_with_numpy():
+def test_simple_layers_agree_with_numpy():
     x = np.random.default_rng(0).standard_normal((3, 4, 5, 2)).astype(np.float32)
     call = layers.Call(training=False)
 
@@ -236,7 +238,7 @@ def test_plain_layers_agree_with_numpy():
     np.testing.assert_array_equal(output(layers.flatten("f"), x), x.reshape(3, -1))
     pooled = output(layers.global_average_pool("p"), x)
     np.testing.assert_allclose(pooled, x.mean((1, 2)), rtol=1e-5, atol=1e-6)
-    params, _ = drawn(layers.dense("d", 300), (1, 400))
+    params, _ = init_one(layers.dense("d", 300), (1, 400))
     kernel, bias = params["d"]["kernel"], np.arange(300.0, dtype=np.float32)
     assert float(kernel.std()) == pytest.approx(400**-0.5, rel=0.02)
     assert not np.any(params["d"]["bias"])
@@ -246,14 +248,14 @@ def test_plain_layers_agree_with_numpy():
     np.testing.assert_allclose(y[0], np.asarray(kernel).sum(0) + bias, rtol=1e-4, atol=1e-4)
 
 
-def test_the_mean_over_many_pixels_is_taken_in_float32():
+def test_the_mean_over_pixels_is_computed_in_float32():
     """A sum of ones in bfloat16 stops at 256."""
     x = jnp.ones((1, 64, 64, 1), jnp.bfloat16)
     y, _ = layers.global_average_pool("p").apply({}, {}, x, layers.Call(training=True))
     assert y.dtype == jnp.bfloat16 and y.item() == 1
 
 
-def test_a_relu_passes_no_gradient_where_it_is_zero():
+def test_a_relu_has_no_gradient_where_it_is_zero():
     relu = layers.relu("r")
-    slope = jax.grad(lambda x: relu.apply({}, {}, x, layers.Call(True))[0].sum())
-    np.testing.assert_array_equal(slope(jnp.array([-1.0, 0.0, 2.0])), [0, 0, 1])
+    gradient = jax.grad(lambda x: relu.apply({}, {}, x, layers.Call(True))[0].sum())
+    np.testing.assert_array_equal(gradient(jnp.array([-1.0, 0.0, 2.0])), [0, 0, 1])

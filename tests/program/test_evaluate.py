@@ -1,3 +1,5 @@
+"""Evaluation counts every sample once, on any number of replicas."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from millrace.nn.layers import apply_layers, dense, init_layers
 from millrace.program.training import training_program
 
 
-def trained_state(plan):
+def init_state(plan):
     def loss(params, model_state, batch, key):
         return params["w"].sum(), (model_state, {})
 
@@ -31,19 +33,19 @@ def metric(params, model_state, batch):
 def test_every_sample_counts_once_and_padding_never(count, micro_batch, replicas):
     plan = mr.Plan(num_replicas=replicas)
     program = mr.EvaluationProgram(metric, plan)
-    got = mr.evaluate(program, trained_state(plan), source(count), micro_batch * replicas)
+    got = mr.evaluate(program, init_state(plan), source(count), micro_batch * replicas)
     x = np.arange(count)
     assert got["scaled"] == pytest.approx(2 * x.mean(), rel=1e-6)
     assert got["odd"] == pytest.approx((x % 2).mean(), rel=1e-6)
 
 
-def test_padding_that_gives_nan_does_not_count():
+def test_padding_does_not_count_even_if_its_metric_is_nan():
     def inverse(params, model_state, batch):
         return {"inverse": 1 / batch["x"]}
 
     plan = mr.Plan()
     data = ArraySource({"x": np.array([1, 2, 4], np.float32)})
-    got = mr.evaluate(mr.EvaluationProgram(inverse, plan), trained_state(plan), data, 2)
+    got = mr.evaluate(mr.EvaluationProgram(inverse, plan), init_state(plan), data, 2)
     assert got["inverse"] == pytest.approx(1.75 / 3)
 
 
@@ -56,7 +58,7 @@ def test_the_state_stays_usable_and_metrics_are_traced_once():
         return metric(params, model_state, batch)
 
     plan = mr.Plan()
-    program, state = mr.EvaluationProgram(counted, plan), trained_state(plan)
+    program, state = mr.EvaluationProgram(counted, plan), init_state(plan)
     first = mr.evaluate(program, state, source(9), 2)
     assert mr.evaluate(program, state, source(9), 2) == first
     assert traces == 1
@@ -70,17 +72,17 @@ def test_the_state_stays_usable_and_metrics_are_traced_once():
         (lambda p, c, b: {"count": b["x"]}, "cannot be called count"),
     ],
 )
-def test_a_metric_that_is_not_per_sample_is_refused(wrong, message):
+def test_a_metric_that_is_not_per_sample_is_an_error(wrong, message):
     plan = mr.Plan()
     with pytest.raises(ValueError, match=message):
-        mr.evaluate(mr.EvaluationProgram(wrong, plan), trained_state(plan), source(4), 2)
+        mr.evaluate(mr.EvaluationProgram(wrong, plan), init_state(plan), source(4), 2)
 
 
 @pytest.mark.devices(4)
 @pytest.mark.parametrize("trained_on", [1, 2, 4])
 @pytest.mark.parametrize("evaluated_on", [1, 4])
 def test_a_state_of_any_number_of_replicas_can_be_evaluated(trained_on, evaluated_on):
-    state = trained_state(mr.Plan(num_replicas=trained_on))
+    state = init_state(mr.Plan(num_replicas=trained_on))
     program = mr.EvaluationProgram(metric, mr.Plan(num_replicas=evaluated_on))
     for given in (state, jax.device_get(state)):
         got = mr.evaluate(program, given, source(9), 4)
@@ -88,45 +90,45 @@ def test_a_state_of_any_number_of_replicas_can_be_evaluated(trained_on, evaluate
     assert not jax.tree.leaves(state.params)[0].is_deleted()
 
 
-def test_weights_that_lie_there_already_are_not_copied():
+def test_weights_that_are_already_there_are_not_copied():
     plan = mr.Plan()
-    state = trained_state(plan)
+    state = init_state(plan)
     assert mr.EvaluationProgram(metric, plan).validate_state(state) is state
 
 
-def test_sources_of_equal_shapes_and_other_names_each_have_their_program():
+def test_sources_with_equal_shapes_but_different_names_get_separate_programs():
     def either(params, model_state, batch):
         return {"value": batch["x"] if "x" in batch else 10 * batch["y"]}
 
     plan = mr.Plan()
-    program, state = mr.EvaluationProgram(either, plan), trained_state(plan)
+    program, state = mr.EvaluationProgram(either, plan), init_state(plan)
     x = np.arange(4, dtype=np.float32)
     for _ in range(2):
         assert mr.evaluate(program, state, ArraySource({"x": x}), 2) == {"value": 1.5}
         assert mr.evaluate(program, state, ArraySource({"y": x}), 2) == {"value": 15.0}
 
 
-def test_weights_of_another_shape_have_another_program():
+def test_weights_of_another_shape_get_another_program():
     def total(params, model_state, batch):
         return {"total": batch["x"] * 0 + params["w"].sum()}
 
     plan = mr.Plan()
-    program, state = mr.EvaluationProgram(total, plan), trained_state(plan)
+    program, state = mr.EvaluationProgram(total, plan), init_state(plan)
     assert mr.evaluate(program, state, source(4), 2) == {"total": 2.0}
     larger = state._replace(params={"w": np.ones(5, np.float32)})
     assert mr.evaluate(program, larger, source(4), 2) == {"total": 5.0}
 
 
-def test_a_used_up_state_is_refused_plainly():
+def test_a_donated_state_is_a_clear_error():
     plan = mr.Plan()
-    state = trained_state(plan)
+    state = init_state(plan)
     state.params["w"].delete()
     with pytest.raises(ValueError, match="used up by an earlier call"):
         mr.evaluate(mr.EvaluationProgram(metric, plan), state, source(4), 2)
 
 
 @pytest.mark.devices(2)
-def test_a_pipelines_packed_state_is_refused_and_its_whole_is_not():
+def test_a_packed_state_is_an_error_and_the_unpacked_one_is_not():
     layers = [dense("a", 1), dense("b", 1)]
     loss = mr.LayeredLoss(layers, lambda b, key: b["x"], lambda y, b: (y.mean(), {}))
     plan = mr.Plan(gradient_accumulation_count=4, pipeline_splits=["b"])
@@ -149,8 +151,8 @@ def test_a_pipelines_packed_state_is_refused_and_its_whole_is_not():
 
 
 @pytest.mark.devices(2)
-def test_a_batch_that_replicas_cannot_share_is_refused():
+def test_a_batch_that_replicas_cannot_share_is_an_error():
     plan = mr.Plan(num_replicas=2)
     program = mr.EvaluationProgram(metric, plan)
     with pytest.raises(ValueError, match=r"batch_size \(7\) must be a multiple of .* 2"):
-        mr.evaluate(program, trained_state(plan), source(14), 7)
+        mr.evaluate(program, init_state(plan), source(14), 7)

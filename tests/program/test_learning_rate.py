@@ -1,3 +1,5 @@
+"""Learning-rate schedules follow their formulas at every update."""
+
 import math
 import re
 from typing import Any
@@ -50,12 +52,12 @@ def make(name, params=None, *, per_epoch=PER_EPOCH, batch=BATCH, **options) -> A
     )
 
 
-def values_of(schedule, updates=UPDATE_NUMBERS) -> np.ndarray:
+def evaluate(schedule, updates=UPDATE_NUMBERS) -> np.ndarray:
     return np.asarray(schedule(updates))
 
 
 def oracle(name, update, *, factor=1.0, warmup=None, staircase=False) -> float:
-    """One update's learning rate in plain float64, straight from the formulas."""
+    """Return the learning rate of one update in float64, straight from the formulas."""
     params = RECIPES[name]
 
     def rate(t):
@@ -93,15 +95,15 @@ def oracle(name, update, *, factor=1.0, warmup=None, staircase=False) -> float:
 @pytest.mark.parametrize("staircase", [False, True], ids=["smooth", "staircase"])
 @pytest.mark.parametrize("warmup", WARMUPS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_update_has_the_formulas_learning_rate(name, warmup, staircase):
+def test_every_update_follows_the_formula(name, warmup, staircase):
     options = {"factor": 1.5, "warmup": WARMUPS[warmup], "staircase": staircase}
     expected = [oracle(name, update, **options) for update in UPDATE_NUMBERS.tolist()]
-    found = values_of(make(name, **options))
-    # Of the largest: near its end the cosine is a difference of numbers close to 1.
+    found = evaluate(make(name, **options))
+    # Relative to the largest: near its end, the cosine subtracts numbers close to 1.
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-7 * max(expected))
 
 
-def test_the_published_recipes_start_and_end_where_they_say():
+def test_the_published_recipes_start_and_end_at_their_rates():
     mlperf = {
         "initial_learning_rate": 0.001991319,
         "epochs_to_total_decay": 39,
@@ -128,40 +130,40 @@ def test_the_published_recipes_start_and_end_where_they_say():
     }
     rate = make("exponential", efficientnet, per_epoch=1668, batch=768)
     every_2_4_epochs = 350 * 1668 * np.arange(1, 146) // 146
-    before, after = (values_of(rate, every_2_4_epochs + more) for more in (0, 1))
+    before, after = (evaluate(rate, every_2_4_epochs + more) for more in (0, 1))
     np.testing.assert_allclose(before, 768 / 2**14 * 0.97 ** np.arange(145), rtol=1e-6)
     np.testing.assert_allclose(after, 0.97 * before, rtol=1e-6)
 
 
-def test_only_stepped_values_are_not_multiplied_by_the_global_batch():
+def test_all_but_stepped_values_are_multiplied_by_the_global_batch():
     for name in RECIPES:
-        one, other = (values_of(make(name, batch=batch)) for batch in (BATCH, 2 * BATCH))
+        one, other = (evaluate(make(name, batch=batch)) for batch in (BATCH, 2 * BATCH))
         times = 1 if name == "stepped" else 2
         np.testing.assert_allclose(other, times * one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("warmup", WARMUPS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_staircase_is_constant_within_an_epoch_and_right_at_its_start(name, warmup):
-    stairs = values_of(make(name, warmup=WARMUPS[warmup], staircase=True))
-    smooth = values_of(make(name, warmup=WARMUPS[warmup]))
+def test_a_staircase_keeps_the_rate_of_the_first_update_of_an_epoch(name, warmup):
+    stairs = evaluate(make(name, warmup=WARMUPS[warmup], staircase=True))
+    smooth = evaluate(make(name, warmup=WARMUPS[warmup]))
     first = UPDATE_NUMBERS // PER_EPOCH * PER_EPOCH
     np.testing.assert_array_equal(stairs, smooth[first])
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_after_warm_up_the_schedule_is_exactly_itself(name):
-    plain = values_of(make(name))
+def test_the_schedule_is_unchanged_after_warm_up(name):
+    plain = evaluate(make(name))
     rise = int(2.5 * PER_EPOCH)
-    shifted = values_of(make(name, warmup=WARMUPS["shift"]))
-    masked = values_of(make(name, warmup=WARMUPS["mask"]))
+    shifted = evaluate(make(name, warmup=WARMUPS["shift"]))
+    masked = evaluate(make(name, warmup=WARMUPS["mask"]))
     np.testing.assert_array_equal(shifted[rise:], plain[: len(plain) - rise])
     np.testing.assert_array_equal(masked[rise:], plain[rise:])
 
 
-def test_warm_up_rises_evenly_and_never_from_zero():
+def test_warm_up_rises_linearly_and_does_not_start_at_zero():
     for mode in ("shift", "mask"):
-        values = values_of(make("const", warmup=WARMUPS[mode]))
+        values = evaluate(make("const", warmup=WARMUPS[mode]))
         rise = int(2.5 * PER_EPOCH)
         top = 0.01 * BATCH
         np.testing.assert_allclose(np.diff(values[: rise + 1]), top / (rise + 1), rtol=1e-5)
@@ -171,27 +173,27 @@ def test_warm_up_rises_evenly_and_never_from_zero():
 
 @pytest.mark.parametrize("warmup", WARMUPS)
 def test_smooth_schedules_do_not_jump(warmup):
-    """No step is steeper than the steepest slopes of decay and warm-up together."""
+    """No step exceeds the steepest slopes of decay and warm-up together."""
     total, start = int(9.5 * PER_EPOCH), 0.01 * BATCH
     rising = start / (int(2.5 * PER_EPOCH) + 1) if WARMUPS[warmup] else 0.0
     for name, slope in (("cosine", math.pi / 2), ("polynomial", 2 * 0.9)):
-        steps = np.abs(np.diff(values_of(make(name, warmup=WARMUPS[warmup]))))
+        steps = np.abs(np.diff(evaluate(make(name, warmup=WARMUPS[warmup]))))
         assert steps.max() <= (start * slope / total + rising) * (1 + 1e-5)
 
 
-def test_two_ways_to_write_one_schedule_agree():
+def test_equivalent_schedules_agree():
     equal = np.testing.assert_allclose
-    const = values_of(make("const"))
+    const = evaluate(make("const"))
     flat = RECIPES["polynomial"] | {"end_learning_rate_ratio": 1.0}
-    equal(values_of(make("polynomial", flat)), const, rtol=1e-6)
-    equal(values_of(make("polynomial", RECIPES["polynomial"] | {"power": 0})), const, 1e-6)
-    equal(values_of(make("exponential", RECIPES["exponential"] | {"num_decays": 0})), const)
+    equal(evaluate(make("polynomial", flat)), const, rtol=1e-6)
+    equal(evaluate(make("polynomial", RECIPES["polynomial"] | {"power": 0})), const, 1e-6)
+    equal(evaluate(make("exponential", RECIPES["exponential"] | {"num_decays": 0})), const)
     one_value = {"boundaries": [], "values": [0.01 * BATCH]}
-    equal(values_of(make("stepped", one_value)), const)
+    equal(evaluate(make("stepped", one_value)), const)
 
     no_time = {"warmup_epochs": 0, "warmup_mode": "shift"}
     for name in RECIPES:
-        equal(values_of(make(name, warmup=no_time)), values_of(make(name)), rtol=0)
+        equal(evaluate(make(name, warmup=no_time)), evaluate(make(name)), rtol=0)
 
     decays = {
         "initial_learning_rate": 0.5,
@@ -202,27 +204,27 @@ def test_two_ways_to_write_one_schedule_agree():
     steps = {"boundaries": [3, 6, 9], "values": [0.5, 0.25, 0.125, 0.0625]}
     before_the_end = np.arange(12 * PER_EPOCH)
     equal(
-        values_of(make("exponential", decays, batch=1), before_the_end),
-        values_of(make("stepped", steps), before_the_end),
+        evaluate(make("exponential", decays, batch=1), before_the_end),
+        evaluate(make("stepped", steps), before_the_end),
         rtol=0,
     )
 
 
-def test_an_update_at_a_boundary_keeps_the_old_value_even_where_float32_cannot_count():
+def test_a_boundary_is_exact_even_where_float32_cannot_count():
     edge = 2**24 + 1
     steps = {"boundaries": [edge], "values": [1.0, 0.5]}
     rate = make("stepped", steps, per_epoch=1)
     assert [float(rate(edge + more)) for more in (-1, 0, 1)] == [1.0, 1.0, 0.5]
 
 
-def test_a_staircase_moves_a_step_at_a_whole_epoch_to_the_next():
+def test_a_staircase_delays_a_boundary_by_one_epoch():
     steps = {"boundaries": [3], "values": [1.0, 0.5]}
-    values = values_of(make("stepped", steps, staircase=True))
+    values = evaluate(make("stepped", steps, staircase=True))
     assert np.flatnonzero(values == 0.5)[0] == 4 * PER_EPOCH
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_any_kind_of_update_number_gives_the_same_float32(name):
+def test_any_type_of_update_number_gives_the_same_float32(name):
     schedule = make(name, warmup=WARMUPS["mask"], staircase=True)
     with jax.numpy_dtype_promotion("strict"):
         traced = jax.jit(schedule)(jnp.int32(20))
@@ -233,37 +235,37 @@ def test_any_kind_of_update_number_gives_the_same_float32(name):
         assert float(value) == pytest.approx(float(traced), rel=1e-6)
 
 
-def test_a_program_reports_the_schedule():
+def test_a_program_reports_the_schedule_as_extra_info():
     steps = {"boundaries": [0, 1], "values": [0.3, 0.1, 0.2]}
     schedule = make("stepped", steps, per_epoch=1)
     _, info, _ = train_with(
         Plan(micro_batch_size=GLOBAL_BATCH),
         optimizer=optax.sgd(schedule),
-        watch={"learning_rate": schedule},
+        extra_info={"learning_rate": schedule},
     )
     np.testing.assert_allclose(info["learning_rate"], [0.3, 0.1, 0.2], rtol=1e-6)
 
 
-def refused(message, *arguments, **options) -> None:
+def check_error(message, *arguments, **options) -> None:
     with pytest.raises(ConfigurationError) as raised:
         make(*arguments, **options)
     assert str(raised.value) == message
 
 
-def test_an_unknown_schedule_or_warm_up_mode_is_refused_with_the_nearest():
-    refused(
+def test_an_unknown_schedule_or_warm_up_mode_suggests_the_nearest():
+    check_error(
         "--lr-schedule must be one of const, cosine, stepped, polynomial, exponential; "
         "got 'cosin'. Did you mean cosine?",
         "cosin",
         {},
     )
-    refused(
+    check_error(
         "--lr-warmup-params: warmup_mode must be one of shift, mask; got 'shfit'. "
         "Did you mean shift?",
         "const",
         warmup={"warmup_mode": "shfit", "warmup_epochs": 5},
     )
-    refused(
+    check_error(
         "--lr-warmup-params: warmup_mode must be one of shift, mask; got ['mask']. "
         "Did you mean mask?",
         "const",
@@ -271,31 +273,31 @@ def test_an_unknown_schedule_or_warm_up_mode_is_refused_with_the_nearest():
     )
 
 
-def test_missing_and_unknown_keys_are_refused_with_what_was_found_and_expected():
-    refused(
+def test_missing_and_unknown_keys_are_errors_that_list_the_keys():
+    check_error(
         "--lr-schedule-params of cosine needs the keys initial_learning_rate, "
         "epochs_to_total_decay; got initial_learning_rate.",
         "cosine",
         {"initial_learning_rate": 0.1},
     )
-    refused(
+    check_error(
         "--lr-schedule-params of const needs the keys initial_learning_rate; got "
         "inital_learning_rate. Did you mean initial_learning_rate?",
         "const",
         {"inital_learning_rate": 0.1},
     )
-    refused(
+    check_error(
         "--lr-schedule-params of const needs the keys initial_learning_rate; got "
         "initial_learning_rate, power.",
         "const",
         {"initial_learning_rate": 0.1, "power": 2},
     )
-    refused(
+    check_error(
         "--lr-warmup-params needs the keys warmup_mode, warmup_epochs; got none.",
         "const",
         warmup={},
     )
-    refused(
+    check_error(
         "--lr-warmup-params needs the keys warmup_mode, warmup_epochs; got warmup_mode, "
         "warmup_epoch. Did you mean warmup_epochs?",
         "const",
@@ -318,14 +320,14 @@ def test_missing_and_unknown_keys_are_refused_with_what_was_found_and_expected()
         ("exponential", "num_decays", 1.5, "must be a whole number, got 1.5."),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused(name, key, value, message):
+def test_an_invalid_value_is_an_error(name, key, value, message):
     with pytest.raises(ConfigurationError, match=re.escape(message)) as raised:
         make(name, RECIPES[name] | {key: value})
     assert str(raised.value).startswith(f"--lr-schedule-params: {key} must ")
 
 
-def test_a_negative_warm_up_is_refused():
-    refused(
+def test_a_negative_warm_up_is_an_error():
+    check_error(
         "--lr-warmup-params: warmup_epochs must be a number of at least 0, got -1.",
         "const",
         warmup={"warmup_mode": "mask", "warmup_epochs": -1},

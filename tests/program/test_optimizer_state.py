@@ -1,4 +1,4 @@
-"""The optimizer's state in 16 bits, and the optimizers that need the loss."""
+"""Optimizer state in 16 bits, and optimizers that need the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +17,39 @@ from plain_loop import (
 from plain_loop import loss_fn as plain_loss_fn
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import dense, init_layers, relu
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.training import training_program
 
 HALF = {"micro_batch_size": GLOBAL_BATCH, "precision": "16.16"}
-SLOW = "never decays"
+STUCK = "never decays"
 
 
-def types_by_rank(state):
+def dtypes_by_rank(state):
     leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return {(x.ndim > 0, str(x.dtype)) for x in leaves}
 
 
 @pytest.mark.parametrize("offloading", [False, True])
-def test_scalars_of_the_optimizer_stay_in_float32(offloading):
-    """In bfloat16 Adam's b2 of 0.999 is 1, and the weights were not numbers."""
+def test_scalars_in_the_optimizer_state_stay_in_float32(offloading):
+    """In bfloat16, Adam's b2 of 0.999 is 1, and the weights become NaN."""
     optimizer = optax.inject_hyperparams(optax.adam)(1e-2)
     plan = Plan(**HALF, optimizer_state_offloading=offloading)
     state, info, _ = train_with(plan, optimizer=optimizer)
     assert np.isfinite(info["loss"]).all()
-    assert types_by_rank(state.optimizer_state) == {(True, "bfloat16"), (False, "float32")}
+    assert dtypes_by_rank(state.optimizer_state) == {(True, "bfloat16"), (False, "float32")}
     assert state.optimizer_state.hyperparams["b2"] == np.float32(0.999)
     expected, _, _ = train_with(plan, optimizer=optax.adam(1e-2))
     for one, other in zip(
         *map(jax.tree.leaves, (state.params, expected.params)), strict=True
-    ):  # equal, but for a last bit
+    ):  # equal up to the last bit
         one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
         np.testing.assert_allclose(one, other, rtol=2**-7)
 
 
-def test_a_sum_that_the_optimizer_keeps_goes_past_what_bfloat16_counts_to():
+def test_a_sum_in_the_optimizer_state_can_exceed_256():
     optimizer = contrib.schedule_free_sgd(1.0, weight_lr_power=1.0)
 
     def loss(params, model_state, batch, key):
@@ -82,7 +82,7 @@ def test_scalars_stay_in_float32_in_a_pipeline():
         state = program.init(*init_layers(layers, jax.random.key(0), data[0]))
         state, _ = program.run(state, jax.device_put(data, program.chunk_sharding))
         found.append(program.unpack_state(state))
-    kinds = types_by_rank(found[1].optimizer_state)
+    kinds = dtypes_by_rank(found[1].optimizer_state)
     assert kinds == {(True, "bfloat16"), (False, "float32")}
     assert largest_difference(found[0].params, found[1].params) < 1e-2
 
@@ -90,36 +90,39 @@ def test_scalars_stay_in_float32_in_a_pipeline():
 @pytest.mark.parametrize(
     ("half", "expected"), [("bfloat16", "bfloat16"), ("float16", "float32")]
 )
-def test_state_takes_the_weights_type_only_where_it_has_their_shape(half, expected):
+def test_state_has_the_dtype_of_a_weight_only_if_it_has_its_shape(half, expected):
     params = {"kernel": jnp.ones((256, 128), half), "bias": jnp.ones(128, half)}
     adam = init_optimizer_state(optax.adam(1.0), params)[0]
     assert {str(x.dtype) for x in jax.tree.leaves((adam.mu, adam.nu))} == {expected}
     factored = init_optimizer_state(optax.scale_by_factored_rms(), params)
-    # The sums over rows and columns: as long as the bias, but none of its state.
+    # Sums over rows and columns: as long as the bias, but not its state.
     assert {str(factored.v_row["kernel"].dtype), str(factored.v_col["kernel"].dtype)} == {
         "float32"
     }
     assert str(factored.v["bias"].dtype) == expected
-    asked = init_optimizer_state(optax.adam(1.0, mu_dtype="float32"), params)[0]
-    assert asked.mu["bias"].dtype == jnp.float32 and str(asked.nu["bias"].dtype) == expected
+    explicit = init_optimizer_state(optax.adam(1.0, mu_dtype="float32"), params)[0]
+    assert (
+        explicit.mu["bias"].dtype == jnp.float32
+        and str(explicit.nu["bias"].dtype) == expected
+    )
 
 
-def warnings_of(caplog, optimizer, **options):
+def stuck_warnings(caplog, optimizer, **options):
     caplog.clear()
     program = training_program(plain_loss_fn, optimizer, Plan(**options))
     program.init(make_params(), make_model_state())
-    return [r.getMessage() for r in caplog.records if SLOW in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if STUCK in r.getMessage()]
 
 
-def test_state_that_cannot_decay_in_bfloat16_is_warned_of_once_and_named(caplog):
-    (message,) = warnings_of(caplog, optax.adam(1e-2), precision="16.16")
+def test_state_that_cannot_decay_in_bfloat16_is_named_in_one_warning(caplog):
+    (message,) = stuck_warnings(caplog, optax.adam(1e-2), precision="16.16")
     assert "0/nu/layer0/bias" in message
     assert "stochastic_rounding" in message and "16.32" in message
-    assert len(warnings_of(caplog, optax.sgd(0.1, 0.999), precision="16.16")) == 1
+    assert len(stuck_warnings(caplog, optax.sgd(0.1, 0.999), precision="16.16")) == 1
 
 
-def test_the_warning_is_right():
-    """Adam's second moment after a large gradient and many of nothing."""
+def test_state_that_is_warned_about_really_does_not_decay():
+    """Adam's second moment after one large gradient and many of zero."""
 
     def loss(params, model_state, batch, key):
         return (params["w"] * batch).mean(), (model_state, {})
@@ -152,8 +155,8 @@ def test_the_warning_is_right():
         (optax.sgd(0.1), {"precision": "16.16"}),
     ],
 )
-def test_state_that_decays_is_not_warned_of(caplog, optimizer, options):
-    assert not warnings_of(caplog, optimizer, **options)
+def test_state_that_decays_causes_no_warning(caplog, optimizer, options):
+    assert not stuck_warnings(caplog, optimizer, **options)
 
 
 NEED_THE_LOSS = {
@@ -195,16 +198,16 @@ def loop_with_value(optimizer, data):
     ],
     ids=["accumulated and scaled", "offloaded", "replicated"],
 )
-def test_optimizers_that_need_the_loss_get_the_mean_of_the_whole_batch(name, options):
+def test_optimizers_that_need_the_loss_get_the_mean_over_the_global_batch(name, options):
     optimizer, data = NEED_THE_LOSS[name], make_data()
     state, _, _ = train_with(Plan(**options), optimizer=optimizer)
     assert largest_difference(state.params, loop_with_value(optimizer, data)) < 1e-5
     if name == "plateau":
-        assert float(state.optimizer_state[1].scale) < 1  # the loss did count
+        assert float(state.optimizer_state[1].scale) < 1  # the loss was used
 
 
-def test_an_optimizer_that_takes_no_loss_is_not_given_one():
-    """Though it takes other extra arguments, as optax.contrib.sam does."""
+def test_an_optimizer_that_takes_no_loss_gets_none():
+    """Even if it takes other extra arguments, as optax.contrib.sam does."""
     plain = optax.sgd(0.1)
 
     def update(gradients, state, params=None, *, grad_fn=None):
@@ -224,7 +227,7 @@ def test_an_optimizer_that_takes_no_loss_is_not_given_one():
         (optax.lookahead(optax.sgd(0.1), 5, 0.5), "no attribute 'fast'"),
     ],
 )
-def test_optimizers_that_need_more_are_refused_before_compiling(optimizer, what):
+def test_optimizers_that_need_more_arguments_fail_before_compiling(optimizer, what):
     program = training_program(plain_loss_fn, optimizer, Plan())
     with pytest.raises(ConfigurationError, match=what) as refused:
         program.init(make_params(), make_model_state())

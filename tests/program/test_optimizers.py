@@ -1,3 +1,5 @@
+"""Optimizers follow their formulas, in a program or by themselves."""
+
 import re
 from typing import Any
 
@@ -35,7 +37,7 @@ BATCH = 96
 
 LARS = {"momentum": 0.9, "weight_decay": 0.05, "eeta": 0.02, "epsilon": 0}
 RMSPROP = {"momentum": 0.9, "base_decay_exponent": -10, "epsilon": 0.001}
-OPTIMISERS = {"sgd": {"momentum": 0.9}, "lars": LARS, "rmsprop": RMSPROP}
+OPTIMIZERS = {"sgd": {"momentum": 0.9}, "lars": LARS, "rmsprop": RMSPROP}
 
 
 def changing(count):
@@ -43,7 +45,7 @@ def changing(count):
 
 
 def make(name, params=None, *, learning_rate=changing, **options):
-    params = OPTIMISERS[name] if params is None else params
+    params = OPTIMIZERS[name] if params is None else params
     options = {"global_batch_size": BATCH} | options
     return build_optimizer(name, params, learning_rate=learning_rate, **options)
 
@@ -64,7 +66,7 @@ def gradients() -> list[dict]:
 
 
 def train(optimizer, weights, every_gradient) -> Any:
-    """The weights after all updates, with gradients that are given."""
+    """Return the weights after updates with the given gradients."""
 
     @jax.jit
     def step(weights, state, gradient):
@@ -106,7 +108,7 @@ def rmsprop(params, name, w, g, lr, memory):
 
 
 def oracle(rule, params, weights, every_gradient, *, decay=0.0, l2=0.0, rates=RATES):
-    """The same in plain float64, one variable after the other."""
+    """Do the same in float64, variable by variable."""
     result = {}
     for layer, variables in weights.items():
         for name, start in variables.items():
@@ -130,14 +132,14 @@ def assert_close(found, expected, tolerance=2e-6) -> None:
 def test_updates_follow_the_formulas_while_the_learning_rate_changes(
     rule, momentum, l2, decay
 ):
-    params = OPTIMISERS[rule.__name__] | {"momentum": momentum}
+    params = OPTIMIZERS[rule.__name__] | {"momentum": momentum}
     optimizer = make(rule.__name__, params, weight_decay=decay, l2_regularization=l2)
     found = train(optimizer, random_tree(0), gradients())
     expected = oracle(rule, params, random_tree(0), gradients(), decay=decay, l2=l2)
     assert_close(found, expected)
 
 
-def test_a_schedule_of_ours_drives_the_optimizer():
+def test_an_optimizer_follows_a_learning_rate_schedule():
     schedule = learning_rate_schedule(
         "cosine",
         {"initial_learning_rate": 0.005, "epochs_to_total_decay": 2},
@@ -156,7 +158,7 @@ def test_a_schedule_of_ours_drives_the_optimizer():
     assert_close(found, expected)
 
 
-def test_decay_and_l2_take_a_tenth_of_a_weight_that_has_no_gradient():
+def test_decay_and_l2_shrink_a_weight_without_gradient():
     weights, zeros = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
     for options in ({"weight_decay": 0.1}, {"l2_regularization": 0.1}):
         plain = make("sgd", {"momentum": 0}, learning_rate=lambda count: 1.0, **options)
@@ -164,7 +166,7 @@ def test_decay_and_l2_take_a_tenth_of_a_weight_that_has_no_gradient():
 
 
 @pytest.mark.parametrize("option", ["weight_decay", "l2_regularization"])
-def test_decay_can_leave_biases_and_norms_alone(option):
+def test_decay_can_skip_biases_and_norms(option):
     options = {option: 0.1, "decay_kernels_only": True}
     found = train(make("rmsprop", **options), random_tree(0), gradients())
     short = {"weight_decay": "decay", "l2_regularization": "l2"}[option]
@@ -193,8 +195,8 @@ def test_decay_and_l2_are_the_same_without_momentum_and_differ_with_it():
         assert difference < 1e-6 if momentum == 0 else difference > 1e-2
 
 
-def test_lars_is_sgd_for_biases_and_scales_while_the_learning_rate_is_constant():
-    """When it changes they differ: only LARS has it inside the velocity."""
+def test_lars_is_sgd_for_biases_and_scales_at_a_constant_learning_rate():
+    """When it changes, they differ: LARS has it inside the velocity."""
     only = ["conv1_bn"]
     weights = {layer: random_tree(0)[layer] for layer in only}
     every = [{layer: gradient[layer] for layer in only} for gradient in gradients()]
@@ -216,7 +218,7 @@ def test_lars_neither_scales_nor_decays_biases_and_norms():
         np.testing.assert_allclose(value, w - RATES[0] * g, rtol=1e-6)
 
 
-def test_lars_judges_a_variable_by_its_own_name_not_its_layers():
+def test_lars_looks_at_the_name_of_a_variable_and_not_of_its_layer():
     w, g = np.full(4, 2.0, np.float32), np.arange(4, dtype=np.float32)
     layers = [
         train(make("lars"), {layer: {"kernel": w}}, [{layer: {"kernel": g}}])[layer]
@@ -226,8 +228,8 @@ def test_lars_judges_a_variable_by_its_own_name_not_its_layers():
     assert largest_difference(layers[0]["kernel"], w - RATES[0] * g) > 0.1
 
 
-def test_lars_has_ratio_one_where_a_norm_is_zero():
-    """No weight: a plain step. No gradient: the decay alone, not scaled."""
+def test_the_ratio_of_lars_is_one_if_a_norm_is_zero():
+    """Zero weights: a plain step. Zero gradients: the unscaled decay."""
     some, none = np.full((2, 3), 2.0, np.float32), np.zeros((2, 3), np.float32)
     lr, decay = RATES[0], LARS["weight_decay"]
     for w, g, expected in (
@@ -248,7 +250,7 @@ def test_l2_counts_in_the_norms_of_lars():
     np.testing.assert_allclose(found, w - RATES[0] * step, rtol=1e-6)
 
 
-def test_the_step_of_lars_does_not_depend_on_the_size_of_the_gradient():
+def test_a_step_of_lars_does_not_depend_on_the_norm_of_the_gradient():
     params = LARS | {"weight_decay": 0}
     once, tenfold = (
         train(
@@ -261,7 +263,7 @@ def test_the_step_of_lars_does_not_depend_on_the_size_of_the_gradient():
     assert largest_difference(once, tenfold) < 1e-6
 
 
-def test_an_epsilon_of_zero_stands_for_keras_epsilon():
+def test_an_epsilon_of_zero_means_the_epsilon_of_keras():
     tiny = {"kernel": np.full(4, 1e-7, np.float32)}
     zero, written, larger = (
         train(make("lars", LARS | {"epsilon": epsilon}), tiny, [tiny])
@@ -271,8 +273,8 @@ def test_an_epsilon_of_zero_stands_for_keras_epsilon():
     assert largest_difference(zero, larger) > 0
 
 
-def test_rmsprop_remembers_the_same_number_of_samples_whatever_the_batch():
-    """Without momentum, a batch 4 times as large forgets 4 times as fast."""
+def test_rmsprop_averages_over_the_same_number_of_samples_for_any_batch():
+    """Without momentum, a batch 4 times as large decays 4 times as fast."""
     params = RMSPROP | {"momentum": 0}
     state = {}
     for batch in (BATCH, 4 * BATCH):
@@ -284,23 +286,23 @@ def test_rmsprop_remembers_the_same_number_of_samples_whatever_the_batch():
     np.testing.assert_allclose(state[4 * BATCH], 4 * state[BATCH], rtol=1e-6)
 
 
-def test_rmsprop_may_start_from_ones_as_tensorflow_1_does():
+def test_rmsprop_can_start_from_one_as_in_tensorflow_1():
     params = RMSPROP | {"initial_accumulator": 1.0}
     found = train(make("rmsprop", params), random_tree(0), gradients())
     assert_close(found, oracle(rmsprop, params, random_tree(0), gradients()))
 
 
-def test_rmsprop_stands_still_where_the_gradient_is_always_zero():
+def test_rmsprop_does_not_move_if_the_gradient_is_always_zero():
     weights, zeros = {"kernel": np.ones(3)}, {"kernel": np.zeros(3)}
     found = train(make("rmsprop"), weights, [zeros] * 3)["kernel"]
     np.testing.assert_array_equal(found, 1)
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_the_state_holds_nothing_that_is_not_used(name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_contains_only_what_is_used(name):
     sizes = {}
     for momentum in (0, 0.9):
-        optimizer = make(name, OPTIMISERS[name] | {"momentum": momentum})
+        optimizer = make(name, OPTIMIZERS[name] | {"momentum": momentum})
         leaves = jax.tree.leaves(optimizer.init(random_tree(0)))
         sizes[momentum] = sum(leaf.size for leaf in leaves if leaf.ndim)
     size = sum(leaf.size for leaf in jax.tree.leaves(random_tree(0)))
@@ -308,8 +310,8 @@ def test_the_state_holds_nothing_that_is_not_used(name):
     assert sizes == {0: means, 0.9: means + size}
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_offloading_has_one_bucket_per_variable(name):
     optimizer = make(
         name,
         weight_decay=0.1,
@@ -319,13 +321,13 @@ def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
     program = training_program(loss_fn, optimizer, Plan(micro_batch_size=GLOBAL_BATCH))
     state = program.init(make_params(), make_model_state())
     owned = {position: 1 << 30 for position in offload._owned_positions(state)}
-    gathered = offload.GradientResult(
+    result = offload.GradientResult(
         state.params, state.model_state, {"loss": jnp.float32(0)}
     )
     jaxpr = jax.make_jaxpr(lambda s, g: offload.steps.apply_update(program._step, s, g))(
-        state, gathered
+        state, result
     )
-    split = offload._split(offload.needed_inputs(jaxpr), owned)
+    split = offload._split_outputs(offload.input_dependencies(jaxpr), owned)
     groups = [set(group) & set(owned) for group in split]
     assert sum(map(bool, groups)) == len(jax.tree.leaves(state.params))
 
@@ -334,10 +336,10 @@ def test_offloading_cuts_the_update_into_one_bucket_per_variable(name):
     "name",
     [
         name if name != "sgd" else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMISERS
+        for name in OPTIMIZERS
     ],
 )
-def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
+def test_a_program_gives_the_weights_of_the_plain_loop(name):
     steps = {"boundaries": [0, 1], "values": [0.5, 0.1, 0.3]}
     rate = learning_rate_schedule(
         "stepped", steps, global_batch_size=BATCH, updates_per_epoch=1
@@ -361,13 +363,13 @@ def test_a_program_gives_the_plain_loops_weights_resident_or_offloaded(name):
         assert largest_difference(state.params, expected) < rounding()
 
 
-def refused(message, *arguments, **options) -> None:
+def check_error(message, *arguments, **options) -> None:
     with pytest.raises(ConfigurationError, match="^" + re.escape(message) + "$"):
         make(*arguments, **options)
 
 
-def test_an_unknown_optimizer_is_refused_with_the_nearest():
-    refused(
+def test_an_unknown_optimizer_suggests_the_nearest():
+    check_error(
         "--optimizer must be one of sgd, lars, rmsprop; got 'rmprop'. "
         "Did you mean rmsprop?",
         "rmprop",
@@ -375,20 +377,20 @@ def test_an_unknown_optimizer_is_refused_with_the_nearest():
     )
 
 
-def test_missing_and_unknown_keys_are_refused_with_what_was_found_and_expected():
-    refused(
+def test_missing_and_unknown_keys_are_errors_that_list_the_keys():
+    check_error(
         "--optimizer-params of lars needs the keys momentum, weight_decay, eeta, epsilon; "
         "got momentum.",
         "lars",
         {"momentum": 0.9},
     )
-    refused(
+    check_error(
         "--optimizer-params of lars needs the keys momentum, weight_decay, eeta, epsilon; "
         "got momentum, weight_decay, eta, epsilon. Did you mean eeta?",
         "lars",
         {"momentum": 0.9, "weight_decay": 0, "eta": 0.001, "epsilon": 0},
     )
-    refused(
+    check_error(
         "--optimizer-params of sgd needs the keys momentum; got none.",
         "sgd",
         {},
@@ -405,30 +407,30 @@ def test_missing_and_unknown_keys_are_refused_with_what_was_found_and_expected()
         ("rmsprop", "base_decay_exponent", None, ""),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused(name, key, value, limits):
-    refused(
+def test_an_invalid_value_is_an_error(name, key, value, limits):
+    check_error(
         f"--optimizer-params: {key} must be a number{limits}, got {value!r}.",
         name,
-        OPTIMISERS[name] | {key: value},
+        OPTIMIZERS[name] | {key: value},
     )
 
 
 @pytest.mark.parametrize("option", ["weight_decay", "l2_regularization"])
-def test_a_negative_decay_is_refused(option):
+def test_a_negative_decay_is_an_error(option):
     flag = "--" + option.replace("_", "-")
     message = f"{flag} must be a number of at least 0, got -0.1."
-    refused(message, "sgd", **{option: -0.1})
+    check_error(message, "sgd", **{option: -0.1})
 
 
-def test_rmsprop_refuses_a_decay_below_zero_and_an_epsilon_of_zero():
-    refused(
+def test_rmsprop_rejects_a_negative_decay_and_an_epsilon_of_zero():
+    check_error(
         "--optimizer-params: base_decay_exponent must be at most -6.585 for a global "
         "batch of 96, got 14. The decay, 1 - 2^base_decay_exponent * global batch, would "
         "be negative.",
         "rmsprop",
         RMSPROP | {"base_decay_exponent": 14},
     )
-    refused(
+    check_error(
         "--optimizer-params: epsilon must be more than 0 for rmsprop, got 0. A gradient "
         "that has always been 0 would be divided by 0.",
         "rmsprop",

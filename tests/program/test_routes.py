@@ -1,4 +1,4 @@
-"""Routes bring every value to the slot where it is read, and keep it until then."""
+"""Routes put every value into the slot where it is read and keep it until then."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,12 +29,14 @@ def tables(draw) -> Table:
 
 @given(tables())
 @settings(max_examples=150, deadline=None)
-def test_what_an_action_reads_is_what_was_sent_for_it(table):
-    """Follow the routes with names for values: a slot holds a set of (who, what)."""
+def test_an_action_reads_what_was_sent_for_it(table):
+    """Follow the routes with symbolic values: sets of actions."""
     routes, stages = plan_routes(table), table.stages
     devices = range(stages.num_devices)
-    mail = [{slot: set() for slot in range(routes.num_mail_slots + 1)} for _ in devices]
-    kept = [dict.fromkeys(range(routes.num_residual_slots)) for _ in devices]
+    received = [
+        {slot: set() for slot in range(routes.num_receive_slots + 1)} for _ in devices
+    ]
+    stored = [dict.fromkeys(range(routes.num_residual_slots)) for _ in devices]
     for tick, row in enumerate(table.ticks):
         sent = {}
         for device, (kind, stage, micro) in row.items():
@@ -42,33 +44,37 @@ def test_what_an_action_reads_is_what_was_sent_for_it(table):
             assert routes.branch[tick, device] > 0
             assert routes.micro_batch[tick, device] == micro
             before = stages.groups[position - 1] if position else ()
-            read = mail[device][routes.input_slot[tick, device]]
+            read = received[device][routes.input_slot[tick, device]]
             if position:
                 assert read == {("forward", s, micro) for s in before}
             slot = routes.residual_slot[tick, device]
             if kind == "forward":
-                kept[device][slot] = (stage, micro)
+                stored[device][slot] = (stage, micro)
             else:
-                assert kept[device][slot] == (stage, micro)
+                assert stored[device][slot] == (stage, micro)
                 if position < len(stages.groups) - 1:
-                    read = mail[device][routes.gradient_slot[tick, device]]
+                    read = received[device][routes.gradient_slot[tick, device]]
                     after = stages.groups[position + 1]
                     assert read == {("backward", s, micro) for s in after}
             sent[device] = (kind, stage, micro)
-        deliver(routes, tick, sent, mail)
+        deliver(routes, tick, sent, received)
 
 
-def deliver(routes: Routes, tick: int, sent: dict, mail: list) -> None:
+def deliver(routes: Routes, tick: int, sent: dict, received: list) -> None:
     for channel, edges in enumerate(routes.channels):
         sources, targets = zip(*edges, strict=True)
         assert len(set(sources)) == len(edges) == len(set(targets))
         for source, target in edges:
-            slot = routes.mail_slot[tick, target, channel]
-            if slot == routes.num_mail_slots:
-                continue  # nothing comes
+            slot = routes.receive_slot[tick, target, channel]
+            if slot == routes.num_receive_slots:
+                continue  # nothing arrives
             assert source in sent
-            there = mail[target][slot] if routes.mail_add[tick, target, channel] else set()
-            mail[target][slot] = there | {sent[source]}
+            there = (
+                received[target][slot]
+                if routes.receive_add[tick, target, channel]
+                else set()
+            )
+            received[target][slot] = there | {sent[source]}
 
 
 def test_a_chain_needs_two_channels_and_few_slots():
@@ -78,4 +84,4 @@ def test_a_chain_needs_two_channels_and_few_slots():
     assert len(routes.channels) == 2
     assert not routes.any_added
     assert routes.num_residual_slots == 4
-    assert routes.num_mail_slots <= 6
+    assert routes.num_receive_slots <= 6

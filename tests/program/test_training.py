@@ -1,3 +1,5 @@
+"""What a training program promises besides the right weights."""
+
 import re
 import warnings
 
@@ -22,12 +24,11 @@ from plain_loop import (
 from millrace.config import ConfigurationError
 from millrace.nn.layers import KEPT
 from millrace.plan import Plan
-from millrace.program import offload
-from millrace.program.step import keep_products
+from millrace.program.step import save_products
 from millrace.program.training import training_program
 
 
-def compiled_text_of(program):
+def the_only_program(program):
     (compiled,) = program._compiled.values()
     return compiled
 
@@ -37,15 +38,15 @@ def test_gradients_are_exchanged_once_per_update_and_never_per_micro_batch():
     plan = Plan(micro_batch_size=2, num_replicas=4, gradient_accumulation_count=4)
     _, _, program = train_with(plan)
     depths = operations_by_loop_depth(
-        compiled_text_of(program), "all-reduce|all-reduce-start"
+        the_only_program(program), "all-reduce|all-reduce-start"
     )
-    # Depth 1 is the loop over updates, depth 2 the one over micro-batches.
+    # Depth 1 is the loop over updates, depth 2 that over micro-batches.
     assert depths == {1: 1}
 
 
 @pytest.mark.devices(2)
-def test_the_text_reader_sees_an_exchange_inside_the_inner_loop():
-    """The test above could not fail if the reader missed what it looks for."""
+def test_an_exchange_inside_the_inner_loop_would_be_found():
+    """Otherwise, the test above could not fail."""
     mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def inner(x):
@@ -71,7 +72,7 @@ def test_the_text_reader_sees_an_exchange_inside_the_inner_loop():
     ],
     ids=str,
 )
-def test_the_loss_is_traced_once_however_many_calls_and_lengths(options):
+def test_the_loss_is_traced_once_for_any_number_of_calls_and_lengths(options):
     traces = 0
 
     def counted(*arguments):
@@ -88,7 +89,7 @@ def test_the_loss_is_traced_once_however_many_calls_and_lengths(options):
     assert traces == 1
 
 
-def test_the_state_is_donated_and_the_callers_weights_are_not():
+def test_the_state_is_donated_but_the_weights_passed_to_init_are_not():
     params = make_params()
     program = training_program(
         loss_fn, make_optimizer(), Plan(micro_batch_size=GLOBAL_BATCH)
@@ -99,7 +100,7 @@ def test_the_state_is_donated_and_the_callers_weights_are_not():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
-def test_a_chunk_that_is_not_on_the_device_is_refused_not_copied():
+def test_a_chunk_that_is_not_on_the_devices_is_an_error():
     program = training_program(
         loss_fn, make_optimizer(), Plan(micro_batch_size=GLOBAL_BATCH)
     )
@@ -109,70 +110,7 @@ def test_a_chunk_that_is_not_on_the_device_is_refused_not_copied():
         program.run(state, make_data())
 
 
-def test_offloaded_state_rests_in_host_memory_and_counters_do_not():
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
-    state, _, _ = train_with(plan)
-    kinds = {
-        leaf.size > 1000: leaf.sharding.memory_kind
-        for leaf in jax.tree.leaves(state.optimizer_state)
-    }
-    assert kinds == {True: "pinned_host", False: "device"}
-    assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
-
-
-def test_the_update_is_cut_into_buckets_that_own_their_state(monkeypatch):
-    monkeypatch.setattr(offload, "_BUCKET_BYTES", 8000)
-    made = []
-    original = offload.StreamedUpdate
-
-    class Spy(original):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(offload, "StreamedUpdate", Spy)
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
-    state, _, _ = train_with(plan, optimizer=optax.adam(1e-2))
-    (stream,) = made
-    owned = offload._owned_positions(state)
-    streamed = {p for p, size in owned.items() if size}
-    per_bucket = [streamed & set(bucket.made) for bucket in stream.buckets]
-    assert sum(map(len, per_bucket)) == len(streamed) == 2  # mu and nu of one kernel
-    every = [position for bucket in stream.buckets for position in bucket.made]
-    assert sorted(every) == list(range(len(every)))
-
-
-def test_an_optimizer_that_mixes_variables_stays_in_one_bucket():
-    together = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
-    adam = optax.adam(1e-2)
-    jitted = optax.GradientTransformation(adam.init, jax.jit(adam.update))
-    for optimizer, expected in ((adam, 6), (jitted, 6), (together, 1)):
-        plan = Plan(micro_batch_size=GLOBAL_BATCH)
-        program = training_program(loss_fn, optimizer, plan)
-        state = program.init(make_params(), make_model_state())
-        owned = {p: 1 << 30 for p in offload._owned_positions(state)}
-        gathered = offload.GradientResult(
-            state.params, state.model_state, {"loss": jnp.float32(0)}
-        )
-        step = program._step
-        jaxpr = jax.make_jaxpr(
-            lambda s, g, step=step: offload.steps.apply_update(step, s, g)
-        )(state, gathered)
-        groups = offload._split(offload.needed_inputs(jaxpr), owned)
-        with_weights = [g for g in groups if set(g) & set(owned)]
-        assert len(with_weights) == expected
-
-
-def test_a_device_without_host_memory_says_that_offloading_is_off(monkeypatch, caplog):
-    monkeypatch.setattr(offload, "host_memory_kind", lambda device: None)
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
-    state, _, _ = train_with(plan)
-    assert "offloading is off" in caplog.text
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
-    assert kinds == {"device"}
-
-
-def test_recomputation_keeps_only_the_results_of_products():
+def test_recomputation_keeps_only_products():
     def deep(w, h):
         for _ in range(12):
             h = jnp.tanh(h @ w) * jnp.exp(-h * h) + jnp.sin(h)
@@ -182,36 +120,36 @@ def test_recomputation_keeps_only_the_results_of_products():
         _, backward = jax.vjp(function, jnp.ones((40, 40)), jnp.ones((512, 40)))
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    recomputed = jax.checkpoint(deep, policy=keep_products)
+    recomputed = jax.checkpoint(deep, policy=save_products)
     assert kept(deep) > 40 * 512 * 40
     assert kept(recomputed) <= 14 * 512 * 40  # twelve products, the input, the weights
 
 
 @pytest.mark.parametrize(("name", "num_kept"), [(KEPT, 1), ("other", 0)])
-def test_recomputation_keeps_what_our_layers_name_and_nothing_else(name, num_kept):
+def test_recomputation_keeps_values_that_our_layers_name(name, num_kept):
     def function(x):
         return jnp.sin(checkpoint_name(jnp.exp(x), name)).sum()
 
-    recomputed = jax.checkpoint(function, policy=keep_products)
+    recomputed = jax.checkpoint(function, policy=save_products)
     _, backward = jax.vjp(recomputed, x := jnp.ones(7))
     kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape == x.shape]
-    assert len(kept) == 1 + num_kept  # the input always
+    assert len(kept) == 1 + num_kept  # the input is always kept
 
 
-@pytest.mark.cpu("a GPU does save memory by recomputing")
-def test_on_cpu_recomputation_says_that_it_saves_nothing(caplog):
+@pytest.mark.cpu("recomputation does save memory on a GPU")
+def test_recomputation_on_cpu_warns_that_it_saves_nothing(caplog):
     train_with(Plan(micro_batch_size=GLOBAL_BATCH, recomputation=True))
     assert "recomputation saves no memory on CPU" in caplog.text
 
 
-def test_more_replicas_than_devices_is_the_users_mistake():
+def test_more_replicas_than_devices_is_a_configuration_error():
     only = f"num_replicas is 9.*only {jax.device_count()} {jax.default_backend()}"
     with pytest.raises(ConfigurationError, match=only):
         training_program(loss_fn, make_optimizer(), Plan(num_replicas=9))
 
 
 @pytest.mark.devices(2)
-def test_an_element_of_the_wrong_size_names_both_sizes():
+def test_an_element_of_the_wrong_size_is_an_error_with_both_sizes():
     program = training_program(
         loss_fn, make_optimizer(), Plan(micro_batch_size=4, num_replicas=2)
     )
@@ -242,22 +180,22 @@ def test_an_element_of_the_wrong_size_names_both_sizes():
         ),
     ],
 )
-def test_a_loss_that_breaks_the_contract_is_told_how(bad_loss, message):
+def test_a_loss_that_returns_something_else_is_an_error_that_says_what(bad_loss, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         train_with(Plan(micro_batch_size=GLOBAL_BATCH), loss=bad_loss)
 
 
-def test_watched_functions_of_the_update_are_reported():
+def test_extra_info_is_reported_for_every_update():
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     _, info, _ = train_with(
-        Plan(micro_batch_size=GLOBAL_BATCH), watch={"learning_rate": schedule}
+        Plan(micro_batch_size=GLOBAL_BATCH), extra_info={"learning_rate": schedule}
     )
     np.testing.assert_allclose(info["learning_rate"], [1.0, 0.75, 0.5])
 
 
 @pytest.mark.devices(4)
-def test_carried_changes_of_all_micro_batches_can_be_added_up():
-    """A table of which each sample owns a row: nobody's change may be diluted."""
+def test_changes_of_model_state_can_be_summed_over_micro_batches():
+    """In a table with a row per sample, no change may be averaged away."""
 
     def loss(params, model_state, batch, key):
         del key
@@ -277,7 +215,7 @@ def test_carried_changes_of_all_micro_batches_can_be_added_up():
 @pytest.mark.devices(lambda split: split[2])
 @pytest.mark.parametrize("accumulation_dtype", ["float16", None])
 @pytest.mark.parametrize("split", [(24, 1, 1), (3, 8, 1), (3, 1, 8), (1, 3, 8)])
-def test_gradients_that_float16_just_holds_survive_any_split(split, accumulation_dtype):
+def test_gradients_that_just_fit_into_float16_survive_any_split(split, accumulation_dtype):
     def loss(params, model_state, batch, key):
         return (params["w"] * batch["x"]).mean(), (model_state, {})
 
@@ -299,7 +237,7 @@ def test_gradients_that_float16_just_holds_survive_any_split(split, accumulation
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(("dtype", "value"), [("bfloat16", 1.297), ("float16", 5000)])
-def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
+def test_unchanged_16_bit_model_state_stays_exactly_the_same(dtype, value):
     def loss(params, model_state, batch, key):
         return (params["w"] * batch["x"]).mean(), (model_state, {})
 
@@ -313,18 +251,18 @@ def test_what_is_carried_in_16_bits_unchanged_stays_as_it_is(dtype, value):
 
 
 @pytest.mark.devices(8)
-def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
+def test_random_keys_depend_on_the_micro_batch_and_not_on_the_replica():
     def noisy(params, model_state, batch, key):
         noise = jax.random.normal(key, ())
         return (params["layer0"]["bias"] * 0.0).sum(), (model_state, {"noise": noise})
 
-    def draws(**options):
+    def noise(**options):
         return train_with(Plan(micro_batch_size=4, **options), loss=noisy)[1]["noise"]
 
-    replicated = draws(num_replicas=8)
-    accumulated = draws(gradient_accumulation_count=8)
+    replicated = noise(num_replicas=8)
+    accumulated = noise(gradient_accumulation_count=8)
     np.testing.assert_allclose(replicated, accumulated, rtol=1e-5)
-    assert len(set(np.round(replicated, 6))) == 3  # another key for every update
+    assert len(set(np.round(replicated, 6))) == 3  # every update has its own key
 
 
 @pytest.mark.parametrize(
@@ -344,15 +282,17 @@ def test_random_keys_belong_to_the_micro_batch_wherever_it_is_computed():
     ids=str,
 )
 def test_all_random_keys_of_a_run_differ(options):
-    """Over updates, micro-batches and replicas: two alike would drop the same values."""
+    """Over updates, micro-batches and replicas: equal keys would drop the same values."""
 
-    def note(params, model_state, batch, key):
+    def record_key(params, model_state, batch, key):
         words = jax.random.key_data(key)
         seen = model_state.at[batch["number"][0]].add(words)
         return params["w"].sum(), (seen, {})
 
     plan = Plan(**options)
-    program = training_program(note, optax.sgd(0.1), plan, model_state_reduction="sum")
+    program = training_program(
+        record_key, optax.sgd(0.1), plan, model_state_reduction="sum"
+    )
     updates, step = 3, plan.batching.samples_per_step
     count = updates * plan.batching.global_batch_size
     state = program.init({"w": jnp.ones(1)}, jnp.zeros((count, 2), jnp.uint32))
@@ -371,14 +311,14 @@ def test_updates_per_call_divides_the_execution_or_reaches_the_limit():
 
 
 @pytest.mark.devices(4)
-def test_no_warning_is_raised_by_a_run():
+def test_a_run_raises_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_with(Plan(micro_batch_size=8, num_replicas=4))
 
 
 @pytest.mark.parametrize("offloading", [False, True])
-def test_a_state_that_was_used_up_is_refused_plainly(offloading):
+def test_using_a_donated_state_is_a_clear_error(offloading):
     plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
     program = training_program(loss_fn, make_optimizer(), plan)
     state = program.init(make_params(), make_model_state())
@@ -389,7 +329,7 @@ def test_a_state_that_was_used_up_is_refused_plainly(offloading):
 
 
 @pytest.mark.parametrize("offloading", [False, True])
-def test_a_state_of_numpy_arrays_goes_on_as_it_was(offloading):
+def test_a_state_of_numpy_arrays_continues_exactly(offloading):
     plan = Plan(micro_batch_size=32, optimizer_state_offloading=offloading)
     program = training_program(loss_fn, make_optimizer(), plan)
     chunk = stage(program, make_data())
@@ -401,17 +341,19 @@ def test_a_state_of_numpy_arrays_goes_on_as_it_was(offloading):
 
 
 @pytest.mark.parametrize("name", ["loss", "learning_rate"])
-def test_names_the_program_reports_itself_are_refused(name):
+def test_info_with_a_reserved_name_is_an_error(name):
     def loss(params, model_state, batch, key):
         return params["layer0"]["bias"].sum(), (model_state, {name: 7.0})
 
     with pytest.raises(ValueError, match=f"cannot be called {name}"):
         train_with(
-            Plan(micro_batch_size=GLOBAL_BATCH), loss=loss, watch={"learning_rate": jnp.sin}
+            Plan(micro_batch_size=GLOBAL_BATCH),
+            loss=loss,
+            extra_info={"learning_rate": jnp.sin},
         )
 
 
-def test_integer_parameters_are_named():
+def test_integer_parameters_are_an_error():
     program = training_program(loss_fn, make_optimizer(), Plan())
     with pytest.raises(ValueError, match="parameter table is int32, which has no gradient"):
         program.init({"table": jnp.arange(3)})
@@ -419,7 +361,7 @@ def test_integer_parameters_are_named():
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32", "32.32"])
 @pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
-def test_weights_take_the_plans_type_whatever_they_were(precision, given):
+def test_weights_are_cast_to_the_dtype_of_the_plan(precision, given):
     plan = Plan(precision=precision, half_type="float16")
     program = training_program(loss_fn, make_optimizer(), plan)
     state = program.init({"w": jnp.ones(3, given)})

@@ -78,7 +78,7 @@ class Validator:
 
     def compute_means(self, params: Any) -> dict[str, float]:
         """Return the mean over rows of every result of the metric function."""
-        return self._evaluate(self._program.place(Weights(params)))
+        return self._evaluate(self._program.place_state(Weights(params)))
 
     def _evaluate(self, placed: Any) -> dict[str, float]:
         return evaluate(
@@ -95,7 +95,7 @@ class Validator:
         def snapshot(state: Any) -> tuple[Any, int]:
             # A copy, because the next update donates the buffers of the state.
             copied = jax.tree.map(jnp.copy, state.params)
-            return self._program.place(Weights(copied)), int(state.update)
+            return self._program.place_state(Weights(copied)), int(state.update)
 
         def validate(kept: tuple[Any, int]) -> dict[str, float]:
             placed, update = kept

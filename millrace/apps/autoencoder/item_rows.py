@@ -24,7 +24,7 @@ from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 
 
 class EncodedItems(NamedTuple):

@@ -149,7 +149,7 @@ def build_trials_program(
         ),
         optimizer,
         plan,
-        watch={"learning_rate_factor": build_learning_rate(config, 1.0, steps)},
+        extra_info={"learning_rate_factor": build_learning_rate(config, 1.0, steps)},
         devices=[device],
         compiler_options=COMPILER_OPTIONS,
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.nn.dense_convolution import computed_once
-from millrace.program.rounding import random_bits
+from millrace.program.mixed_precision import random_bits
 
 WIDTHS = {128: (128, 256, 256), 256: (256, 256, 512), 512: (512, 512, 1024)}
 """Widths of the encoder layers by the first one; the last is the code layer."""

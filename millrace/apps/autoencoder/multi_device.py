@@ -44,7 +44,7 @@ class MultiDeviceProgram(TrainingProgram):
         self._programs = list(programs)
         own = [program for program in programs if program is not None]
         self.plan = own[0].plan
-        self.watched = set().union(*(program.watched for program in own))
+        self.extra_info_names = set().union(*(program.extra_info_names for program in own))
         self.compile_seconds = 0.0
         devices = [device for program in own for device in program.devices]
         self._mesh = replica_mesh(len(devices), devices)
@@ -72,9 +72,9 @@ class MultiDeviceProgram(TrainingProgram):
             get_shapes(part) if program is None else next(new) for program, part in pairs
         ]
 
-    def place(self, state: Any) -> Any:
+    def place_state(self, state: Any) -> Any:
         """Put every part of a state on its device."""
-        placed = [program.place(part) for program, part in self._own(state.parts)]
+        placed = [program.place_state(part) for program, part in self._own(state.parts)]
         return self.join(self._replace_own(state.parts, placed))
 
     def compile(self, state: Any, chunk: Any) -> None:

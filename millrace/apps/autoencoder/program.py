@@ -42,7 +42,7 @@ def build_program(
         loss_fn,
         build_optimizer(config, learning_rate),
         config.plan,
-        watch={"learning_rate": learning_rate},
+        extra_info={"learning_rate": learning_rate},
         devices=[device] if config.num_replicas == 1 else None,
         compiler_options=COMPILER_OPTIONS,
     )

@@ -13,7 +13,7 @@ from millrace.apps.autoencoder.model import Model, reconstruct
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 from millrace.report.sections import Histogram, save_section
 
 _MOST_RATINGS = 1_000_000

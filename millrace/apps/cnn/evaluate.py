@@ -58,7 +58,7 @@ class Validator:
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean metrics of the weights in a state."""
         weights = Weights(state.params, state.model_state)
-        placed = self._program.place(weights)
+        placed = self._program.place_state(weights)
         return evaluate(self._program, placed, self._source, self._batch_size)
 
 

@@ -9,8 +9,8 @@ from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer
-from millrace.program.compiling import compiling, peak_bytes
-from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.compiling import compiling
+from millrace.program.memory import describe_shortage, memory_limit, peak_bytes
 from millrace.program.step import Weights
 
 
@@ -42,7 +42,7 @@ def check_memory(
         return peak_bytes(programs)
 
     needed, limit = peak_bytes(programs), memory_limit(jax.local_devices()[0])
-    problem = too_large(config.plan.micro_batch_size, needed, limit, needs)
+    problem = describe_shortage(config.plan.micro_batch_size, needed, limit, needs)
     if problem is not None:
         raise ConfigurationError(
             f"A micro-{problem}. Lower --micro-batch-size (with a larger "

@@ -15,7 +15,8 @@ from millrace.apps.cnn.evaluate import validation_batch_size
 from millrace.data.image_source import ImageSource
 from millrace.nn.layers import Layer, apply_layers
 from millrace.program.compiling import jit
-from millrace.program.step import Weights, narrow
+from millrace.program.mixed_precision import narrow
+from millrace.program.step import Weights
 from millrace.report.sections import Confusion, Gallery, encode_png, save_section
 from millrace.run.run import Run
 

@@ -14,9 +14,8 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.models import catalog
 from millrace.loop.event_schedule import EventSchedule
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, apply_layers, init_shapes
-from millrace.nn.losses import correct, cross_entropy
+from millrace.nn.losses import LayeredLoss, correct, cross_entropy
 from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
 from millrace.program.evaluate import MetricFn
 from millrace.program.learning_rate import learning_rate_schedule
@@ -61,7 +60,7 @@ def build_program(
         build_loss(config, images, model),
         optimizer,
         dataclasses.replace(config.plan, pipeline_splits=splits),
-        watch={"learning_rate": learning_rate},
+        extra_info={"learning_rate": learning_rate},
     )
 
 

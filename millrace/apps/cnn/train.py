@@ -41,7 +41,8 @@ from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, num_parameters
 from millrace.numbers import format_bytes, format_duration
-from millrace.program.compiling import compiling, peak_bytes
+from millrace.program.compiling import compiling
+from millrace.program.memory import peak_bytes
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.run.run import Run

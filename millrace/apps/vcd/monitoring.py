@@ -52,7 +52,7 @@ class Monitor:
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the mean ELBO, and save image grids if ``pictures`` is set."""
-        weights = self._program.place(Weights(state.params))
+        weights = self._program.place_state(Weights(state.params))
         metrics = evaluate(self._program, weights, self._source, self._batch_size)
         if self._config.workflow.pictures:
             self._save_images(state)

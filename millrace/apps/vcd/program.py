@@ -52,7 +52,7 @@ def build_program(
         rmsprop(rates),
         config.plan,
         model_state_reduction=_reduce_over_replicas,
-        watch={"learning_rate": rates["decoder"]},
+        extra_info={"learning_rate": rates["decoder"]},
         devices=devices,
     )
 

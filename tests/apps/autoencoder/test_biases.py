@@ -26,7 +26,7 @@ from millrace.apps.autoencoder.run_ratings import BIASES
 from millrace.data.ratings.biases import fit_biases
 from millrace.data.ratings.matrix import align, transpose
 from millrace.data.ratings.reading import load_ratings
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 from millrace.report.sections import read_sections
 
 RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "

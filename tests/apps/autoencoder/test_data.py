@@ -11,7 +11,7 @@ from millrace.apps.autoencoder.reference_steps import plan_steps
 from millrace.apps.autoencoder.resident import ResidentRatings
 from millrace.config import build
 from millrace.data.ratings.generated import random_ratings
-from millrace.program.replicas import replica_mesh, split_batch
+from millrace.program.replicas import batch_sharding, replica_mesh
 
 USERS, ITEMS = 50, 20
 
@@ -29,7 +29,7 @@ def build_infeed(ratings, **options):
 
 
 def read_chunks(infeed, count, capacities=(4, 3)):
-    sharding = split_batch(replica_mesh(1))
+    sharding = batch_sharding(replica_mesh(1))
     with infeed:
         for _ in range(count):
             chunk = infeed.chunk(capacities, sharding, only_full=True)

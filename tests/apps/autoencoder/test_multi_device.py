@@ -74,7 +74,7 @@ def test_infos_of_all_programs_are_combined_when_read(both):
 
 def test_a_state_is_placed_on_the_devices_it_came_from(both):
     joined, (state, _), _ = both
-    placed = joined.place(jax.device_get(state))
+    placed = joined.place_state(jax.device_get(state))
     for part, old in zip(get_parts(placed), get_parts(state), strict=True):
         assert part.params.devices() == old.params.devices()
         np.testing.assert_array_equal(part.params, old.params)

@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from image_files import encode, example, picture, write_folders, write_records
+from image_files import encode, example, make_image, write_folders, write_records
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -100,7 +100,7 @@ def test_a_folder_without_validation_images_needs_no_validation(command, tmp_pat
     words = (*TRAIN, "--dataset", "imagefolder")
     status, output = command(*words)
     assert status == 2
-    assert f"{tmp_path} has train/, but not val/" in output and "--no-validation" in output
+    assert f"{tmp_path} has train/, but no val/" in output and "--no-validation" in output
     status, output = command(*words, "--no-validation")
     assert status == 0, output
     assert "15 training and 0 validation samples, 3 classes" in output
@@ -109,7 +109,7 @@ def test_a_folder_without_validation_images_needs_no_validation(command, tmp_pat
 
 def test_the_warning_about_unreadable_images_names_a_few(command, tmp_path):
     for name in sorted((write_folders(tmp_path) / "train").rglob("*.JPEG"))[:6]:
-        name.write_bytes(b"no picture")
+        name.write_bytes(b"no make_image")
     status, output = command(*TRAIN, "--dataset", "imagefolder")
     assert status == 0, output
     (warning,) = (line for line in output.splitlines() if "could not be read" in line)
@@ -118,17 +118,19 @@ def test_the_warning_about_unreadable_images_names_a_few(command, tmp_path):
 
 
 def records(count, label=lambda number: number % 3 + 1):
-    return [example(encode(picture(number)), label(number)) for number in range(count)]
+    return [example(encode(make_image(number)), label(number)) for number in range(count)]
 
 
 def test_unreadable_records_are_replaced_and_reported(command, tmp_path):
-    write_records(tmp_path / "train-0", [*records(7), example(b"no picture", 1)])
+    write_records(tmp_path / "train-0", [*records(7), example(b"no make_image", 1)])
     write_records(tmp_path / "validation-0", [*records(4), example(b"none either", 1)])
     words = [*TRAIN, "--dataset", "gc-imagenet"]  # in the current folder
     status, output = command(*words)
     assert status == 0, output
     assert f"imagenet from {tmp_path}, 8 training and 5 validation samples" in output
-    assert "1 of 1024 train files are there; 1 of 128 validation files are there" in output
+    assert (
+        "1 of 1024 train files are present; 1 of 128 validation files are present" in output
+    )
     assert "warning: 2 samples could not be read and were replaced by others:" in output
     corrupt = summary(tmp_path)["corrupt_samples"]
     assert [name.split(",")[0] for name in corrupt] == ["train-0", "validation-0"]
@@ -144,7 +146,7 @@ def test_a_label_out_of_range_is_a_one_line_error(command, tmp_path):
     write_records(tmp_path / "validation-0", records(4))
     status, output = command(*TRAIN, "--dataset", "imagenet", "--validation", "False")
     assert status == 1
-    assert re.search(r"train-0, byte \d+ has the label 1001; .* from 1 to 1000\.", output)
+    assert re.search(r"train-0, byte \d+ has the label 1001; .* between 1 and 1000", output)
     assert "ValueError" not in output
 
 
@@ -153,4 +155,4 @@ def test_a_class_without_training_images_is_a_one_line_error(command, tmp_path):
     (tmp_path / "val" / "class_1").rename(tmp_path / "val" / "stranger")
     status, output = command(*TRAIN, "--dataset", "imagefolder")
     assert status == 1
-    assert "val has the class stranger, which training has not." in output
+    assert "val has the class stranger, which training does not have." in output

@@ -318,7 +318,7 @@ def test_throughput_is_summed_and_latency_is_the_maximum_over_processes(
         ("--latency-calls -1", "latency_calls must be 0 or more"),
         ("--num-batches 3", "num_batches is for synthetic data"),
         ("--checkpoint-dir nowhere", "nowhere does not exist"),
-        ("--momentum 0.9", "There is no option --momentum"),
+        ("--momentum 0.9", "Unknown option --momentum"),
         ("--model resnet --batch-norm --groups 4", "groups is for group norm"),
         ("--resume --run-dir x", "resume is for training"),
     ],
@@ -352,5 +352,5 @@ def test_a_batch_that_does_not_fit_names_one_that_does(tmp_path, capsys, monkeyp
     words = "--synthetic-data --num-batches 2 --latency-calls 0 --batch-size 64"
     run(words, tmp_path / "a", status=2)
     output = capsys.readouterr().err
-    assert "Batch 64 needs" in output and "of 0.25 MiB" in output
+    assert "Batch 64 needs" in output and "of 256.0 KiB" in output
     assert "the largest power of two that fits is" in output

@@ -124,7 +124,7 @@ def test_a_pipeline_needs_a_multiple_of_twice_its_stages_as_micro_batches(train,
     ended = train(words)
     assert ended.status == 2
     assert "multiple of 4" in ended.output
-    assert "The nearest: 4 or 8" in ended.output
+    assert "Use 4 or 8" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_missing_imagenet_is_an_error(train):
         ("--pipline-schedule Grouped", "Did you mean --pipeline-schedule?"),
         ("--stochastic-roundings ON", "Did you mean --stochastic-rounding?"),
         ("--optimizer sdg", "Did you mean sgd?"),
-        ("--checkpoint x", "could match --checkpoints, --checkpoint-dir"),
+        ("--checkpoint x", "It could be --checkpoints, --checkpoint-dir"),
         ("--dataset cifar", "Did you mean cifar10?"),
     ],
 )

@@ -108,7 +108,7 @@ def test_validation_during_training_gives_the_same_and_clean_dir_deletes_checkpo
     assert summary["target_accuracy"]["epoch"] is None
     output = capsys.readouterr().err
     assert re.search(r"accuracy 1 +not reached", output)
-    assert re.search(r"time to train +\d+\.\d s", output)
+    assert re.search(r"time to train +[\d.]+ m?s", output)
     status, again = run(tmp_path / "run", resume=True, **options)  # does not train again
     assert status == 0
     assert "clean_dir has deleted its checkpoints" in capsys.readouterr().err

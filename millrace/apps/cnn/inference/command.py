@@ -37,8 +37,8 @@ from millrace.checkpoint.store import read_manifest, restore_part
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
-from millrace.program.compiling import compiling, peak_bytes
-from millrace.program.memory_fit import memory_limit, too_large
+from millrace.program.compiling import compiling
+from millrace.program.memory import describe_shortage, memory_limit, peak_bytes
 from millrace.program.step import Weights
 from millrace.run.run import Run
 from millrace.run.saved import find_run
@@ -168,7 +168,7 @@ def _check_memory(
         feed.close()
         return needed
 
-    problem = too_large(size, memory, memory_limit(jax.local_devices()[0]), needs)
+    problem = describe_shortage(size, memory, memory_limit(jax.local_devices()[0]), needs)
     if problem is not None:
         raise ConfigurationError(f"{problem[0].upper()}{problem[1:]}.")
 

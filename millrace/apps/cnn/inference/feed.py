@@ -22,7 +22,7 @@ from millrace.feeds.infeed import Infeed
 from millrace.loop.evaluate import evaluate
 from millrace.nn.losses import correct, cross_entropy
 from millrace.program.evaluate import EvaluationProgram
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 
 _STAGED_BYTES = 64 << 20
 _RESIDENT_BYTES = 256 << 20

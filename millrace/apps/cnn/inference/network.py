@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.nn.folding import SMALL_BATCH, fold, has_depthwise
 from millrace.nn.layers import Layer, apply_layers
-from millrace.program.compiling import compile_for, not_kept, options_in_force
+from millrace.program.compiling import active_options, compile_for, no_persistent_cache
+from millrace.program.mixed_precision import narrow
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
-from millrace.program.step import Weights, narrow
+from millrace.program.step import Weights
 
 # The network is one CUDA graph, so that the host does not launch hundreds of kernels:
 # ResNeXt-101 takes 0.66 ms for four images on an H200 instead of 1.14.
@@ -213,10 +214,10 @@ class Inference:
 
     def _compile(self, name: str, *arguments: Any, **options: Any) -> None:
         started = time.perf_counter()
-        if options_in_force("gpu").get("xla_gpu_deterministic_ops"):
+        if active_options("gpu").get("xla_gpu_deterministic_ops"):
             options["preferred"] = {}
         # Not cached: see _GRAPH_OPTIONS. Also, "one" is as large as the weights.
-        with not_kept():
+        with no_persistent_cache():
             self.programs[name] = compile_for(self._mesh, *arguments, **options)
         self.compile_seconds += time.perf_counter() - started
 

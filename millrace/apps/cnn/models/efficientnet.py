@@ -20,7 +20,7 @@ from millrace.apps.cnn.models.spec import (
     round_channels,
 )
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.initializers import Init
 from millrace.nn.layers import Call, Layer, Tree
 from millrace.nn.norms import NormFactory
@@ -71,8 +71,8 @@ def _inverted_residual(block: MBConvBlock, norm: NormFactory) -> list[Layer]:
         return body
     drop = layers.dropout(f"{block.name}/drop_connect", block.drop_rate, whole_samples=True)
     first, *rest = [*body, drop]
-    branch = [on("main", layer) for layer in rest]
-    return [opening(first), *branch, closing(f"{block.name}/add")]
+    branch = [on_branch("main", layer) for layer in rest]
+    return [open_residual(first), *branch, close_residual(f"{block.name}/add")]
 
 
 def _conv_norm_swish(

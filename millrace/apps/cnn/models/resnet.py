@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory
 
@@ -36,16 +36,20 @@ def _cifar_block(
 ) -> list[Layer]:
     first = f"{name}_layer1_conv_ds" if downsample else f"{name}_layer1_conv"
     block = [
-        opening(layers.conv(first, features, strides=2 if downsample else 1)),
-        on("main", norm(f"{name}_layer1_bn")),
-        on("main", layers.relu(f"{name}_layer1_relu")),
-        on("main", layers.conv(f"{name}_layer2_conv", features)),
-        on("main", norm(f"{name}_layer2_bn")),
+        open_residual(layers.conv(first, features, strides=2 if downsample else 1)),
+        on_branch("main", norm(f"{name}_layer1_bn")),
+        on_branch("main", layers.relu(f"{name}_layer1_relu")),
+        on_branch("main", layers.conv(f"{name}_layer2_conv", features)),
+        on_branch("main", norm(f"{name}_layer2_bn")),
     ]
     if downsample:
         shortcut = layers.stateless(f"{name}_shortcut", downsample_shortcut)
-        block.append(on("skip", shortcut))
-    return [*block, closing(f"{name}_add"), layers.relu(f"{name}_post_addition_relu")]
+        block.append(on_branch("skip", shortcut))
+    return [
+        *block,
+        close_residual(f"{name}_add"),
+        layers.relu(f"{name}_post_addition_relu"),
+    ]
 
 
 def downsample_shortcut(
@@ -98,12 +102,12 @@ def _block(
         prefix = f"{name}_{number}"
         conv = layers.conv(f"{prefix}_conv", features, kernel, strides=strides)
         block += [
-            opening(conv) if number == 1 else on("main", conv),
-            on("main", norm(f"{prefix}_bn", zero_scale=is_last and not project)),
-            *([] if is_last else [on("main", layers.relu(f"{prefix}_relu"))]),
+            open_residual(conv) if number == 1 else on_branch("main", conv),
+            on_branch("main", norm(f"{prefix}_bn", zero_scale=is_last and not project)),
+            *([] if is_last else [on_branch("main", layers.relu(f"{prefix}_relu"))]),
         ]
     if project:
         features, strides = convs[-1][0], max(strides for _, _, strides in convs)
         shortcut = layers.conv(f"{name}_0_conv", features, 1, strides=strides)
-        block += [on("skip", shortcut), on("skip", norm(f"{name}_0_bn"))]
-    return [*block, closing(f"{name}_add"), layers.relu(f"{name}_out")]
+        block += [on_branch("skip", shortcut), on_branch("skip", norm(f"{name}_0_bn"))]
+    return [*block, close_residual(f"{name}_add"), layers.relu(f"{name}_out")]

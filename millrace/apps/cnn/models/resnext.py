@@ -10,7 +10,7 @@ from typing import NamedTuple
 from millrace.apps.cnn.models.resnet import downsample_shortcut
 from millrace.apps.cnn.models.spec import RESNEXT_GROUPS, ResNetShape, resnext_channels
 from millrace.nn import layers
-from millrace.nn.branches import closing, on, opening
+from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import Layer
 from millrace.nn.norms import NormFactory
 
@@ -115,19 +115,19 @@ def _block(
         # Where shapes allow it, a block starts as the identity.
         zero_scale = is_last and not changes_shape
         block += [
-            opening(conv) if number == 1 else on("main", conv),
-            on("main", style.norm(f"{name}/norm{number}", zero_scale=zero_scale)),
-            *([] if is_last else [on("main", layers.relu(f"{name}/relu{number}"))]),
+            open_residual(conv) if number == 1 else on_branch("main", conv),
+            on_branch("main", style.norm(f"{name}/norm{number}", zero_scale=zero_scale)),
+            *([] if is_last else [on_branch("main", layers.relu(f"{name}/relu{number}"))]),
         ]
     if changes_shape:
         block += _shortcut(f"{name}/shortcut", outer, strides, style)
-    return [*block, closing(f"{name}/add"), layers.relu(f"{name}/relu")]
+    return [*block, close_residual(f"{name}/add"), layers.relu(f"{name}/relu")]
 
 
 def _shortcut(name: str, features: int, strides: int, style: _Style) -> list[Layer]:
     if not style.projects:
-        return [on("skip", layers.stateless(name, downsample_shortcut))]
+        return [on_branch("skip", layers.stateless(name, downsample_shortcut))]
     return [
-        on("skip", _conv(f"{name}/conv", features, 1, strides=strides)),
-        on("skip", style.norm(f"{name}/norm")),
+        on_branch("skip", _conv(f"{name}/conv", features, 1, strides=strides)),
+        on_branch("skip", style.norm(f"{name}/norm")),
     ]

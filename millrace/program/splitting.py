@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, before any of its layers."""
+"""Split a model into the stages of a pipeline: where, at what cost, on which devices."""
 
 import difflib
 import logging
@@ -9,85 +9,87 @@ import jax
 import jax.numpy as jnp
 
 from millrace.config import ConfigurationError
-from millrace.nn.layered_loss import LayeredLoss
 from millrace.nn.layers import Layer, Tree, apply_layers, layer_names, layer_output
+from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
-from millrace.program.step import narrow
+from millrace.program.mixed_precision import narrow
 from millrace.schedule.stages import Stages, place_stages
 
 _log = logging.getLogger("millrace")
 
 _FLOPS_PER_BYTE = 20
-"""What a device computes while it moves a byte: between CPUs (5) and GPUs (200)."""
+"""Floating-point operations in the time it takes to move a byte; between CPUs (5) and
+GPUs (200)."""
 
-_UNEVEN = 1.25
-"""A split whose slowest stage is this much slower than need be is worth a word."""
+_UNEVEN_RATIO = 1.25
+"""Warn if the slowest stage has this many times the work it could have."""
 
 
 class StagedModel(NamedTuple):
-    """The layers of every stage, and where the stages stand."""
+    """The layers of every stage, and the devices of the stages."""
 
     stages: Stages
     layers: tuple[tuple[Layer, ...], ...]
     """By stage."""
 
-    def own(self, stage: int, tree: Tree) -> Tree:
-        """Return a stage's part of the weights or model state."""
-        return _part(self.layers[stage], tree)
+    def select(self, stage: int, tree: Tree) -> Tree:
+        """Return the weights or model state of a stage."""
+        return _select(self.layers[stage], tree)
 
     def names(self, stage: int) -> list[str]:
-        """Names of a stage's layers."""
+        """Return the names of the layers of a stage."""
         return layer_names(self.layers[stage])
 
     def stages_on(self, device: int) -> list[int]:
-        """The stages of a device."""
-        return [s for s, where in enumerate(self.stages.device_of) if where == device]
+        """Return the stages of a device."""
+        return [s for s, d in enumerate(self.stages.device_of) if d == device]
 
     def layers_on(self, device: int) -> list[str]:
-        """Names of a device's layers, stage by stage."""
+        """Return the names of the layers of a device, stage by stage."""
         return [name for s in self.stages_on(device) for name in self.names(s)]
 
 
 def split_model(
     loss: LayeredLoss, plan: Plan, params: Tree, model_state: Tree
 ) -> StagedModel:
-    """Cut the model as the plan says, or where the stages cost about the same."""
+    """Split the model at the plan's layers, or into stages of about equal cost."""
     splits = check_splits(loss, plan)
     costs = None
     if loss.example is not None and (cpu := _cpu()):
-        seen = jax.eval_shape(
+        # Only shapes, so that no array decides where to compute.
+        params_shape, example = jax.eval_shape(
             lambda *trees: narrow(trees, plan.types.compute), params, loss.example
         )
-        shapes = jax.eval_shape(lambda c: c, model_state)
+        state_shape = jax.eval_shape(lambda tree: tree, model_state)
         with jax.default_device(cpu):
-            costs = layer_costs(loss, seen[0], seen[1], shapes)
+            costs = layer_costs(loss, params_shape, example, state_shape)
     if splits is None and costs is None:
         raise ConfigurationError(
-            f"pipeline_splits gives a number of stages ({plan.num_stages}); to choose "
-            "them, LayeredLoss needs an example, and JAX a CPU (JAX_PLATFORMS, if set, "
-            "must name it too). Or give the names of layers."
+            f"pipeline_splits is a number of stages ({plan.num_stages}). To choose them, "
+            "LayeredLoss needs an example, and JAX needs a CPU (JAX_PLATFORMS, if set, "
+            "must include it). Or name the layers."
         )
     if splits is None:
         splits = choose_splits(loss.layers, costs, plan.num_stages)
         _log.info("Pipeline stages start at %s.", ", ".join(splits))
     elif costs is not None:
-        _recommend(loss.layers, costs, splits)
-    return place(cut(loss.layers, splits), plan)
+        _warn_if_uneven(loss.layers, costs, splits)
+    return assign_devices(split_layers(loss.layers, splits), plan)
 
 
 def _cpu() -> Any:
-    """Return a CPU to estimate costs for: XLA does not, before compiling, for others."""
+    """Return a CPU to estimate costs for; XLA estimates no others before compiling."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return None
 
 
-def _part(layers: Sequence[Layer], tree: Tree) -> Tree:
+def _select(layers: Sequence[Layer], tree: Tree) -> Tree:
     return {name: tree[name] for name in layer_names(layers) if name in tree}
 
 
-def cut(layers: Sequence[Layer], splits: Sequence[str]) -> list[tuple[Layer, ...]]:
+def split_layers(layers: Sequence[Layer], splits: Sequence[str]) -> list[tuple[Layer, ...]]:
     """Start a new list of layers at each split."""
     positions: list[list[Layer]] = [[]]
     for layer in layers:
@@ -97,8 +99,8 @@ def cut(layers: Sequence[Layer], splits: Sequence[str]) -> list[tuple[Layer, ...
     return [tuple(position) for position in positions]
 
 
-def place(positions: Sequence[tuple[Layer, ...]], plan: Plan) -> StagedModel:
-    """Number the stages; a concurrent layer that is alone may be spread over devices."""
+def assign_devices(positions: Sequence[tuple[Layer, ...]], plan: Plan) -> StagedModel:
+    """Number the stages; a concurrent layer that is a position of its own may be spread."""
     mapping = plan.device_mapping
     shape, stages = [], []
     for number, layers in enumerate(positions):
@@ -109,13 +111,13 @@ def place(positions: Sequence[tuple[Layer, ...]], plan: Plan) -> StagedModel:
     if shape[-1] > 1:
         raise ConfigurationError(
             f"The last stage, {positions[-1][0].name}, has the loss, so its branches "
-            "cannot be spread over devices. Let another layer follow it in a stage."
+            "cannot be spread over devices. Put a layer after it into the same stage."
         )
     return StagedModel(place_stages(shape, mapping), tuple(stages))
 
 
 def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
-    """Return the splits' names, all of them legal; None if the plan gives a number."""
+    """Return the names of the splits, checked; None if the plan gives a number."""
     legal = [layer.name for layer in loss.layers][1:]
     if plan.num_stages > len(loss.layers):
         raise ConfigurationError(
@@ -130,13 +132,13 @@ def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
             nearest = difflib.get_close_matches(name, legal, n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ConfigurationError(
-                f"pipeline_splits: no stage can start at {name!r}.{hint} It can at: "
+                f"pipeline_splits: no stage can start at {name!r}.{hint} Possible layers: "
                 f"{', '.join(legal)}."
             )
     if splits != sorted(splits, key=legal.index):
         ordered = " ".join(sorted(splits, key=legal.index))
         raise ConfigurationError(
-            f"pipeline_splits must come in the model's order: {ordered}."
+            f"pipeline_splits must be in the order of the model: {ordered}."
         )
     return splits
 
@@ -144,9 +146,13 @@ def check_splits(loss: LayeredLoss, plan: Plan) -> list[str] | None:
 def layer_costs(
     loss: LayeredLoss, params: Tree, example: Any, model_state: Tree
 ) -> list[float]:
-    """Estimate each layer's time, forward and backward, from the work it asks for.
+    """Estimate the relative time of each layer's forward and backward pass.
 
-    All trees have shapes and types only, so that nothing says where to compute.
+    Args:
+        loss: The model.
+        params: Shapes of the weights.
+        example: Shapes of a batch.
+        model_state: Shapes of the model state.
     """
     x = jax.eval_shape(loss.inputs, example, jax.random.key(0))
     costs = []
@@ -157,7 +163,7 @@ def layer_costs(
 
 
 def _cost(layer: Layer, params: Tree, model_state: Tree, x: Any) -> float:
-    own = (_part([layer], params), _part([layer], model_state))
+    own = (_select([layer], params), _select([layer], model_state))
 
     def forward_and_backward(params: Tree, model_state: Tree, x: Any) -> Any:
         def run(params: Tree, x: Any) -> Any:
@@ -167,16 +173,17 @@ def _cost(layer: Layer, params: Tree, model_state: Tree, x: Any) -> float:
         return backward(jax.tree.map(jnp.ones_like, y))
 
     analysis = jax.jit(forward_and_backward).lower(*own, x).cost_analysis() or {}
-    moved = analysis.get("bytes accessed", 0.0)
-    return analysis.get("flops", 0.0) + _FLOPS_PER_BYTE * moved
+    num_bytes = analysis.get("bytes accessed", 0.0)
+    return analysis.get("flops", 0.0) + _FLOPS_PER_BYTE * num_bytes
 
 
 def choose_splits(
     layers: Sequence[Layer], costs: Sequence[float] | None, num_stages: int
 ) -> list[str]:
-    """Cut so that the dearest stage is as cheap as it can be."""
+    """Choose the splits that minimize the cost of the most expensive stage."""
     assert costs is not None
-    # best[k][i]: the dearest of k stages made of the first i layers, and the last cut.
+    # Dynamic programming. best[k][i] is the cost of the most expensive of k stages made
+    # of the first i layers, and where the last of them starts.
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -190,25 +197,29 @@ def choose_splits(
                 if start < end
             )
         best.append(row)
-    cuts, end = [], len(layers)
+    splits, end = [], len(layers)
     for row in reversed(best[2:]):
         end = row[end][1]
-        cuts.append(layers[end].name)
-    return cuts[::-1]
+        splits.append(layers[end].name)
+    return splits[::-1]
 
 
-def _dearest(layers: Sequence[Layer], costs: Sequence[float], splits: list[str]) -> float:
-    of_layer = {layer.name: cost for layer, cost in zip(layers, costs, strict=True)}
-    return max(sum(of_layer[layer.name] for layer in part) for part in cut(layers, splits))
+def _max_cost(layers: Sequence[Layer], costs: Sequence[float], splits: list[str]) -> float:
+    cost_of = {layer.name: cost for layer, cost in zip(layers, costs, strict=True)}
+    return max(
+        sum(cost_of[layer.name] for layer in part) for part in split_layers(layers, splits)
+    )
 
 
-def _recommend(layers: Sequence[Layer], costs: Sequence[float], splits: list[str]) -> None:
+def _warn_if_uneven(
+    layers: Sequence[Layer], costs: Sequence[float], splits: list[str]
+) -> None:
     better = choose_splits(layers, costs, len(splits) + 1)
-    ratio = _dearest(layers, costs, splits) / _dearest(layers, costs, better)
-    if ratio > _UNEVEN:
+    ratio = _max_cost(layers, costs, splits) / _max_cost(layers, costs, better)
+    if ratio > _UNEVEN_RATIO:
         _log.warning(
             "These pipeline_splits are uneven: the slowest stage has about %.1f times the "
-            "work it could have. More even: --pipeline-splits %s",
+            "work it could have. A more even split: --pipeline-splits %s",
             ratio,
             " ".join(better),
         )

@@ -1,4 +1,4 @@
-"""An update that is split into parts computes what the whole does."""
+"""A partitioned update computes what the whole update does."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from millrace.program.separated_update import Leaf, SeparatedUpdate
+from millrace.program.partitioned_update import PartitionedUpdate, UpdateLeaf
 
 LAYERS = ("a", "b", "c", "d")
 PART = {"a": 0, "b": 0, "c": 1, "d": 1}
@@ -28,36 +28,36 @@ def whole_update(optimizer):
     return update
 
 
-def separate(optimizer, params):
+def partition(optimizer, params):
     own = [
-        Leaf(PART[path[0].key], path[0].key, output)
+        UpdateLeaf(PART[path[0].key], path[0].key, output)
         for output, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))
     ]
     leaves = [*own, *(leaf._replace(output=None) for leaf in own)]
     state = optimizer.init(params)
     for output, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        # Where state is computed has to be found out, unless it never changes.
-        kept = any(name in str(path) for name in ("params0", "init_params", "x0"))
-        layer = path[-2].key if kept else ""
-        leaves.append(Leaf(PART.get(layer), layer, len(own) + output, is_state=True))
-    return SeparatedUpdate(whole_update(optimizer), (params, params, state), leaves)
+        # The part of state is found by itself, unless the state never changes.
+        is_constant = any(name in str(path) for name in ("params0", "init_params", "x0"))
+        layer = path[-2].key if is_constant else ""
+        leaves.append(UpdateLeaf(PART.get(layer), layer, len(own) + output, is_state=True))
+    return PartitionedUpdate(whole_update(optimizer), (params, params, state), leaves)
 
 
 def run_parts(split, params, gradients, state):
-    """Do what the devices of a pipeline do, one after the other."""
+    """Run the parts of all devices one after the other."""
     flat = jax.tree.leaves((params, gradients, state))
-    given = {part: [flat[i] for i in split.inputs_of(part)] for part in (None, 0, 1)}
+    given = {part: [flat[i] for i in split.input_positions(part)] for part in (None, 0, 1)}
     exchanged = []
     for number in range(split.num_exchanges):
-        common = split.common(given[None], exchanged)
+        common = split.compute_shared(given[None], exchanged)
         one, other = (split.contribution(number, p, common, given[p]) for p in (0, 1))
         exchanged.append(jax.tree.map(jnp.add, one, other))
-    common = split.common(given[None], exchanged)
+    common = split.compute_shared(given[None], exchanged)
     structure = jax.tree.structure((params, state))
     results = [None] * structure.num_leaves
     for part in (None, 0, 1):
-        found = split.results(part, common, () if part is None else given[part])
-        for position, value in zip(split.outputs_of(part), found, strict=True):
+        found = split.compute_outputs(part, common, () if part is None else given[part])
+        for position, value in zip(split.output_positions(part), found, strict=True):
             results[position] = value
     return jax.tree.unflatten(structure, results)
 
@@ -66,8 +66,8 @@ def clipped(norm=1.0):
     return optax.chain(optax.clip_by_global_norm(norm), optax.adamw(1e-2))
 
 
-def factor_of_the_next():
-    """Scale each layer by the norm of the one after it."""
+def scale_by_next_layer():
+    """Scale each layer by the norm of the next."""
 
     def scale(updates, params):
         norms = [optax.tree.norm(updates[name]) for name in params]
@@ -90,7 +90,7 @@ OPTIMIZERS = {
     "mechanize": (optax.contrib.mechanize(optax.sgd(0.1)), 2),
     "if_finite": (optax.apply_if_finite(optax.adam(0.1), 2), 1),
     "dog": (optax.contrib.dog(1.0), 1),
-    "next_layer": (factor_of_the_next(), 1),
+    "next_layer": (scale_by_next_layer(), 1),
     "lamb": (optax.lamb(0.1), 0),
     "novograd": (optax.novograd(0.1), 0),
     "adafactor": (optax.adafactor(0.1), 0),
@@ -102,21 +102,21 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_fewest_exchanges_are_made_and_only_numbers_are_shared(name):
+def test_exchanges_are_few_and_only_small_values_are_shared(name):
     optimizer, num_exchanges = OPTIMIZERS[name]
     params = make_params()
-    split = separate(optimizer, params)
+    split = partition(optimizer, params)
     assert split.num_exchanges == num_exchanges
     leaves = jax.tree.leaves((params, optimizer.init(params)))
-    largest = max((leaves[i].size for i in split.outputs_of(None)), default=0)
+    largest = max((leaves[i].size for i in split.output_positions(None)), default=0)
     assert largest < 40  # no array of the shape of a weight
 
 
 @pytest.mark.parametrize("name", ["multi_steps_clip", "dadapt", "mechanize", "if_finite"])
-def test_parts_give_what_the_whole_update_gives(name):
+def test_parts_give_the_results_of_the_whole_update(name):
     optimizer, _ = OPTIMIZERS[name]
     params = make_params()
-    split = separate(optimizer, params)
+    split = partition(optimizer, params)
     one = other = (params, optimizer.init(params))
     whole = jax.jit(whole_update(optimizer))
     parts = jax.jit(lambda *trees: run_parts(split, *trees))
@@ -127,12 +127,12 @@ def test_parts_give_what_the_whole_update_gives(name):
     assert all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
-def test_an_exchange_says_which_inputs_it_reads():
-    """So that state that stays in host memory is not fetched for it."""
+def test_an_exchange_reports_the_inputs_it_reads():
+    """So that state in host memory is fetched only if needed."""
     params = make_params()
     num_leaves = len(jax.tree.leaves(params))
-    split = separate(optax.chain(clipped(), optax.clip_by_global_norm(0.1)), params)
+    split = partition(optax.chain(clipped(), optax.clip_by_global_norm(0.1)), params)
     gradients = range(num_leaves, 2 * num_leaves)
-    first, second = (split.reads(number, 0) for number in (0, 1))
+    first, second = (split.contribution_inputs(number, 0) for number in (0, 1))
     assert first and set(first) <= set(gradients)
     assert second and max(second) >= 2 * num_leaves  # Adam's moments
