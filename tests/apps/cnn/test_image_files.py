@@ -134,7 +134,7 @@ def test_unreadable_records_are_replaced_and_reported(command, tmp_path):
     assert "warning: 2 samples could not be read and were replaced by others:" in output
     corrupt = summary(tmp_path)["corrupt_samples"]
     assert [name.split(",")[0] for name in corrupt] == ["train-0", "validation-0"]
-    assert set(corrupt.values()) == {"neither JPEG, PNG nor WebP"}
+    assert set(corrupt.values()) == {"not a JPEG, PNG or WebP image"}
     status, output = command(*words[:-3], "limited", *words[-2:], "--max-corrupt", "0")
     assert status == 1
     assert "1 of 8 samples cannot be read; at most 0 may be replaced" in output
