@@ -123,6 +123,12 @@ COMMANDS = {
         "download a dataset",
         needs_run=False,
     ),
+    "data pack": Command(
+        "millrace.commands.pack:PackConfig",
+        "millrace.commands.pack:pack_dataset",
+        "pack an image dataset into files made for fast training",
+        needs_run=False,
+    ),
     "devices": Command(
         "millrace.commands.devices:DevicesConfig",
         "millrace.commands.devices:show_devices",

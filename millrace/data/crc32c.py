@@ -1,7 +1,8 @@
-"""CRC-32C, the checksum of TFRecord files, vectorized in NumPy.
+"""CRC-32C, the checksum of TFRecord files: google-crc32c, or else vectorized in NumPy.
 
 The standard library has no CRC-32C, and a loop over bytes in Python takes longer than
-decoding the image (10 ms against 1.5 ms for 120 KB; this takes 0.2 ms).
+decoding the image (10 ms against 1.5 ms for 120 KB; this takes 0.2 ms, and google-crc32c
+0.01 ms).
 
 The checksum is linear over GF(2): each byte contributes a pattern that depends only on its
 value and on the number of bytes after it, and patterns are combined by XOR. So every block
@@ -12,6 +13,11 @@ Groups of 16 states, again 64 bytes, are reduced in the same way until one is le
 import functools
 
 import numpy as np
+
+try:
+    import google_crc32c  # pyright: ignore[reportMissingImports]
+except ImportError:  # the extra "images" is not installed
+    google_crc32c = None
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _BLOCK = 64
@@ -31,6 +37,13 @@ def crc32c(data: bytes | memoryview) -> int:
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
+    if google_crc32c is not None:
+        return google_crc32c.value(bytes(data))
+    return crc32c_numpy(data)
+
+
+def crc32c_numpy(data: bytes | memoryview) -> int:
+    """Return the CRC-32C of `data`, computed in NumPy."""
     if len(data) < 4 * _BLOCK:
         return _crc_bytewise(bytes(data))
     # The register starts as ones, which equals inverting the first four bytes. Leading

@@ -1,51 +1,40 @@
-"""Encoded images, decoded in threads when requested; corrupt ones are replaced.
+"""Encoded images by index, decoded by a pool of workers; corrupt ones are replaced.
 
-A sample goes through these steps, each in one place: `read_encoded` reads its bytes,
-`open_image` parses the header, `prepare` decodes, crops and flips it, and `_stack` makes
-the batch. A batch transform, if any, comes after that.
+A batch goes through these steps, each in one place: a source `locate`s its samples, a pool
+reads, decodes, crops and flips them into the rows of a slot (`decode_worker.run_task`), and
+`finish` replaces those that are corrupt. The batch is then handed over without a copy.
 """
 
-import io
+import copy
 import os
-import struct
 import threading
-import warnings
-import zlib
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
+from millrace.data.decode_pool import DecodePool, WorkerPool
+from millrace.data.decode_worker import DecodeJob, ReadSample, Task, TaskResult
+from millrace.data.decoding import NUM_DRAWS, Crop, Times
 from millrace.data.source import ArraySource
-from millrace.data.stream import Stream, Transform
+from millrace.data.stream import Stream
 
-PrepareImage = Callable[[Image.Image, np.random.Generator | None], np.ndarray]
-"""Decodes one opened image and returns an array, for example `augment.prepare_image`.
-
-With a generator the result is random, without one it is always the same. All arrays must
-have one shape."""
-
-# `open_image` rejects images with too many pixels itself, and names the file.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-
-_FORMATS = ("JPEG", "PNG", "WEBP")  # some other readers of Pillow start programs
-_MAX_PIXELS = 64_000_000  # 0.2 GB in RGB; the largest image of ImageNet has 50 million
-_MAX_JPEG_PIXELS = 160_000_000  # more than any camera produces
 _MIN_MAX_CORRUPT = 10
 _MAX_NAMES_SHOWN = 3
-# What Pillow raises for damaged files. It has no common base class for them.
-_DECODE_ERRORS = (
-    *(OSError, EOFError, SyntaxError, ValueError, IndexError, struct.error, zlib.error),
-    Image.DecompressionBombError,
-)
+_TASK_IMAGES = 16  # long enough that messages cost nothing, short enough to share evenly
+_LEFTOVER_SECONDS = 30.0
+_FEW_SAMPLES = 5_000
+"""Starting processes for this many samples would take longer than an epoch in threads."""
+AHEAD = 4
+"""Batches that are decoded ahead of the one in use, unless said otherwise."""
 
-
-class CorruptSample(ValueError):
-    """One sample cannot be read and will be replaced by another."""
+Contents = tuple[np.ndarray, np.ndarray | None]
+"""Indices of the samples in a batch, and the random numbers of each, (samples, NUM_DRAWS);
+None crops the center."""
 
 
 class TooManyCorrupt(RuntimeError):
@@ -63,6 +52,15 @@ class TooManyCorrupt(RuntimeError):
         self.names = tuple(reasons)
 
 
+class _Pending(NamedTuple):
+    """A batch that a pool is decoding."""
+
+    slot: int
+    indices: np.ndarray
+    draws: np.ndarray | None
+    tasks: "list[Future[TaskResult]]"
+
+
 class ImageSource(ABC):
     """Images and labels by index, read and decoded each time they are requested.
 
@@ -72,8 +70,9 @@ class ImageSource(ABC):
 
     Args:
         num_samples: Number of samples.
-        prepare: Decodes an image into an array.
-        num_threads: Images decoded at a time; by default one per core.
+        crop: How images are cropped.
+        num_workers: Worker processes that decode; 0 decodes in threads of this process. By
+            default one per core, or 0 for a small dataset.
         max_corrupt: Corrupt samples allowed before an error is raised; by default 0.1 %
             of the samples, and at least 10.
     """
@@ -81,150 +80,280 @@ class ImageSource(ABC):
     def __init__(
         self,
         num_samples: int,
-        prepare: PrepareImage,
+        crop: Crop,
         *,
-        num_threads: int | None = None,
+        num_workers: int | None = None,
         max_corrupt: int | None = None,
     ) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}.")
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers must be 0 or more, got {num_workers}.")
         if max_corrupt is not None and max_corrupt < 0:
-            raise ValueError(f"max_corrupt must not be negative, got {max_corrupt}.")
+            raise ValueError(f"max_corrupt must be 0 or more, got {max_corrupt}.")
         self._num_samples = num_samples
-        self._prepare = prepare
-        self._threads = ThreadPoolExecutor(
-            num_threads or num_cores(), thread_name_prefix="millrace-decode"
-        )
+        self.crop = crop
+        if num_workers is None:
+            num_workers = 0 if num_samples <= _FEW_SAMPLES else num_cores()
+        self.num_workers = num_workers
         if max_corrupt is None:
             max_corrupt = max(_MIN_MAX_CORRUPT, num_samples // 1000)
         self.max_corrupt = max_corrupt
+        self.times = Times()
+        """Seconds that workers have spent on this source so far, over all of them."""
         self._corrupt: dict[int, str] = {}
-        self._corrupt_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._idle: list[DecodePool] = []
+        weakref.finalize(self, _close_all, self._idle)
+
+    @property
+    @abstractmethod
+    def reader(self) -> ReadSample:
+        """Reads a sample at a location: picklable, since workers get a copy."""
+
+    @abstractmethod
+    def locate(self, index: int) -> Any:
+        """Return where a sample is, for `reader`: a few picklable values."""
 
     @abstractmethod
     def name(self, index: int) -> str:
         """Return the name of a sample for messages: its file, and the offset in it."""
 
-    @abstractmethod
-    def read_encoded(self, index: int) -> tuple[bytes, int]:
-        """Return the encoded image and the label; raise CorruptSample if damaged."""
-
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Return ``image`` and ``label`` at `indices`, cropped at the center."""
         return self.read(indices, None)
+
+    def read(self, indices: np.ndarray, draws: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Decode one batch in threads of this process; see `Contents`."""
+        job = DecodeJob(self.reader, self.crop, len(indices), 1)
+        pool = DecodePool(job, self._decoding_threads())
+        self._finish(pool, self._submit(pool, 0, (indices, draws)))
+        images, labels = job.views(pool.slots[0])
+        return {"image": images, "label": labels}
+
+    def batches(
+        self, contents: Iterable[Contents], batch_size: int, ahead: int = AHEAD
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield batches, decoded ahead of time.
+
+        The memory of a batch is used again once nothing refers to it.
+
+        Args:
+            contents: What is in each batch.
+            batch_size: Samples in each of them.
+            ahead: Batches decoded ahead of the one in use. Each takes the memory of a
+                batch of bytes, and so do two more.
+        """
+        upcoming = iter(contents)
+        pending: deque[_Pending] = deque()
+        pool = self._take_pool(batch_size, ahead)
+        try:
+            while True:
+                while pool.free and len(pending) < ahead:
+                    if (content := next(upcoming, None)) is None:
+                        break
+                    pending.append(self._submit(pool, pool.free.popleft(), content))
+                if not pending:
+                    return
+                # In `pending` until it is done: if the caller gives up, or a worker fails,
+                # its slot must not be lost.
+                self._finish(pool, pending[0])
+                yield _hand_over(pool, pending.popleft().slot)
+        finally:
+            # Without waiting: the garbage collector may close an iterator on any thread,
+            # one of the pool included.
+            for batch in pending:
+                pool.leftovers += [task for task in batch.tasks if not task.cancel()]
+                pool.free.append(batch.slot)
+            self._idle.append(pool)
+
+    def stream(
+        self, batch_size: int, *, ahead: int = AHEAD, **options: Any
+    ) -> "ImageStream":
+        """Return an endless stream of training batches; `options` are those of `Stream`."""
+        return ImageStream(self, batch_size, ahead=ahead, **options)
+
+    def close(self) -> None:
+        """Stop the workers that are idle; new ones are started when they are needed."""
+        _close_all(self._idle)
+
+    # Decoding
+
+    def _decoding_threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(num_cores(), "millrace-decode")
+            return self._threads
+
+    def _take_pool(self, batch_size: int, ahead: int) -> DecodePool:
+        """Return a pool that nobody else uses."""
+        # One slot for the batch in use, one that its consumer may still hold.
+        job = DecodeJob(self.reader, self.crop, batch_size, ahead + 2)
+        for pool in list(self._idle):
+            if pool.is_broken:
+                self._idle.remove(pool)
+                pool.close()
+            elif pool.job[2:] == job[2:]:
+                self._idle.remove(pool)
+                # Tasks of the last iteration must not write into a slot of this one.
+                wait(pool.leftovers, timeout=_LEFTOVER_SECONDS)
+                pool.leftovers.clear()
+                return pool
+        if self.num_workers:
+            return DecodePool(job, WorkerPool(job, self.num_workers))
+        return DecodePool(job, self._decoding_threads())
+
+    def _submit(self, pool: DecodePool, slot: int, contents: Contents) -> _Pending:
+        indices, draws = contents
+        tasks = []
+        for first in range(0, len(indices), _TASK_IMAGES):
+            some = slice(first, first + _TASK_IMAGES)
+            locations = [self.locate(int(index)) for index in indices[some]]
+            numbers = None if draws is None else draws[some].tolist()
+            tasks.append(pool.submit(Task(slot, first, locations, numbers)))
+        return _Pending(slot, indices, draws, tasks)
+
+    def _finish(self, pool: DecodePool, pending: _Pending) -> None:
+        """Wait until a batch is decoded, and replace its corrupt images."""
+        for task in pending.tasks:
+            result = task.result()
+            self.times = self.times.plus(result.times)
+            for row, reason in result.failures:
+                self._replace(pool, pending, row, reason)
+
+    def _replace(self, pool: DecodePool, pending: _Pending, row: int, reason: str) -> None:
+        """Decode the next good image of the dataset in place of a corrupt one."""
+        index = int(pending.indices[row])
+        self._record_corrupt(index, reason)
+        numbers = None if pending.draws is None else [pending.draws[row].tolist()]
+        for candidate in self._candidates(index):
+            task = Task(pending.slot, row, [self.locate(candidate)], numbers)
+            failures = pool.submit(task).result().failures
+            if not failures:
+                return
+            self._record_corrupt(candidate, failures[0][1])
+
+    # Corrupt samples
 
     @property
     def corrupt(self) -> dict[str, str]:
         """The corrupt samples found so far: name and reason."""
-        with self._corrupt_lock:
+        with self._lock:
             return {self.name(index): reason for index, reason in self._corrupt.items()}
 
     def is_corrupt(self, indices: np.ndarray) -> np.ndarray:
         """Return which of these samples have been found corrupt and replaced."""
-        with self._corrupt_lock:
+        with self._lock:
             return np.array([int(index) in self._corrupt for index in indices], bool)
 
-    def read(
-        self, indices: np.ndarray, generator: np.random.Generator | None
-    ) -> dict[str, np.ndarray]:
-        """Return ``image`` and ``label`` at `indices`, prepared with `generator`.
-
-        Each image has its own generator, so the number of threads changes nothing.
-        """
-        numbers = [int(index) for index in indices]
-        generators: list[np.random.Generator | None] = [None] * len(numbers)
-        if generator is not None:
-            generators = list(generator.spawn(len(numbers)))
-        samples = list(self._threads.map(self._decode, numbers, generators))
-        self._check_limit()
-        return _stack(
-            self._find_replacement(number, generator) if sample is None else sample
-            for number, generator, sample in zip(numbers, generators, samples, strict=True)
-        )
-
-    def stream(
-        self, batch_size: int, *, transform: Transform | None = None, **options: Any
-    ) -> Stream:
-        """Return a `Stream` whose generator reaches the preparation of every image.
-
-        Args:
-            batch_size: Samples per batch.
-            transform: Changes each batch after decoding.
-            options: Further arguments of `Stream`.
-        """
-
-        def decode(batch: Any, generator: np.random.Generator) -> Any:
-            decoded = self.read(batch["index"], generator)
-            return decoded if transform is None else transform(decoded, generator)
-
-        # Decoding is by sample; a further transform may not be.
-        decode.by_sample = transform is None  # pyright: ignore[reportFunctionMemberAccess]
-        # The stream shuffles indices and decodes in its transform, because only the
-        # transform is given the generator of the batch.
-        indices = ArraySource({"index": np.arange(len(self))})
-        return Stream(indices, batch_size, transform=decode, **options)
-
-    def _decode(
-        self, index: int, generator: np.random.Generator | None
-    ) -> tuple[np.ndarray, int] | None:
-        try:
-            content, label = self.read_encoded(index)
-        except CorruptSample as error:
-            return self._record_corrupt(index, str(error))
-        try:
-            with open_image(io.BytesIO(content)) as image:
-                return self._prepare(image, generator), label
-        except UnidentifiedImageError:
-            return self._record_corrupt(index, "not a JPEG, PNG or WebP image")
-        except _DECODE_ERRORS as error:
-            return self._record_corrupt(index, str(error) or type(error).__name__)
-
     def _record_corrupt(self, index: int, reason: str) -> None:
-        with self._corrupt_lock:
+        """Remember a corrupt sample; raise TooManyCorrupt if there are too many."""
+        with self._lock:
             self._corrupt[index] = reason
-
-    def _check_limit(self) -> None:
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorrupt(self.corrupt, len(self), self.max_corrupt)
 
-    def _find_replacement(
-        self, index: int, generator: np.random.Generator | None
-    ) -> tuple[np.ndarray, int]:
-        """Return the first good sample after `index` in the dataset.
+    def _candidates(self, index: int) -> Iterator[int]:
+        """Yield the samples that may replace a corrupt one, in order.
 
-        It depends on nothing else, so processes that each read a part of a batch agree
+        They depend on nothing else, so processes that each read a part of a batch agree
         with one that reads all of it.
         """
         for step in range(1, len(self)):
-            # A fresh generator per attempt: how much a failed attempt has drawn may
-            # depend on where the file is damaged.
-            fresh = None if generator is None else generator.spawn(1)[0]
-            sample = self._decode((index + step) % len(self), fresh)
-            self._check_limit()
-            if sample is not None:
-                return sample
+            candidate = (index + step) % len(self)
+            if candidate not in self._corrupt:
+                yield candidate
         raise TooManyCorrupt(self.corrupt, len(self), self.max_corrupt)
 
 
-def open_image(
-    file: BinaryIO | Path | str, formats: tuple[str, ...] | None = _FORMATS
-) -> Image.Image:
-    """Open an image without decoding it; reject one that would fill the memory.
+class ImageStream:
+    """Endless training batches ``{"image": uint8, "label": int32}`` of an `ImageSource`.
 
-    A file of half a megabyte can hold hundreds of millions of pixels. A JPEG may have
-    more than other formats because it is decoded at a fraction of its size, unless it is
-    progressive.
+    What is in a batch depends on the seed and its number alone: not on the number of
+    workers, nor on how a batch is divided over processes. So a position is one integer.
+
+    Args:
+        source: Where the encoded images are.
+        batch_size: Samples per batch: a micro-batch for every replica.
+        ahead: Batches decoded ahead of the one in use.
+        options: ``seed``, ``shuffle`` and ``batches_per_epoch`` of `Stream`.
     """
-    image = Image.open(file, formats=formats)
-    is_reduced = image.format == "JPEG" and "progressive" not in image.info
-    limit = _MAX_JPEG_PIXELS if is_reduced else _MAX_PIXELS
-    if image.width * image.height > limit:
-        size = f"{image.width} x {image.height}"
-        image.close()
-        raise ValueError(f"it has {size} pixels, more than {limit // 10**6} million")
-    return image
+
+    def __init__(
+        self, source: ImageSource, batch_size: int, *, ahead: int = AHEAD, **options: Any
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead}.")
+        self.source = source
+        self.ahead = ahead
+        numbers = ArraySource({"index": np.arange(len(source))})
+        self._order = Stream(numbers, batch_size, **options)
+        self._seed = options.get("seed", 0)
+        self._rows = slice(0, batch_size)
+        self._position = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in the whole batch, of which this process may read a part."""
+        return self._order.batch_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches before the samples are shuffled again."""
+        return self._order.batches_per_epoch
+
+    def seek(self, position: int) -> None:
+        """Make the next iteration start with batch number `position`."""
+        self._position = position
+
+    def share(self, rows: slice) -> "ImageStream":
+        """Return the same stream with only these rows of every batch."""
+        part = copy.copy(self)
+        part._rows = rows
+        return part
+
+    def batch(self, position: int) -> dict[str, np.ndarray]:
+        """Return batch number `position`, decoded in this process."""
+        return self.source.read(*self._contents(position))
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        rows = self._rows.stop - self._rows.start
+        return self.source.batches(self._all_contents(), rows, self.ahead)
+
+    def _all_contents(self) -> Iterator[Contents]:
+        position = self._position
+        while True:
+            yield self._contents(position)
+            position += 1
+
+    def _contents(self, position: int) -> Contents:
+        """Return the samples of a batch, and the random numbers of their crops."""
+        indices = self._order.indices(position)
+        # Drawn for the whole batch, so that a part of it gets the same numbers.
+        generator = np.random.default_rng([self._seed, 1, position])
+        draws = generator.random((self.batch_size, NUM_DRAWS), np.float32)
+        return indices[self._rows], draws[self._rows]
+
+
+def _hand_over(pool: DecodePool, slot: int) -> dict[str, np.ndarray]:
+    """Return a batch without copying it, unless the consumer holds too many."""
+    # An array that is not a view of another: the views of it refer to it, and not past it
+    # to the memory, so that it is alive as long as one of them is.
+    base = np.frombuffer(pool.slots[slot].data, np.uint8)
+    images, labels = pool.job.views(base)
+    if not pool.free:
+        images, labels = images.copy(), labels.copy()
+        pool.free.append(slot)
+    else:
+        weakref.finalize(base, pool.free.append, slot).atexit = False
+    return {"image": images, "label": labels}
+
+
+def _close_all(pools: list[DecodePool]) -> None:
+    while pools:
+        pools.pop().close()
 
 
 def num_cores() -> int:
@@ -232,14 +361,3 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _stack(samples: Iterable[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
-    images, labels = zip(*samples, strict=True)
-    shapes = sorted({image.shape for image in images})
-    if len(shapes) > 1:
-        raise ValueError(
-            f"`prepare` returned images of different shapes in one batch: {shapes}. It "
-            "must bring all images to one shape."
-        )
-    return {"image": np.stack(images), "label": np.array(labels, np.int32)}

@@ -1,20 +1,32 @@
-"""ImageNet and datasets in its layout: class folders, or TFRecord files."""
+"""Opens image datasets: class folders, and every other layout of `layouts`."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.data.catalog import CATALOG, DatasetNotFound, dataset_not_found
-from millrace.data.image_source import ImageSource, PrepareImage
+from millrace.data.decode_worker import ReadSample
+from millrace.data.decoding import Crop
+from millrace.data.huggingface import HuggingFaceImages, open_splits
+from millrace.data.image_source import ImageSource
+from millrace.data.layouts import (
+    LAYOUTS,
+    VALIDATION_NAMES,
+    Layout,
+    find_layout,
+    find_shards,
+    has_subfolders,
+)
+from millrace.data.packed import PackedImages, read_manifest
 from millrace.data.source import DatasetError
 from millrace.data.tfrecord import TFRecords
+from millrace.data.webdataset import WebDataset
 
 _EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-_VALIDATION_FOLDERS = ("val", "validation", "test")
 _NUM_SHARDS = {"train": 1024, "validation": 128}  # of the usual TFRecord conversion
 
 
@@ -29,26 +41,51 @@ class ImageSplits(NamedTuple):
 
 
 def load_imagenet(
-    path: str | Path,
-    prepare: PrepareImage,
-    *,
-    needs_validation: bool = True,
-    **options: Any,
+    path: str | Path, crop: Crop, *, needs_validation: bool = True, **options: Any
 ) -> ImageSplits:
-    """Return images from TFRecord files or from class folders at `path`.
+    """Return images from TFRecord files of 1000 classes, or as `load_images` does.
 
     Args:
-        path: Holds ``train-*`` and ``validation-*`` (TFRecord files of 1000 classes), or
-            ``train/<class>/`` and ``val/<class>/`` (one class per folder).
-        prepare: Decodes an image into an array, in both splits.
+        path: Holds ``train-*`` and ``validation-*``, or another layout.
+        crop: How images are cropped, in both splits.
         needs_validation: Whether missing validation images are an error.
-        options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
+        options: ``num_workers`` and ``max_corrupt`` of `ImageSource`.
     """
     folder = Path(path)
-    if _has_subfolders(folder / "train"):
-        options["needs_validation"] = needs_validation
-        return load_image_folder(folder, prepare, **options)
-    shards = {split: _find_shards(folder, split) for split in ("train", "validation")}
+    options["needs_validation"] = needs_validation
+    if find_layout(folder) not in (None, "tfrecord"):
+        return load_images(folder, crop, **options)
+    return _load_tfrecords(folder, crop, **options)
+
+
+def load_images(
+    path: str | Path, crop: Crop, *, needs_validation: bool = True, **options: Any
+) -> ImageSplits:
+    """Return images from a folder in any of the layouts of `layouts.LAYOUTS`.
+
+    Args:
+        path: The folder.
+        crop: How images are cropped, in both splits.
+        needs_validation: Whether missing validation images are an error.
+        options: ``num_workers`` and ``max_corrupt`` of `ImageSource`.
+    """
+    folder = Path(path)
+    layout = find_layout(folder)
+    if layout is None:
+        raise dataset_not_found("imagefolder", folder, LAYOUTS)
+    splits = _LOADERS[layout](folder, crop, needs_validation=needs_validation, **options)
+    if splits.validation is None and needs_validation:
+        raise DatasetNotFound(
+            f"{folder.resolve()} has training images, but none for validation (val, "
+            "validation or test). Use --no-validation to train without them."
+        )
+    return splits
+
+
+def _load_tfrecords(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
+) -> ImageSplits:
+    shards = {split: find_shards(folder, (split,)) for split in ("train", "validation")}
     if not shards["train"] or (needs_validation and not shards["validation"]):
         raise dataset_not_found(
             "imagenet",
@@ -60,19 +97,12 @@ def load_imagenet(
         )
     options["num_classes"] = num_classes = CATALOG["imagenet"].num_classes
     training, validation = (
-        TFRecords(files, prepare, **options) if files else None for files in shards.values()
+        TFRecords(files, crop, **options) if files else None for files in shards.values()
     )
     assert training is not None
     gaps = [gap for split, files in shards.items() for gap in _missing_shards(split, files)]
     warning = f"{folder} is not all of ImageNet: {'; '.join(gaps)}." if gaps else None
     return ImageSplits(training, validation, num_classes, warning)
-
-
-def _find_shards(folder: Path, split: str) -> list[Path]:
-    for parent in (folder, folder / split):
-        if shards := sorted(path for path in parent.glob(f"{split}*") if path.is_file()):
-            return shards
-    return []
 
 
 def _missing_shards(split: str, shards: Sequence[Path]) -> list[str]:
@@ -85,43 +115,80 @@ def _missing_shards(split: str, shards: Sequence[Path]) -> list[str]:
     return [f"{len(shards)} of {expected} {split} files are present"]
 
 
-def load_image_folder(
-    path: str | Path,
-    prepare: PrepareImage,
-    *,
-    needs_validation: bool = True,
-    **options: Any,
+def _load_folders(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
 ) -> ImageSplits:
-    """Return images from the class folders in ``train`` and ``val`` at `path`.
-
-    Args:
-        path: Holds ``train/<class>/`` and one of ``val``, ``validation`` or ``test``.
-        prepare: Decodes an image into an array, in both splits.
-        needs_validation: Whether missing validation images are an error.
-        options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
-    """
-    folder = Path(path)
+    """Return images from class folders in ``train`` and ``val``."""
+    del needs_validation
     validation_folder = next(
-        (folder / split for split in _VALIDATION_FOLDERS if (folder / split).is_dir()), None
+        (folder / split for split in VALIDATION_NAMES if (folder / split).is_dir()), None
     )
-    if not _has_subfolders(folder / "train"):
-        files = ["train/<class>/*.jpg", "val/<class>/*.jpg (or .jpeg, .png, .webp)"]
-        raise dataset_not_found("imagefolder", folder, files)
-    if validation_folder is None and needs_validation:
-        raise DatasetNotFound(
-            f"{folder.resolve()} has train/, but no val/ (or validation/, or test/) with "
-            "validation images. Use --no-validation to train without them."
-        )
-    if validation_folder is not None and not _has_subfolders(validation_folder):
+    if validation_folder is not None and not has_subfolders(validation_folder):
         raise DatasetError(
             f"{validation_folder} has no class folders. Sort its images into them."
         )
-    training = ImageFolder(folder / "train", prepare, **options)
+    training = ImageFolder(folder / "train", crop, **options)
     validation = None
     if validation_folder is not None:
         classes = training.classes
-        validation = ImageFolder(validation_folder, prepare, classes=classes, **options)
+        validation = ImageFolder(validation_folder, crop, classes=classes, **options)
     return ImageSplits(training, validation, len(training.classes))
+
+
+def _load_webdataset(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
+) -> ImageSplits:
+    del needs_validation
+    training = WebDataset(find_shards(folder, ("train",), ".tar"), crop, **options)
+    num_classes = int(training.labels.max()) + 1
+    files = find_shards(folder, VALIDATION_NAMES, ".tar")
+    if not files:
+        return ImageSplits(training, None, num_classes)
+    validation = WebDataset(files, crop, **options)
+    if (largest := int(validation.labels.max())) >= num_classes:
+        raise DatasetError(
+            f"{folder} has the class {largest} in validation, but training has only the "
+            f"classes 0 to {num_classes - 1}."
+        )
+    return ImageSplits(training, validation, num_classes)
+
+
+def _load_huggingface(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
+) -> ImageSplits:
+    del needs_validation
+    training, validation = (
+        None if split is None else HuggingFaceImages(split, crop, **options)
+        for split in open_splits(folder)
+    )
+    assert training is not None
+    return ImageSplits(training, validation, len(training.classes))
+
+
+def _load_packed(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
+) -> ImageSplits:
+    del needs_validation
+    manifest = read_manifest(folder)
+    options["num_classes"] = manifest.num_classes
+    training, validation = (
+        PackedImages(folder, manifest, split, crop, **options)
+        if manifest.shards.get(split)
+        else None
+        for split in ("train", "validation")
+    )
+    if training is None:
+        raise DatasetError(f"{folder} has no training images.")
+    return ImageSplits(training, validation, manifest.num_classes)
+
+
+_LOADERS: dict[Layout, Callable[..., ImageSplits]] = {
+    "folders": _load_folders,
+    "webdataset": _load_webdataset,
+    "huggingface": _load_huggingface,
+    "packed": _load_packed,
+    "tfrecord": _load_tfrecords,
+}
 
 
 class ImageFolder(ImageSource):
@@ -129,16 +196,16 @@ class ImageFolder(ImageSource):
 
     Args:
         path: The folder of class folders. Images may be in subfolders of a class folder.
-        prepare: Decodes an image into an array, for example `augment.prepare_image`.
+        crop: How images are cropped.
         classes: The classes in the order of their labels; by default the folders in
             alphabetical order.
-        options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
+        options: ``num_workers`` and ``max_corrupt`` of `ImageSource`.
     """
 
     def __init__(
         self,
         path: str | Path,
-        prepare: PrepareImage,
+        crop: Crop,
         *,
         classes: Sequence[str] | None = None,
         **options: Any,
@@ -163,17 +230,23 @@ class ImageFolder(ImageSource):
             np.array([label[name] for name in folders], np.int32),
             [len(files[name]) for name in folders],
         )
-        super().__init__(len(self._files), prepare, **options)
+        super().__init__(len(self._files), crop, **options)
 
     def name(self, index: int) -> str:
         return str(self.path / self._files[index])
 
-    def read_encoded(self, index: int) -> tuple[bytes, int]:
-        return (self.path / self._files[index]).read_bytes(), int(self.labels[index])
+    @property
+    def reader(self) -> ReadSample:
+        return _read_file
+
+    def locate(self, index: int) -> tuple[str, int]:
+        return f"{self.path}/{self._files[index]}", int(self.labels[index])
 
 
-def _has_subfolders(folder: Path) -> bool:
-    return folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir())
+def _read_file(location: tuple[str, int]) -> tuple[bytes, int]:
+    path, label = location
+    with open(path, "rb", buffering=0) as file:
+        return file.read(), label
 
 
 def _find_images(folder: Path) -> Iterator[str]:

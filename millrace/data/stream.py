@@ -6,7 +6,7 @@ therefore one integer, and a resumed run sees exactly the batches of an uninterr
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -136,11 +136,6 @@ class _PartialGenerator:
         drawn = self._generator.integers(low, high, (*shape[:-1], self._size))
         return drawn[..., self._rows]
 
-    def spawn(self, count: int) -> list[np.random.Generator]:
-        """Return one generator per sample."""
-        assert count == self._rows.stop - self._rows.start
-        return self._generator.spawn(self._size)[self._rows]
-
 
 @runtime_checkable
 class ReplacesCorrupt(Protocol):
@@ -148,6 +143,17 @@ class ReplacesCorrupt(Protocol):
 
     def is_corrupt(self, indices: np.ndarray) -> np.ndarray:
         """Return which of these samples, all requested before, could not be read."""
+        ...
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A source that reads batches while earlier ones are in use."""
+
+    def batches(
+        self, contents: Iterable[tuple[np.ndarray, None]], batch_size: int
+    ) -> Iterator[Any]:
+        """Yield the batches with these samples, none of them changed at random."""
         ...
 
 
@@ -190,14 +196,24 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.num_valid = 0
-        for start in self._starts():
-            indices = np.arange(start, start + self.batch_size)[self._rows]
-            valid = indices < len(self.source)
-            batch = self.source[np.minimum(indices, len(self.source) - 1)]
+        last = len(self.source) - 1
+        wanted = [
+            np.arange(start, start + self.batch_size)[self._rows]
+            for start in self._starts()
+        ]
+        read = self._read(np.minimum(indices, last) for indices in wanted)
+        for indices, batch in zip(wanted, read, strict=True):
+            valid = indices <= last
             if isinstance(self.source, ReplacesCorrupt):
                 valid &= ~self.source.is_corrupt(indices)
             self.num_valid += int(valid.sum())
             yield {"batch": batch, "valid": valid}
+
+    def _read(self, wanted: Iterator[np.ndarray]) -> Iterator[Any]:
+        if isinstance(self.source, ReadsAhead):
+            rows = self._rows.stop - self._rows.start
+            return self.source.batches(((indices, None) for indices in wanted), rows)
+        return (self.source[indices] for indices in wanted)
 
 
 class RandomAccessStream(Protocol):
@@ -216,8 +232,7 @@ class ParallelStream:
 
     Args:
         stream: Produces a batch by its number, for example a `Stream`.
-        num_workers: Batches prepared at a time. All workers share the decoding threads
-            of an `ImageSource`, so two workers keep those busy.
+        num_workers: Batches prepared at a time.
         ahead: Batches that may be ready or in progress beyond the one in use; by default
             twice `num_workers`.
     """

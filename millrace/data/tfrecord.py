@@ -1,4 +1,4 @@
-"""Images in TFRecord files of tf.Example, with random access and without TensorFlow."""
+"""Images in TFRecord files of tf.Example, read in any order, without TensorFlow."""
 
 import os
 import struct
@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 
 from millrace.data.crc32c import masked_crc32c
-from millrace.data.image_source import CorruptSample, ImageSource, PrepareImage, num_cores
+from millrace.data.decode_worker import ReadSample
+from millrace.data.decoding import CorruptSample, Crop
+from millrace.data.image_source import ImageSource, num_cores
 from millrace.data.source import DatasetError
 
 _HEADER = struct.Struct("<QI")  # length of the data, and the checksum of that length
 _CHECKSUM = struct.Struct("<I")
 _IMAGE, _LABEL = "image/encoded", "image/class/label"
+_RAW, _HEIGHT, _WIDTH = "image/raw", "image/height", "image/width"
+_FEATURES = (_IMAGE, _LABEL, _RAW, _HEIGHT, _WIDTH)
 
 Values = list[bytes] | list[int]
 
@@ -23,20 +27,21 @@ Values = list[bytes] | list[int]
 class TFRecords(ImageSource):
     """The records of TFRecord files, in the order of the files.
 
-    The format has no index, so the files are scanned once, from length to length, and the
-    position of every record is kept in memory. Labels start at 1 in the files, at 0 here.
+    The position of every record is kept in memory. It comes from an index next to the file
+    (``FILE.idx``, as for DALI) or else from a scan of the file. Labels start at 1 in the
+    files, at 0 here.
 
     Args:
         files: One file or more.
-        prepare: Decodes an image into an array, for example `augment.prepare_image`.
+        crop: How images are cropped.
         num_classes: Largest label allowed in the files.
-        options: ``num_threads`` and ``max_corrupt`` of `ImageSource`.
+        options: ``num_workers`` and ``max_corrupt`` of `ImageSource`.
     """
 
     def __init__(
         self,
         files: Sequence[str | Path],
-        prepare: PrepareImage,
+        crop: Crop,
         *,
         num_classes: int = 1000,
         **options: Any,
@@ -45,38 +50,117 @@ class TFRecords(ImageSource):
         with ThreadPoolExecutor(
             2 * num_cores()
         ) as threads:  # they mostly wait for the disk
-            spans = list(threads.map(find_records, self.files))
+            spans = list(threads.map(locate_records, self.files))
         self._file = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
         self._span = np.concatenate(spans)
         self._num_classes = num_classes
-        super().__init__(len(self._span), prepare, **options)
+        super().__init__(len(self._span), crop, **options)
 
     def name(self, index: int) -> str:
         return f"{self.files[self._file[index]]}, byte {self._span[index, 0]}"
 
-    def read_encoded(self, index: int) -> tuple[bytes, int]:
-        offset, length = (int(number) for number in self._span[index])
-        with self.files[self._file[index]].open("rb") as file:
-            file.seek(offset)
-            record = file.read(length + _CHECKSUM.size)
+    @property
+    def reader(self) -> ReadSample:
+        return RecordReader([str(file) for file in self.files], self._num_classes)
+
+    def locate(self, index: int) -> tuple[int, int, int]:
+        offset, length = self._span[index]
+        return int(self._file[index]), int(offset), int(length)
+
+
+class RecordReader:
+    """Reads records of TFRecord files, which it opens once per process.
+
+    Args:
+        files: The files.
+        num_classes: Largest label allowed in them.
+    """
+
+    def __init__(self, files: list[str], num_classes: int) -> None:
+        self._files = files
+        self._num_classes = num_classes
+        self._opened = FileCache()
+
+    def __call__(self, location: tuple[int, int, int]) -> tuple[bytes | np.ndarray, int]:
+        number, offset, length = location
+        path = self._files[number]
+        record = self._opened.read(path, offset, length + _CHECKSUM.size)
         data = memoryview(record)[:length]
         # Checked before parsing: a flipped bit may still parse, as a wrong label or as
         # an image with a gray stripe.
         if record[length:] != _CHECKSUM.pack(masked_crc32c(data)):
             raise CorruptSample("its checksum does not match")
         try:
-            features = parse_example(data, (_IMAGE, _LABEL))
-            (content,), (label,) = features[_IMAGE], features[_LABEL]
+            features = parse_example(data, _FEATURES)
+            content, (label,) = _image(features), features[_LABEL]
         except (KeyError, ValueError, TypeError) as error:
             raise CorruptSample(f"not a tf.Example with {_IMAGE} and {_LABEL}") from error
-        if not (isinstance(content, bytes) and isinstance(label, int)):
+        if not (isinstance(content, bytes | np.ndarray) and isinstance(label, int)):
             raise CorruptSample(f"{_IMAGE} or {_LABEL} has the wrong type")
         if not 1 <= label <= self._num_classes:
             raise DatasetError(
-                f"{self.name(index)} has the label {label}; labels must be between 1 and "
-                f"{self._num_classes}."
+                f"{path}, byte {offset} has the label {label}; labels must be between 1 "
+                f"and {self._num_classes}."
             )
         return content, label - 1
+
+
+def _image(features: dict[str, Values]) -> Any:
+    """Return the encoded image, or its pixels."""
+    if _RAW not in features:
+        (content,) = features[_IMAGE]
+        return content
+    (pixels,), (height,), (width,) = (features[x] for x in (_RAW, _HEIGHT, _WIDTH))
+    assert isinstance(pixels, bytes)
+    return np.frombuffer(pixels, np.uint8).reshape(int(height), int(width), 3)
+
+
+class FileCache:
+    """Files that stay open, read at any offset by any thread; copies start empty."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file."""
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Another thread may have opened it meanwhile.
+            descriptor = self._descriptors.setdefault(path, opened)
+            if descriptor != opened:
+                os.close(opened)
+        return os.pread(descriptor, length, offset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_descriptors": {}}
+
+    def __del__(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def index_path(path: Path) -> Path:
+    """Return the index of a TFRecord file: a line ``offset size`` for every record."""
+    return path.with_name(f"{path.name}.idx")
+
+
+def locate_records(path: Path) -> np.ndarray:
+    """Return offset and length of the data of each record: int64 (records, 2)."""
+    try:
+        text = index_path(path).read_text()
+    except OSError:
+        return find_records(path)
+    try:
+        whole = np.array(text.split(), np.int64).reshape(-1, 2)
+    except ValueError:
+        return find_records(path)
+    # An index of another file, or of an unfinished one, is not used.
+    ends = whole.sum(1)
+    contiguous = len(whole) and not whole[0, 0] and (ends[:-1] == whole[1:, 0]).all()
+    if not contiguous or ends[-1] != path.stat().st_size:
+        return find_records(path)
+    return whole + np.array([_HEADER.size, -_HEADER.size - _CHECKSUM.size])
 
 
 def find_records(path: Path) -> np.ndarray:
@@ -102,6 +186,48 @@ def find_records(path: Path) -> np.ndarray:
     if not spans:
         raise DatasetError(f"{path} is empty.")
     return np.array(spans, np.int64)
+
+
+def frame_record(data: bytes) -> bytes:
+    """Return a record as it is written to a TFRecord file: length, data, checksums."""
+    length = struct.pack("<Q", len(data))
+    header = length + _CHECKSUM.pack(masked_crc32c(length))
+    return b"".join([header, data, _CHECKSUM.pack(masked_crc32c(data))])
+
+
+def make_example(content: bytes | np.ndarray, label: int) -> bytes:
+    """Return a tf.Example of an encoded image, or of pixels, and its label from 0 on."""
+    features: dict[str, bytes | int] = {_LABEL: label + 1}
+    if isinstance(content, np.ndarray):
+        height, width, _ = content.shape
+        features |= {_RAW: content.tobytes(), _HEIGHT: height, _WIDTH: width}
+    else:
+        features[_IMAGE] = content
+    return _field(1, b"".join(_field(1, _feature(*item)) for item in features.items()))
+
+
+def _feature(name: str, value: bytes | int) -> bytes:
+    """Return an entry of a name and a list with one value."""
+    if isinstance(value, int):
+        values = _field(3, _field(1, _as_varint(value)))
+    else:
+        values = _field(1, _field(1, value))
+    return _field(1, name.encode()) + _field(2, values)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a length-delimited field of a protocol buffer."""
+    return b"".join([_as_varint(number << 3 | 2), _as_varint(len(content)), content])
+
+
+def _as_varint(value: int) -> bytes:
+    """Return a positive integer, seven bits per byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
 def parse_example(data: memoryview, wanted: Collection[str]) -> dict[str, Values]:

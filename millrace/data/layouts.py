@@ -1,0 +1,66 @@
+"""Recognizes how the files of an image dataset are laid out. Imports nothing heavy."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+Layout = Literal["packed", "huggingface", "folders", "webdataset", "tfrecord"]
+
+MANIFEST = "dataset.json"
+"""The file that describes a dataset written by ``millrace data pack``."""
+VALIDATION_NAMES = ("val", "validation", "test")
+"""Names of a validation split, in the order of preference."""
+
+LAYOUTS = (
+    "train/<class>/*.jpg and val/<class>/*.jpg (or .jpeg, .png, .webp)",
+    "train*.tar and val*.tar (WebDataset)",
+    f"{MANIFEST} (millrace data pack)",
+    "dataset_dict.json or train*.parquet (Hugging Face)",
+    "train-* and validation-* (TFRecord files of ImageNet)",
+)
+"""What is looked for, in words."""
+
+
+def find_layout(folder: Path) -> Layout | None:
+    """Return how a folder holds images; None if it does not look like any layout."""
+    if (folder / MANIFEST).is_file():
+        return "packed"
+    if (folder / "dataset_dict.json").is_file():
+        return "huggingface"
+    if has_subfolders(folder / "train"):
+        return "folders"
+    if find_shards(folder, ("train",), ".tar"):
+        return "webdataset"
+    if find_shards(folder, ("train",), ".parquet"):
+        return "huggingface"
+    if find_shards(folder, ("train",)):
+        return "tfrecord"
+    return None
+
+
+def has_subfolders(folder: Path) -> bool:
+    """Whether a folder contains other folders."""
+    return folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir())
+
+
+def find_shards(folder: Path, names: Iterable[str], suffix: str = "") -> list[Path]:
+    """Return the files of a split, sorted: ``NAME*`` in the folder, in NAME or in data.
+
+    Args:
+        folder: The folder of the dataset.
+        names: Names of the split; the first one with files counts.
+        suffix: The end of the names of the files. By default, files of the other layouts
+            and indices are left out.
+    """
+    others = (".tar", ".parquet", ".idx", ".json", ".arrow", ".md", ".txt")
+    for name in names:
+        for parent in (folder, folder / name, folder / "data"):
+            pattern = f"*{suffix}" if parent.name == name and suffix else f"{name}*"
+            found = [path for path in parent.glob(pattern) if path.is_file()]
+            if suffix:
+                found = [path for path in found if path.suffix == suffix]
+            else:
+                found = [path for path in found if path.suffix not in others]
+            if found:
+                return sorted(found)
+    return []
