@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from millrace.config import ConfigurationError, writing
-from millrace.drawing.timeline_text import print_timeline
 from millrace.drawing.timelines import check_drawing_path, draw_timelines
 from millrace.numbers import (
     FORWARD_PASSES,
@@ -263,6 +260,11 @@ def show_schedule(config: ScheduleConfig) -> None:
                 unit=None if config.stage_times else FORWARD_PASSES,
             )
         facts["drawing"] = str(config.out)
+    # Imported here: ``--help`` does not print a timeline.
+    from rich.console import Console
+
+    from millrace.drawing.timeline_text import print_timeline
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(title)
     console.print(subtitle)
