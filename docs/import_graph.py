@@ -195,7 +195,7 @@ def draw() -> str:
     modules, graph = find_modules(), read_graph()
     rooms = join_rooms(graph)
     upper = rooms.keys() - FOUNDATION.keys() - _UNDRAWN
-    edges = reduce_transitively({room: rooms[room] & upper for room in upper})
+    edges = reduce_transitively({room: rooms[room] & upper for room in sorted(upper)})
     named = {
         (get_room(module), get_room(target))
         for module, targets in read_graph(named=True).items()
@@ -216,7 +216,7 @@ def draw() -> str:
         # Downwards, an import by name adds nothing to the arrows.
         if rows[target] < rows[room]:
             shapes += _draw_arrow(_route_up(boxes[room], boxes[target]), dashed=True)
-    for room, (x, y) in boxes.items():
+    for room, (x, y) in sorted(boxes.items()):
         shapes += _draw_box(x, y, room, ROOMS[room].text, uses_jax=room in uses_jax)
     return _finish(shapes, 1 + max(rows.values()))
 

@@ -14,6 +14,7 @@ from millrace.numbers import (
     format_percent,
     pluralize,
 )
+from millrace.plan import PipelineSchedule
 from millrace.schedule.simulate import (
     Costs,
     Link,
@@ -22,7 +23,7 @@ from millrace.schedule.simulate import (
     simulate,
 )
 from millrace.schedule.stages import Stages, place_stages
-from millrace.schedule.table import ScheduleName, Table, build_table, check_count, peak_live
+from millrace.schedule.table import Table, build_table, check_count, peak_live
 
 _NEEDS = (
     ("micro_batch_size", ["stage_times"]),
@@ -91,7 +92,7 @@ class MachineOptions:
 class ScheduleConfig(CostOptions, MachineOptions):
     """Show when each device of a pipeline works, how long it takes and what it holds."""
 
-    schedule: ScheduleName = "grouped"
+    schedule: PipelineSchedule = "grouped"
     """Order in which the stages work."""
     stages: list[int] = field(default_factory=lambda: [4])
     """Number of stages in a row; or, with concurrent stages, the number at each position:
