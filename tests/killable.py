@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.loop.progress import TIMED
+
 SCRIPT = Path(__file__).with_name("killable_run.py")
 
 
@@ -35,7 +37,7 @@ def history(directory: Path) -> list[dict]:
     """Return the log events without the values that depend on the clock."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    clock = ("time", "samples_per_second")
+    clock = TIMED
     return [{k: v for k, v in event.items() if k not in clock} for event in events]
 
 

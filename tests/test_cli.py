@@ -28,6 +28,7 @@ from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import schedule_events
+from millrace.loop.progress import TIMED
 from millrace.plan import Plan
 from millrace.program.training import training_program
 from millrace.run.options import RunOptions
@@ -88,7 +89,7 @@ def load_events(directory: Path) -> list[dict]:
 
 
 def without_times(events: list[dict]) -> list[dict]:
-    timed = ("time", "samples_per_second")
+    timed = TIMED
     return [{k: v for k, v in event.items() if k not in timed} for event in events]
 
 

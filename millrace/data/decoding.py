@@ -164,7 +164,8 @@ def decode_into(
                 box=(left, top, left + width, top + height),
             )
     except UnidentifiedImageError as error:
-        raise CorruptSample("not a JPEG, PNG or WebP image") from error
+        kinds = "a JPEG, PNG or WebP image" if formats == _FORMATS else "an image"
+        raise CorruptSample(f"not {kinds}") from error
     except DECODE_ERRORS as error:
         raise CorruptSample(str(error) or type(error).__name__) from error
     array = np.asarray(image)
@@ -172,10 +173,13 @@ def decode_into(
     return middle - started, time.perf_counter() - middle
 
 
-def decode_center(content: bytes, size: int) -> np.ndarray:
+def decode_file(path: Path | str, size: int) -> np.ndarray:
     """Return the center of an image of any format, as for validation: (size, size, 3)."""
     out = np.empty((size, size, 3), np.uint8)
-    decode_into(out, content, Crop(size=size), None, formats=None)
+    try:
+        decode_into(out, Path(path).read_bytes(), Crop(size=size), None, formats=None)
+    except CorruptSample as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
     return out
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from millrace.data.decode_pool import DecodePool, WorkerPool
 from millrace.data.decode_worker import DecodeJob, ReadSample, Task, TaskResult
-from millrace.data.decoding import NUM_DRAWS, Crop, Times
+from millrace.data.decoding import NUM_DRAWS, Crop, Times, decoder_name
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 
@@ -76,6 +76,9 @@ class ImageSource(ABC):
         max_corrupt: Corrupt samples allowed before an error is raised; by default 0.1 %
             of the samples, and at least 10.
     """
+
+    is_packed = False
+    """Whether the images were prepared for training by ``millrace data pack``."""
 
     def __init__(
         self,
@@ -303,6 +306,22 @@ class ImageStream:
     def batches_per_epoch(self) -> int:
         """Batches before the samples are shuffled again."""
         return self._order.batches_per_epoch
+
+    @property
+    def advice(self) -> str:
+        """What to do if this is slower than the devices."""
+        source, cores = self.source, num_cores()
+        ideas = []
+        if source.num_workers < cores:
+            ideas.append(f"use more workers (--num-workers {cores})")
+        if decoder_name() == "Pillow":
+            ideas.append("install a faster decoder (pip install 'millrace[images]')")
+        if not source.is_packed:
+            ideas.append("resize the images once (millrace data pack --short-side 256)")
+        if not ideas:
+            ideas.append("use a machine with more cores, or store pixels (data pack --raw)")
+        text = "; or ".join(ideas)
+        return f"{text[0].upper()}{text[1:]}."
 
     def seek(self, position: int) -> None:
         """Make the next iteration start with batch number `position`."""

@@ -110,6 +110,8 @@ class PackedImages(TFRecords):
         self, folder: Path, manifest: Manifest, split: str, crop: Crop, **options: Any
     ) -> None:
         self.folder = folder
+        encoding = manifest.plan.get("encoding", {})
+        self.is_packed = bool(encoding.get("short_side") or encoding.get("raw"))
         self.shards = manifest.shards[split]
         for shard in self.shards:
             path = folder / shard.name
@@ -309,8 +311,8 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> dict[str, Shard]:
     found = json.loads((folder / _PROGRESS).read_text())
     if found["plan"] != plan:
         raise ConfigurationError(
-            f"{folder} holds an unfinished dataset from other files or options. Repeat that "
-            "command to continue it, or delete the folder."
+            f"{folder} holds an unfinished dataset from other files or options. Repeat "
+            "that command to continue it, or delete the folder."
         )
     shards = (Shard(*shard) for shard in found["shards"])
     return {s.name: s for s in shards if _has_size(folder / s.name, s.num_bytes)}

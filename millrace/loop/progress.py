@@ -5,9 +5,18 @@ import dataclasses
 import operator
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
+import jax
+
 from millrace.program.step import TrainState
+
+TIMED = ("time", "samples_per_second", "input_wait")
+"""What differs between two runs of the same computation, in log events."""
+
+_NOTICE_SECONDS = 10.0
+_NOTICE_SHARE = 0.1
 
 
 class Writer(Protocol):
@@ -210,6 +219,75 @@ class Throughput:
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused
+
+
+class InputWait:
+    """Measures how long the devices wait for data.
+
+    The host runs ahead of them: it may wait for the next chunk while they still compute.
+    So a thread notes when the newest call is done, and only what the host waits after that
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self._clock = ThreadPoolExecutor(1, "millrace-device-clock")
+        self._waited = self._total_waited = self._total = 0.0
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting(self, newest: Any) -> Iterator[None]:
+        """Wait for data inside; `newest` are arrays of the newest call, None without."""
+        done = None if newest is None else self._clock.submit(_completion_time, newest)
+        started = time.perf_counter()
+        yield
+        arrived = time.perf_counter()
+        if done is None:
+            self._waited += arrived - started
+        elif done.done():
+            self._waited += max(0.0, arrived - max(started, done.result()))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside from the measurement."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - started
+
+    def start(self) -> None:
+        """Start the clock, right before the first execution."""
+        self._started = time.perf_counter()
+
+    def take_share(self) -> float:
+        """Return the share of the time since the last call that was spent waiting."""
+        now = time.perf_counter()
+        seconds = now - self._started
+        share = self._waited / seconds if seconds > 0 else 0.0
+        self._total += seconds
+        self._total_waited += self._waited
+        self._waited, self._started = 0.0, now
+        return min(1.0, share)
+
+    @property
+    def share(self) -> float:
+        """The share of all time measured so far."""
+        seconds = self._total + time.perf_counter() - self._started
+        return min(1.0, (self._total_waited + self._waited) / max(seconds, 1e-9))
+
+    def is_notable(self) -> bool:
+        """Whether the devices have waited long enough for the user to be told."""
+        seconds = self._total + time.perf_counter() - self._started
+        return seconds > _NOTICE_SECONDS and self.share > _NOTICE_SHARE
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._clock.shutdown(wait=False, cancel_futures=True)
+
+
+def _completion_time(arrays: Any) -> float:
+    jax.block_until_ready(arrays)
+    return time.perf_counter()
 
 
 def _keep(marks: list[tuple[float, int]], mark: tuple[float, int]) -> None:

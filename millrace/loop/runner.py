@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from millrace.checkpoint.store import Checkpoints
 from millrace.distributed.coordination import CoordinatedStop
 from millrace.distributed.signals import handle_signals
+from millrace.feeds.device import DeviceDataset
 from millrace.feeds.infeed import Infeed
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
@@ -20,6 +21,7 @@ from millrace.loop.nan_guard import NonFiniteCheck
 from millrace.loop.progress import (
     Display,
     EventLog,
+    InputWait,
     MetricSums,
     SavedProgress,
     Throughput,
@@ -90,6 +92,10 @@ class Runner:
         self._stop_on_divergence = stop_on_divergence
         self._on_compiled = on_compiled
         self._throughput = Throughput()
+        # Data that is generated on the devices is never waited for.
+        is_fed = not isinstance(infeed.dataset, DeviceDataset)
+        self._input_wait = InputWait() if is_fed else None
+        self._noticed_wait = False
         self._started = time.perf_counter()
         self._earlier_seconds = 0.0
         # JAX returns from a call before the device has finished it. Its info waits here,
@@ -139,6 +145,8 @@ class Runner:
         finally:
             self._console.stop()
             self._infeed.close()
+            if self._input_wait is not None:
+                self._input_wait.close()
             if self._async is not None:
                 self._async.close()
         return TrainingResult(state, done < total, self.progress())
@@ -158,6 +166,7 @@ class Runner:
             "samples": done * self._program.plan.batching.global_batch_size,
             "samples_per_second": self._throughput.per_second(),
             "compile_seconds": self._program.compile_seconds,
+            "input_wait": self._input_wait.share if self._input_wait else 0.0,
             "metrics": dict(self._metrics),
         }
 
@@ -220,6 +229,8 @@ class Runner:
         self, state: TrainState, done: int, capacities: tuple[int, ...]
     ) -> tuple[TrainState, int]:
         self._throughput.start()
+        if self._input_wait is not None:
+            self._input_wait.start()
         micro_batches = self._program.plan.batching.gradient_accumulation_count
         first_end = done + self._schedule.updates_per_execution
         while done < self._schedule.total_updates and not self._should_stop(done):
@@ -249,8 +260,13 @@ class Runner:
         return self._stop_requested or signaled
 
     def _next_chunk(self, capacities: tuple[int, ...]) -> Any:
+        newest = self._pending[-1].info if self._pending else None
+        waiting = contextlib.nullcontext()
+        if self._input_wait is not None:
+            waiting = self._input_wait.waiting(newest)
         try:
-            return next_chunk(self._program, self._infeed, capacities)
+            with waiting:
+                return next_chunk(self._program, self._infeed, capacities)
         except Exception:
             self._drain_all()  # report what was computed before the data failed
             raise
@@ -266,7 +282,9 @@ class Runner:
             return
         # All log events up to here must be written before the checkpoint counts them.
         self._drain_all()
-        with self._throughput.paused():
+        wait = self._input_wait
+        not_waiting = contextlib.nullcontext() if wait is None else wait.paused()
+        with self._throughput.paused(), not_waiting:
             if validate:
                 self._start_validation(state, done)
             # Looked at only now: Ctrl-C may have come during the validation.
@@ -363,7 +381,21 @@ class Runner:
         self._since_log = MetricSums()
         self._metrics |= values
         values["samples_per_second"] = self._throughput.per_second()
+        if self._input_wait is not None:
+            values["input_wait"] = round(self._input_wait.take_share(), 4)
+            self._notice_wait(self._input_wait)
         self._write_event(self._drained, values)
+
+    def _notice_wait(self, input_wait: InputWait) -> None:
+        """Say once that the devices wait for data, with what can be done about it."""
+        if self._noticed_wait or not input_wait.is_notable():
+            return
+        self._noticed_wait = True
+        advice = getattr(self._infeed.dataset, "advice", "Prepare the data in advance.")
+        self._console.warning(
+            f"The devices waited for data {input_wait.share:.0%} of the time: the host "
+            f"supplies {self._throughput.per_second():,.0f} samples/s. {advice}"
+        )
 
     def _write_event(self, update: int, values: dict[str, float]) -> None:
         event = {

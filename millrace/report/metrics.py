@@ -15,6 +15,8 @@ _IMPORTANT = (
     *("learning_rate", "samples_per_second"),
 )
 _MARKED_PHASES = ("compiling", "validating", "saving a checkpoint")
+_LEAST_WAIT = 0.01
+"""Share of the time below which waiting for data is not worth a chart."""
 _MOST_BANDS = 200
 _FEW_CHARTS = 6
 """Up to this number of charts, all are shown at once."""
@@ -76,6 +78,9 @@ def run_curves(record: RunRecord) -> dict[str, list[Series]]:
         return {}  # measured once: the tiles show it
     series = metric_series(record.events)
     series.pop("samples_per_second", None)  # has a chart of its own, over time
+    waits = series.get("input_wait")
+    if waits is not None and max(y for _, y in waits.points) < _LEAST_WAIT:
+        del series["input_wait"]
     charts: dict[str, list[Series]] = {}
     for metric in sort_by_quantity(series):
         split, quantity = split_metric(metric)

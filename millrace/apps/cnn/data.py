@@ -1,8 +1,10 @@
 """Images for training and validation: loaded, preprocessed and fed to the devices.
 
-With accelerator_side_preprocess, the host only gathers samples, and the device scales,
-crops and flips them at the start of the compiled loop. Otherwise the host does all of it,
-in the same order.
+Small images are arrays in memory. With accelerator_side_preprocess, the host only gathers
+them, and the device scales, crops and flips them at the start of the compiled loop;
+otherwise the host does all of it, in the same order. Larger images are decoded from files
+by a pool of workers, which crop and flip them; they are sent as bytes and scaled on the
+device.
 """
 
 import contextlib
@@ -20,8 +22,9 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.data import augment, cifar, mnist
 from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
-from millrace.data.image_source import ImageSource
-from millrace.data.imagenet import load_image_folder, load_imagenet
+from millrace.data.decoding import Crop
+from millrace.data.image_source import ImageSource, ImageStream
+from millrace.data.imagenet import load_imagenet, load_images
 from millrace.data.mnist import load_digits
 from millrace.data.source import (
     PIXEL_MEAN,
@@ -46,7 +49,7 @@ _ARRAYS: dict[str, Callable[[Any], tuple[ArraySource, ArraySource]]] = {
 }
 _IMAGE_FILES: dict[str, Callable[..., Any]] = {
     "imagenet": load_imagenet,
-    "imagefolder": load_image_folder,
+    "imagefolder": load_images,
 }
 _MAX_NAMES_SHOWN = 3
 
@@ -68,11 +71,20 @@ class ImageData(NamedTuple):
     warning: str | None = None
     """A warning about incomplete files."""
 
-    def stream(self, batch_size: int, **options: Any) -> Stream:
-        """Return an endless stream of training batches; `options` are those of `Stream`."""
+    def stream(
+        self, batch_size: int, num_parallel: int, **options: Any
+    ) -> ParallelStream | ImageStream:
+        """Return an endless stream of training batches, prepared ahead of time.
+
+        Args:
+            batch_size: Samples per batch.
+            num_parallel: Batches prepared in parallel.
+            options: Further arguments of `Stream`.
+        """
         if isinstance(self.training, ImageSource):
-            return self.training.stream(batch_size, **options)
-        return Stream(self.training, batch_size, transform=self.transform, **options)
+            return self.training.stream(batch_size, ahead=2 * num_parallel, **options)
+        stream = Stream(self.training, batch_size, transform=self.transform, **options)
+        return ParallelStream(stream, num_parallel)
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -124,18 +136,12 @@ def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple
 
 
 def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
-    """Load image files; each is decoded, cropped and scaled in the thread that reads it."""
+    """Open image files; workers decode and crop them when they are read."""
     name, size = config.resolved_dataset, config.resolved_image_size
-    flips = not config.data.accelerator_side_preprocess
-    scale = _host_scaling(steps, config)
-
-    def prepare(image: Any, generator: np.random.Generator | None) -> np.ndarray:
-        pixels = augment.prepare_image(image, generator, size=size, flip=flips)
-        return pixels if scale is None else scale(pixels)
-
     load_from = functools.partial(
         _IMAGE_FILES[name],
-        prepare=prepare,
+        crop=Crop(size=size, flip=not config.data.accelerator_side_preprocess),
+        num_workers=config.data.num_workers,
         max_corrupt=config.data.max_corrupt,
         needs_validation=config.workflow.validation,
     )
@@ -182,9 +188,9 @@ def _host_scaling(
     steps: Preprocessing, config: CnnConfig
 ) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return the scaling on the host; None if bytes are sent."""
-    if config.data.eight_bit_transfer:
+    if config.sends_bytes:
         return None
-    return as_float if config.data.accelerator_side_preprocess else steps.scale_on_host
+    return as_float if config.scales_on_device else steps.scale_on_host
 
 
 def _device_preprocessing(
@@ -194,11 +200,14 @@ def _device_preprocessing(
         images: jax.Array,  # (batch, height, width, channels)
         key: jax.Array | None,
     ) -> jax.Array:
-        if not config.data.accelerator_side_preprocess:
+        if not config.scales_on_device:
             return images
         images = steps.scale_on_device(images)
-        if key is not None and steps.augment_on_device is not None:
-            images = steps.augment_on_device(images, key)
+        augment_images = None
+        if config.data.accelerator_side_preprocess:
+            augment_images = steps.augment_on_device
+        if key is not None and augment_images is not None:
+            images = augment_images(images, key)
         return images.astype(jnp.dtype(config.plan.types.compute))
 
     return preprocess
@@ -227,14 +236,12 @@ def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) ->
         return Infeed(ResidentDataset(generate))
     stream = images.stream(
         samples,
+        config.data.pipeline_num_parallel,
         batches_per_epoch=batches_per_epoch,
         seed=config.run.seed,
         shuffle=config.workflow.shuffle,
     )
-    return Infeed(
-        ParallelStream(stream, config.data.pipeline_num_parallel),
-        prefetch_depth=config.workflow.prefetch_depth,
-    )
+    return Infeed(stream, prefetch_depth=config.workflow.prefetch_depth)
 
 
 def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) -> Any:
@@ -251,7 +258,7 @@ def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) ->
     image = PIXEL_MEAN + PIXEL_STD * image
     label = jax.random.randint(label_key, shape, 0, images.num_classes)
     sent_as = images.training[np.arange(1)]["image"].dtype
-    if not config.data.accelerator_side_preprocess:
+    if not config.scales_on_device:
         scale = _synthetic_preprocessing(config).scale_on_device
         image = scale(image.reshape(-1, *images.image_shape)).reshape(image.shape)
     return {"image": image.astype(sent_as), "label": label}

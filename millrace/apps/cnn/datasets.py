@@ -16,7 +16,7 @@ from millrace.config import ConfigurationError
 from millrace.data.benchmark import dataset_benchmark
 from millrace.data.catalog import CATALOG, Dataset
 from millrace.data.source import DatasetError
-from millrace.data.stream import EvaluationBatches, ParallelStream
+from millrace.data.stream import EvaluationBatches
 from millrace.data.verify import verify
 from millrace.durable import write_atomically
 from millrace.run.directory import open_run_directory
@@ -116,8 +116,8 @@ def _batches(
         batches = EvaluationBatches(source, config.micro_batch_size)
         passes = itertools.chain.from_iterable(itertools.repeat(batches))
         return (element["batch"] for element in passes), len(batches)
-    stream = images.stream(config.micro_batch_size, seed=config.seed)
-    return ParallelStream(stream, config.data.pipeline_num_parallel), count
+    num_parallel = config.data.pipeline_num_parallel
+    return images.stream(config.micro_batch_size, num_parallel, seed=config.seed), count
 
 
 def _throughput(epochs: list[dict[str, float]]) -> float:

@@ -15,8 +15,7 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.program import build_model, weight_shapes
 from millrace.checkpoint.store import restore_part
-from millrace.data.augment import prepare_image
-from millrace.data.image_source import open_image
+from millrace.data.decoding import decode_file
 from millrace.nn.layers import Layer, apply_layers
 from millrace.run.saved import find_run
 
@@ -73,10 +72,7 @@ class TrainedCnn(NamedTuple):
             raise ValueError(
                 f"Image files are in color, but the model takes {self.image_shape}."
             )
-        images = []
-        for path in paths:
-            with open_image(path, formats=None) as image:
-                images.append(prepare_image(image, None, size=side, flip=False))
+        images = [decode_file(path, side) for path in paths]
         return self.predict(np.stack(images))
 
     def _apply(self, params: Any, model_state: Any, images: Any) -> Any:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from millrace.cli import main
+from millrace.loop.progress import TIMED
 
 PIPELINE = [
     *("--dataset", "digits", "--micro-batch-size", "8", "--num-epochs", "2"),
@@ -29,11 +30,7 @@ def run(tmp_path_factory):
 
 def events(run):
     return [
-        {
-            k: v
-            for k, v in json.loads(line).items()
-            if k not in ("time", "samples_per_second")
-        }
+        {k: v for k, v in json.loads(line).items() if k not in TIMED}
         for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
 

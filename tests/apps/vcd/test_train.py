@@ -17,6 +17,7 @@ from millrace.apps.vcd.program import build_program, init_state
 from millrace.checkpoint.store import checkpoints_in, restore
 from millrace.cli import main
 from millrace.config import build
+from millrace.loop.progress import TIMED
 
 SMALL = [
     *("--dataset", "digits", "--z-dim", "2", "--num-hidden", "8", "-b", "100"),
@@ -64,7 +65,7 @@ def events_of(path):
 
 
 def without_times(events):
-    timed = ("time", "samples_per_second")
+    timed = TIMED
     return [{k: v for k, v in event.items() if k not in timed} for event in events]
 
 

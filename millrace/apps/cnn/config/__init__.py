@@ -86,11 +86,26 @@ class CnnConfig:
 
     @property
     def resolved_dataset(self) -> str:
-        """The data set, derived from the model if it is not given."""
+        """The data set, derived from its folder or the model if it is not given."""
         if self.data.dataset == "gc-imagenet":
             return "imagenet"
-        small = self.model.model_name in (None, "digits_cnn")
-        return self.data.dataset or ("digits" if small else "cifar10")
+        if self.data.dataset is not None:
+            return self.data.dataset
+        if self.data.layout is not None:
+            return "imagenet" if self.data.layout == "tfrecord" else "imagefolder"
+        return "digits" if self.model.model_name in (None, "digits_cnn") else "cifar10"
+
+    @property
+    def scales_on_device(self) -> bool:
+        """Whether images are sent unscaled: always if they are decoded from files."""
+        decoded = not has_small_images(self.resolved_dataset)
+        return decoded or self.data.accelerator_side_preprocess
+
+    @property
+    def sends_bytes(self) -> bool:
+        """Whether images are sent as bytes."""
+        decoded = not has_small_images(self.resolved_dataset)
+        return decoded or self.data.eight_bit_transfer
 
     @property
     def resolved_model(self) -> str:

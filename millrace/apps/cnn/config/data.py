@@ -1,8 +1,11 @@
 """Options of the data. Imports nothing heavy."""
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from millrace.data.layouts import Layout, find_layout
 
 DatasetName = Literal[
     "digits",
@@ -23,8 +26,9 @@ class DataOptions:
     dataset: DatasetName | None = None
     """Data set: digits (bundled), mnist, fashion-mnist, cifar10, cifar100, imagenet
     (TFRecord files or class folders; gc-imagenet is the same) or imagefolder (your own
-    images in train/CLASS/ and val/CLASS/). If not given: digits for digits_cnn, otherwise
-    cifar10."""
+    images: in train/CLASS/ and val/CLASS/, packed by millrace data pack, in WebDataset
+    shards, or a Hugging Face dataset). If not given: what is found in dataset_path,
+    otherwise digits for digits_cnn and cifar10 for other models."""
     dataset_path: Path = field(default=Path("."), metadata={"aliases": ("--data-dir",)})
     """Folder of the data set; for imagenet, the folder that contains imagenet-data works
     too. If the data set is not there, the copy downloaded by millrace data fetch is
@@ -48,15 +52,26 @@ class DataOptions:
     (default: one in a thousand, at least 10)."""
     accelerator_side_preprocess: bool = False
     """Scale, crop and flip images on the device instead of the host. (Images of imagenet
-    and imagefolder are always decoded and cropped on the host.)"""
+    and imagefolder are always decoded and cropped on the host, and scaled on the device;
+    for them, only flips move.)"""
     eight_bit_transfer: bool = False
-    """Send images to the device as bytes; needs accelerator_side_preprocess."""
+    """Send images to the device as bytes, as images of imagenet and imagefolder always are;
+    needs accelerator_side_preprocess."""
+    num_workers: int | None = field(
+        default=None, metadata={"may_change": True, "may_differ": True}
+    )
+    """Processes that decode images of imagenet and imagefolder; 0 decodes in threads
+    (default: one per core, and threads for up to 5,000 images). The batches do not depend
+    on it."""
     pipeline_num_parallel: int = field(
         default=2, metadata={"may_change": True, "may_differ": True}
     )
-    """Batches that the host prepares in parallel."""
+    """Batches that the host prepares in parallel; twice that many for imagenet and
+    imagefolder."""
 
     def __post_init__(self) -> None:
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ValueError(f"num_workers must be 0 or more, got {self.num_workers}.")
         if self.max_corrupt is not None and self.max_corrupt < 0:
             raise ValueError(f"max_corrupt must be 0 or more, got {self.max_corrupt}.")
         if self.eight_bit_transfer and not self.accelerator_side_preprocess:
@@ -66,6 +81,12 @@ class DataOptions:
             )
         if self.image_size is not None and self.image_size < 8:
             raise ValueError(f"image_size must be at least 8, got {self.image_size}.")
+
+    @functools.cached_property
+    def layout(self) -> Layout | None:
+        """How dataset_path holds images, if it is given and does."""
+        given = self.dataset_path != Path(".") and self.synthetic_data is None
+        return find_layout(self.dataset_path) if given else None
 
     @property
     def synthetic(self) -> Literal["host", "device"] | None:

@@ -255,7 +255,7 @@ def _arriving_batch(images: ImageData, config: CnnConfig) -> jax.ShapeDtypeStruc
     If the device preprocesses images, they are as sent; otherwise of the compute type.
     """
     dtype = images.validation[np.arange(1)]["image"].dtype
-    if not config.data.accelerator_side_preprocess:
+    if not config.scales_on_device:
         dtype = jnp.dtype(config.plan.types.compute)
     samples = config.plan.batching.samples_per_step
     return jax.ShapeDtypeStruct((samples, *images.image_shape), dtype)
