@@ -7,8 +7,12 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.program import build_model, build_program, init_weights
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import (
+    build_model,
+    build_program,
+    init_weights,
+    plan_steps,
+)
 from millrace.bench.workload import Training, Workload
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.ratings.source import active_users

@@ -25,8 +25,7 @@ from millrace.bench.latency import latency_calls
 from millrace.bench.operations import Counted, count
 from millrace.bench.workload import Training, Workload, bytes_accessed, compiling_with
 from millrace.nn.layers import init_layers
-from millrace.program.compiling import Options
-from millrace.program.memory import peak_bytes
+from millrace.program.compiling import Options, peak_bytes
 
 _FIRST_CALLS = 5
 _NO_MODEL = "torchvision has no such network"

@@ -24,7 +24,7 @@ from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import Workload
 from millrace.config import flat_options, replace_options
-from millrace.program import memory
+from millrace.program import compiling
 
 _MAX_THREADS = 8
 
@@ -169,8 +169,8 @@ class Session:
             smaller.compile(self._options)
             return smaller.memory_bytes
 
-        limit = memory.memory_limit(self._devices[0])
-        said = memory.describe_shortage(work.batch, work.memory_bytes, limit, needs)
+        limit = compiling.memory_limit(self._devices[0])
+        said = compiling.describe_shortage(work.batch, work.memory_bytes, limit, needs)
         if said is not None:
             raise NotHere(said)
         return work

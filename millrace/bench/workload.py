@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from millrace.bench.operations import Counted, count
 from millrace.feeds.infeed import Infeed
 from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
-from millrace.program.compiling import Options, compiling
-from millrace.program.memory import peak_bytes
+from millrace.program.compiling import Options, compiling, peak_bytes
 from millrace.program.training import TrainingProgram
 
 _log = logging.getLogger("millrace")
