@@ -1,1 +1,1 @@
-"""The mills: complete applications, each a short story on top of the runtime."""
+"""Complete applications: cnn, autoencoder and vcd."""
