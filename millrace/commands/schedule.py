@@ -72,7 +72,7 @@ class CostOptions:
     """Bytes per micro-batch that a stage keeps for its backward pass (default: 0)."""
     link_gbytes_per_second: float | None = None
     """Bandwidth of a link between two devices, in 10^9 bytes per second (default: results
-    arrive at once)."""
+    arrive instantly)."""
     link_latency_microseconds: float = 0.0
     """Time until the first byte arrives."""
 
