@@ -86,7 +86,7 @@ class CnnConfig:
 
     @property
     def resolved_dataset(self) -> str:
-        """The data set, derived from the model if it is not given."""
+        """The dataset, derived from the model if it is not given."""
         if self.data.dataset == "gc-imagenet":
             return "imagenet"
         small = self.model.model_name in (None, "digits_cnn")
@@ -94,7 +94,7 @@ class CnnConfig:
 
     @property
     def resolved_model(self) -> str:
-        """The model, derived from the data set if it is not given."""
+        """The model, derived from the dataset if it is not given."""
         digits = self.resolved_dataset == "digits"
         return self.model.model_name or ("digits_cnn" if digits else "toy_model")
 
