@@ -45,7 +45,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)  ## build the documentation: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "written to site/index.html; to search in it: $(BIN)/python -m http.server -d site"
 
 wheel: $(INSTALLED)

@@ -19,7 +19,7 @@ def _included(path: Path) -> str:
     """Return a README with its headings one level lower."""
     text = re.sub(r"^(#+ )", r"#\1", path.read_text(), flags=re.MULTILINE)
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
-    # A comment in a code block is no heading.
+    # A comment in a code block is not a heading.
     parts[1::2] = [re.sub(r"^#(#+ )", r"\1", p, flags=re.MULTILINE) for p in parts[1::2]]
     return "".join(parts)
 

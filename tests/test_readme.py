@@ -79,12 +79,12 @@ def test_custom_ratings_are_learned_and_lead_to_recommendations(ratings):
     rmse = json.loads(summary.read_text())["metrics"]["validation_rmse"]
     assert rmse < 0.85  # the standard deviation of the ratings is 1.03
     assert outputs[3][0] == "user 7" and len(outputs[3]) == 4
-    code = "import millrace as mr\n" + python_with("recommender")
+    code = python_with("recommender")
     assert run_python([code], ratings).count("(") == 3
 
 
 def test_a_custom_loss_finds_the_percentile(tmp_path):
-    code = "import millrace as mr\n" + python_with("pinball_loss")
+    code = python_with("pinball_loss")
     slope, offset = map(float, run_python([code], tmp_path).split())
     assert slope == pytest.approx(2, abs=0.2)
     assert offset == pytest.approx(np.log(10), abs=0.2)

@@ -70,7 +70,7 @@ class CostOptions:
     """Bytes per micro-batch that a stage keeps for its backward pass (default: 0)."""
     link_gbytes_per_second: float | None = None
     """Bandwidth of a link between two devices, in 10^9 bytes per second (default: results
-    arrive at once)."""
+    arrive instantly)."""
     link_latency_microseconds: float = 0.0
     """Time until the first byte arrives."""
 
@@ -90,10 +90,10 @@ class MachineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(CostOptions, MachineOptions):
-    """Show when each device of a pipeline works, how long it takes and what it holds."""
+    """Show the timeline of a pipeline, its duration and its memory."""
 
     schedule: PipelineSchedule = "grouped"
-    """Order in which the stages work."""
+    """Order in which the stages run."""
     stages: list[int] = field(default_factory=lambda: [4])
     """Number of stages in a row; or, with concurrent stages, the number at each position:
     1 2 1."""
@@ -105,7 +105,7 @@ class ScheduleConfig(CostOptions, MachineOptions):
     """Device of each stage: 0 1 1 0, or 0 [1,2] 0 with concurrent stages (default: one
     device per stage)."""
     inference: bool = False
-    """Only forward passes."""
+    """Schedule inference, which has only forward passes."""
     execution: Literal["ticks", "free"] = "ticks"
     """ticks: at each tick devices wait for the slowest and then exchange results, as in
     one program; free: each starts as soon as its inputs have arrived."""

@@ -1,4 +1,4 @@
-"""The error of a wrong configuration, and checks that several rooms share."""
+"""The error of a wrong configuration, and checks that several packages share."""
 
 import difflib
 import math

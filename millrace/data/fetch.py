@@ -192,7 +192,7 @@ def _request(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    # Apart from the write of the same loop: a full disk is no network error.
+    # Apart from the write of the same loop: a full disk is not a network error.
     try:
         return response.read(_CHUNK_BYTES)
     except (OSError, ValueError, http.client.HTTPException) as error:

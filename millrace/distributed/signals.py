@@ -81,7 +81,7 @@ def install_handler(
 
 
 def exit_on_signals() -> None:
-    """Exit at once on a signal, for processes that have not started any work."""
+    """Exit immediately on a signal, for processes that have not started any work."""
     install_handler(lambda *_: os._exit(INTERRUPTED))
 
 

@@ -424,7 +424,7 @@ class Runner:
             self._signaled = True
             _log.warning(
                 "%s: finishing the current execution, then saving a checkpoint. "
-                "Once more to stop at once.",
+                "Repeat it to stop immediately.",
                 signal.Signals(number).name,
             )
 

@@ -75,7 +75,7 @@ def _block_diagonal(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _depthwise(x: Images, kernel: DepthwiseKernel, strides: Pair, pads: Pads) -> Images:
-    """Convolve every channel with a kernel of its own."""
+    """Convolve every channel with its own kernel."""
     padded = _pad(x, pads, (1, 1))
     size = [(padded.shape[1 + d] - kernel.shape[d]) // strides[d] + 1 for d in (0, 1)]
     return _sum_of_taps(padded, kernel, size, strides)

@@ -1,4 +1,4 @@
-"""Metrics as curves: which belong into one chart, and which matter most."""
+"""Metrics as curves: which belong in one chart, and which matter most."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ RUNNING = "unfinished"
 """The status of a run without a summary: it is still running, or was killed."""
 
 POSITIONS = ("update", "epoch", "time")
-"""The entries of a log event that are no metrics but say when it happened."""
+"""The entries of a log event that are not metrics: they say when it happened."""
 
 _STATUSES = ("completed", "interrupted", "failed", RUNNING)
 _NUMBERS = (
@@ -100,7 +100,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory; of a run that is still running, what there is so far."""
+    """Read a run directory; a run that is still running has its results so far."""
     if not (path / "config.yml").is_file():
         raise ConfigurationError(
             f"{path} is not a run directory: it has no config.yml. Give the directory that "

@@ -52,8 +52,8 @@ class RunOptions:
     """Run on the CPU, divided into this many devices per process, to try replicas on any
     machine."""
     coordinator: str | None = field(default=None, metadata=_MAY_DIFFER)
-    """Host and port of the first of several processes (millrace launch, Open MPI, Slurm and
-    Kubernetes set it on their own)."""
+    """Host and port of process 0 (set automatically by millrace launch, Open MPI, Slurm
+    and Kubernetes)."""
     process_id: int | None = field(default=None, metadata=_MAY_DIFFER)
     """Number of this process, starting from 0."""
     num_processes: int | None = field(default=None, metadata=_MAY_DIFFER)

@@ -293,9 +293,9 @@ def _execute(
             function(config, run)
         return INTERRUPTED if run.summary["status"] == "interrupted" else 0
     except KeyboardInterrupt:
-        run.summary |= {"status": "interrupted", "error": "stopped at once"}
+        run.summary |= {"status": "interrupted", "error": "stopped immediately"}
         if peers is not None:
-            peers.report_failure("It was stopped at once.", INTERRUPTED)
+            peers.report_failure("It was stopped immediately.", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         if peers is not None and is_communication_error(error):

@@ -121,7 +121,7 @@ def simulate(
     Args:
         table: What each device does, in order.
         costs: The costs of each stage.
-        link: The links between devices; if None, results arrive at once.
+        link: The links between devices; if None, results arrive instantly.
         execution: "ticks" if all devices wait for the slowest at each tick and then
             exchange their results, as one program with collectives does; "free" if each
             starts as soon as its inputs have arrived, and sends while it works.

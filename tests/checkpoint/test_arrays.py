@@ -1,4 +1,4 @@
-"""Arrays of every type are restored exact_value, whichever process wrote them."""
+"""Arrays of every type are restored exactly, whichever process wrote them."""
 
 from types import SimpleNamespace
 from typing import NamedTuple

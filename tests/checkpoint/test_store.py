@@ -325,7 +325,7 @@ def test_a_leftover_file_or_link_is_deleted(three, folder, tmp_path, kind):
 
 
 def test_a_kill_during_deletion_leaves_no_half_deleted_checkpoint(folder, monkeypatch):
-    """Wherever it is fail_like_a_kill, the next start deletes the rest."""
+    """The next start deletes the rest."""
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.save(small_state(1), 1)
     checkpoints.wait()

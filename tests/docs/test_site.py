@@ -15,8 +15,9 @@ def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
+    # Not --quiet: strict mode does not count the warnings that it hides.
     result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,

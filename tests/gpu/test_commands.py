@@ -1,4 +1,4 @@
-"""Commands that went wrong on a GPU alone."""
+"""Commands that have failed only on a GPU."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_network_is_validated_again_in_another_process(tmp_path):
-    """What the first process has kept must not break the second."""
+    """What the first process has cached must not break the second."""
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path / "cache"))
     for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
         environment.pop(name, None)

@@ -1,4 +1,4 @@
-"""What only a device with memory of its own can show.
+"""Tests that need a device with its own memory.
 
 On a machine with a GPU: ``JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/gpu``.
 """
@@ -35,7 +35,7 @@ def peak_bytes() -> int:
     return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
 
 
-def test_offloading_lowers_the_devices_peak_by_most_of_the_state():
+def test_offloading_lowers_the_peak_memory_by_most_of_the_state():
     """The offloaded run comes first: the peak only ever rises within a process."""
     size, layers = 2048, 24
     rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def test_recomputation_keeps_one_activation_per_convolution_instead_of_two():
         held[recomputation] = compiled.memory_analysis().temp_size_in_bytes
         weights[recomputation] = np.asarray(state.params["c5"]["kernel"])
     activation = images[0].size * 2  # in bfloat16
-    # Twelve convolutions' results, and a few in use, against their inputs as well.
+    # The results of twelve convolutions and a few more, instead of also their inputs.
     assert held[False] > 24 * activation
     assert held[True] < 18 * activation
     np.testing.assert_allclose(weights[True], weights[False], atol=2e-3)
@@ -112,7 +112,7 @@ def test_recomputation_keeps_one_activation_per_convolution_instead_of_two():
     ],
     ids=str,
 )
-def test_features_give_the_plain_loops_weights_here_too(options):
+def test_features_give_the_weights_of_the_plain_loop_on_a_gpu(options):
     params, _, _ = plain_loop(make_optimizer(), make_data())
     pieces = options.get("gradient_accumulation_count", 1)
     plan = Plan(micro_batch_size=GLOBAL_BATCH // pieces, **options)

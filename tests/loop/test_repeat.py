@@ -25,7 +25,7 @@ def body(carry, batch):
     return carry + 1, {"d1": batch["x1"] + batch["x2"], "d2": batch["x1"] - batch["x2"]}
 
 
-def test_the_seeds_example_gives_its_results():
+def test_the_published_example_gives_its_results():
     outfeed = mr.Outfeed()
     with mr.Infeed(Ones()) as infeed:
         count = mr.repeat(10, body, 0, infeed=infeed, outfeed=outfeed)

@@ -1,4 +1,4 @@
-"""Optimizers follow their formulas, in a program or by themselves."""
+"""Optimizers follow their formulas, in a program and alone."""
 
 import re
 from typing import Any

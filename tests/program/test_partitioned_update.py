@@ -36,7 +36,7 @@ def partition(optimizer, params):
     leaves = [*own, *(leaf._replace(output=None) for leaf in own)]
     state = optimizer.init(params)
     for output, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        # The part of state is found by itself, unless the state never changes.
+        # The part of a state leaf is inferred, unless the leaf never changes.
         is_constant = any(name in str(path) for name in ("params0", "init_params", "x0"))
         layer = path[-2].key if is_constant else ""
         leaves.append(UpdateLeaf(PART.get(layer), layer, len(own) + output, is_state=True))

@@ -215,7 +215,7 @@ def test_a_report_says_that_training_diverged(run, lost):
     assert ("span", "class", "status diverged") in page.attributes
 
 
-def test_a_loss_that_recovered_is_no_divergence(run):
+def test_a_loss_that_recovered_is_not_a_divergence(run):
     page, _ = report(make_run(run, events=losses(0.5, "nan", 0.25)))
     assert "diverged" not in page.text
     assert ("span", "class", "status completed") in page.attributes
@@ -297,7 +297,7 @@ def test_of_many_images_some_are_shown_from_the_first_to_the_last(run):
     assert "after 0 updates" in page.text and "after 70 updates" in page.text
 
 
-def test_a_folder_that_is_no_run_is_rejected(tmp_path):
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path):
     with pytest.raises(ConfigurationError, match=r"is not a run directory.*config\.yml"):
         write_report(tmp_path)
 

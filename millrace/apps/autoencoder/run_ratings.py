@@ -226,7 +226,7 @@ def _fit_columns(
         columns = "items" if rows == "users" else "users"
         raise ConfigurationError(
             f"The model was trained on none of the {columns} in these ratings. Are they "
-            "from the same data set?"
+            "from the same dataset?"
         )
     known = from_events(
         users[is_known],
@@ -250,7 +250,7 @@ def _fit_targets(targets: Ratings | None, known: Ratings) -> tuple[Ratings | Non
     if not aligned.num_ratings:
         raise ConfigurationError(
             "The model can predict none of the validation ratings. Are they from the same "
-            "data set?"
+            "dataset?"
         )
     return aligned, unseen
 

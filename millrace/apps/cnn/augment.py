@@ -232,10 +232,10 @@ class Preprocessing(NamedTuple):
 
 
 def get_preprocessing(dataset: str, *, normalize: bool = True) -> Preprocessing:
-    """Return the preprocessing of a data set.
+    """Return the preprocessing of a dataset.
 
     Args:
-        dataset: The name of the data set.
+        dataset: The name of the dataset.
         normalize: Whether large images are normalized, or only their mean is subtracted.
     """
     if dataset.startswith("cifar"):

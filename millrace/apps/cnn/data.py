@@ -55,7 +55,7 @@ _MAX_NAMES_SHOWN = 3
 
 
 class ImageData(NamedTuple):
-    """A data set, with its preprocessing on the host and on the device."""
+    """A dataset, with its preprocessing on the host and on the device."""
 
     training: Any
     validation: Any
@@ -95,7 +95,7 @@ class ImageData(NamedTuple):
 
 
 def load(config: CnnConfig) -> ImageData:
-    """Load the data set, or generate a synthetic one."""
+    """Load the dataset, or generate a synthetic one."""
     if config.data.synthetic:
         return _load_synthetic(config)
     name = config.resolved_dataset
@@ -122,7 +122,7 @@ def load(config: CnnConfig) -> ImageData:
 
 
 def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple[T, Path]:
-    """Load from dataset_path or, if the data set is not there, from the cache."""
+    """Load from dataset_path or, if the dataset is not there, from the cache."""
     given = config.data.dataset_path
     try:
         return load_from(given), given
@@ -158,7 +158,7 @@ def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
 
 
 def _load_synthetic(config: CnnConfig) -> ImageData:
-    """Return random samples, as many as the real data set has."""
+    """Return random samples, as many as the real dataset has."""
     small = has_small_images(config.resolved_dataset)
     known = CATALOG[config.resolved_dataset if small else "imagenet"]
     size, steps = config.resolved_image_size, _synthetic_preprocessing(config)
@@ -265,7 +265,7 @@ def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) ->
 
 
 def describe(images: ImageData, config: CnnConfig) -> str:
-    """Return the name of the data set, its source and its sizes, in one line."""
+    """Return the name of the dataset, its source and its sizes, in one line."""
     where = config.data.synthetic
     source = f" (synthetic, generated on the {where})" if where else ""
     if images.folder is not None:

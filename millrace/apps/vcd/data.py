@@ -1,4 +1,4 @@
-"""Binary images, packed into bits so that a whole data set fits on the device."""
+"""Binary images, packed into bits so that a whole dataset fits on the device."""
 
 import contextlib
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _LOADERS: dict[str, tuple[Loader, int]] = {
     "mnist": (mnist.load_mnist, _HALF_OF_BYTE),
     "digits": (lambda _: mnist.load_digits(), mnist.DIGITS_MAX_PIXEL // 2),
 }
-"""The loader of each data set, and the value above which a pixel is 1."""
+"""The loader of each dataset, and the value above which a pixel is 1."""
 
 
 class BinaryImages(NamedTuple):
@@ -57,7 +57,7 @@ class BinaryImages(NamedTuple):
 
 
 class ImageSplits(NamedTuple):
-    """A data set and its splits."""
+    """A dataset and its splits."""
 
     training: BinaryImages
     validation: BinaryImages | None
@@ -67,7 +67,7 @@ class ImageSplits(NamedTuple):
     """Where it was loaded from; None if it is embedded."""
 
     def describe(self) -> str:
-        """Return the name and the sizes of the data set in one line."""
+        """Return the name and the sizes of the dataset in one line."""
         held_out = f", {len(self.validation):,} validation" if self.validation else ""
         source = f" from {self.folder.resolve()}" if self.folder else ""
         return (
@@ -77,7 +77,7 @@ class ImageSplits(NamedTuple):
 
 
 def load_images(options: DataOptions, *, num_validation: int = 0) -> ImageSplits:
-    """Load a data set; the last `num_validation` training images are held out."""
+    """Load a dataset; the last `num_validation` training images are held out."""
     name = options.resolved_dataset
     loader, threshold = _LOADERS[name]
     sources, folder = _load(name, options.dataset_path, loader)
@@ -97,7 +97,7 @@ def load_images(options: DataOptions, *, num_validation: int = 0) -> ImageSplits
 def _load(
     name: str, folder: Path, loader: Loader
 ) -> tuple[tuple[ArraySource, ArraySource], Path | None]:
-    """Load from `folder`, or from the download cache if the data set is not there."""
+    """Load from `folder`, or from the download cache if the dataset is not there."""
     if name == "digits":
         return loader(folder), None
     try:
@@ -115,7 +115,7 @@ def binarize(
 ) -> BinaryImages:
     """Return binary images that are 1 where a pixel is above the threshold."""
     if not len(images):
-        raise DatasetError("The data set has no images.")
+        raise DatasetError("The dataset has no images.")
     pixels = (images > threshold).reshape(len(images), -1)
     return BinaryImages(np.packbits(pixels, axis=1), images.shape[1:3])
 

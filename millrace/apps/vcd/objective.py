@@ -196,7 +196,7 @@ def update_control_variate(
     g: jax.Array,  # (samples,)
     settings: ControlVariateSettings,
 ) -> dict[str, jax.Array]:
-    """Move the control variate towards the G of a micro-batch."""
+    """Move the control variate toward the G of a micro-batch."""
     if not state:
         return {}
     rate = 1.0 - settings.decay

@@ -24,7 +24,7 @@ class Generator(NamedTuple):
     """The configuration of its training."""
     params: Any
     images: BinaryImages
-    """A split of its data set."""
+    """A split of its dataset."""
     dataset: str
     """Name and size of the split."""
     checkpoint: Path
@@ -64,7 +64,7 @@ def load_generator(
     Args:
         path: A run directory or a checkpoint.
         split: The images to load with it.
-        dataset_path: Where the data set is now; by default, where it was in training.
+        dataset_path: Where the dataset is now; by default, where it was in training.
     """
     saved = find_run(Path(path), command="vcd train")
     saved.check_command("vcd-train")

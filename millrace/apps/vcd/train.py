@@ -120,7 +120,7 @@ def _test(config: VcdConfig, run: Run, images: ImageSplits, params: Any) -> None
 
 
 def _train_repeatedly(config: VcdConfig, run: Run) -> None:
-    """Train with one seed after the other, each in a run directory of its own."""
+    """Train with one seed after the other, each in its own run directory."""
     results: list[dict[str, float]] = []
     for number in range(config.workflow.repeats):
         path = run.directory.home / f"repeat-{number}"

@@ -1,4 +1,4 @@
-"""With rows of items, the network reads transpose ratings and users are columns."""
+"""With rows of items, the network reads transposed ratings and users are columns."""
 
 import csv
 from types import SimpleNamespace

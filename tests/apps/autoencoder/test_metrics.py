@@ -1,4 +1,4 @@
-"""Metrics match NumPy on a data set that does not divide into full batches."""
+"""Metrics match NumPy on a dataset that does not divide into full batches."""
 
 import jax
 import numpy as np

@@ -32,7 +32,7 @@ def test_runs_are_as_long_as_in_the_reference(options, users, steps):
     assert (planned.total, planned.batches_per_step) == (steps, 250)
 
 
-def test_a_small_data_set_has_shorter_steps():
+def test_a_small_dataset_has_shorter_steps():
     """The reference divides by zero here."""
     steps = plan_steps(build_config(epochs=3), 200)
     assert (steps.batches_per_step, steps.total, steps.per_validation) == (3, 3, 1)

@@ -1,4 +1,4 @@
-"""Data sets of small images, preprocessed on the host or on the device."""
+"""Datasets of small images, preprocessed on the host or on the device."""
 
 import jax
 import numpy as np
@@ -140,6 +140,6 @@ def test_mnist_and_digits_are_scaled():
         assert len(np.unique(prepared)) == 17
 
 
-def test_a_missing_data_set_names_the_files_and_the_folder(tmp_path):
+def test_a_missing_dataset_names_the_files_and_the_folder(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no cifar10 in .*data_batch_1.bin"):
         images(tmp_path)

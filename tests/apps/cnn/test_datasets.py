@@ -47,7 +47,7 @@ def write_cifar(folder, per_file=20):
 # verify-dataset
 
 
-def test_a_correct_data_set_gives_status_0(command):
+def test_a_correct_dataset_gives_status_0(command):
     status, out, _ = command("cnn", "verify-dataset", "--dataset", "digits")
     assert status == 0
     assert out.splitlines() == [

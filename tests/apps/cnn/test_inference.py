@@ -200,7 +200,7 @@ def test_images_that_are_not_normalized_lose_only_their_mean(where):
     words = "--dataset imagenet --model resnet18 --generated-data --image-size 16"
     found = []
     for normalizes in (True, False):
-        config = parsed(f"{words} {where} --normalise-input {normalizes}")
+        config = parsed(f"{words} {where} --normalize-input {normalizes}")
         images = data.load(config.train_config)
         with build_feed(config, images, 2) as feed:
             found.append(np.asarray(images.preprocess(feed.one_batch(), None)))

@@ -216,7 +216,7 @@ def test_training_starts_from_the_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
 
 
-def test_a_file_that_is_no_safetensors_file_is_a_one_line_error(tmp_path, capsys):
+def test_a_file_that_is_not_safetensors_is_a_one_line_error(tmp_path, capsys):
     (tmp_path / "weights").write_bytes(b"no weights at all")
     assert run(tmp_path, tmp_path / "weights") == 2
     assert "is not a safetensors file" in (output := capsys.readouterr().err)

@@ -31,7 +31,7 @@ def load(**options):
     ],
 )
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_synthetic_data_have_the_sizes_of_the_data_set(options, shape, sizes, where):
+def test_synthetic_data_have_the_sizes_of_the_dataset(options, shape, sizes, where):
     config, images = load(synthetic_data=where, **options)
     assert (len(images.training), len(images.validation)) == sizes
     assert images.image_shape == shape

@@ -1,4 +1,4 @@
-"""Configurations: defaults, named ones, files, and what stands for other options."""
+"""Configurations: defaults, named ones, files, and shorthands."""
 
 import dataclasses
 import json

@@ -172,7 +172,7 @@ class RecommendConfig:
 class ConvertConfig:
     """Split ratings by time into files for autoencoder train and validate.
 
-    INPUT is a file of user, item, rating and time, or the folder of a published data set:
+    INPUT is a file of user, item, rating and time, or the folder of a published dataset:
     the Netflix Prize (training_set/mv_*.txt or combined_data_*.txt) or MovieLens (u.data,
     ratings.dat, ratings.csv). IDs are kept. Users and items that do not occur in training
     are dropped from the other two files, and counted.

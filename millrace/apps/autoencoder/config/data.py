@@ -9,7 +9,7 @@ RowKind = Literal["users", "items"]
 
 
 class ReferenceSettings(NamedTuple):
-    """The settings that Graphcore's application uses for a data set."""
+    """The settings that Graphcore's application uses for a dataset."""
 
     batch_size: int
     size: Literal[128, 256, 512]

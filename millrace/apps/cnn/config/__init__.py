@@ -86,7 +86,7 @@ class CnnConfig:
 
     @property
     def resolved_dataset(self) -> str:
-        """The data set, derived from its folder or the model if it is not given."""
+        """The dataset, derived from its folder or the model if it is not given."""
         if self.data.dataset == "gc-imagenet":
             return "imagenet"
         if self.data.dataset is not None:
@@ -109,7 +109,7 @@ class CnnConfig:
 
     @property
     def resolved_model(self) -> str:
-        """The model, derived from the data set if it is not given."""
+        """The model, derived from the dataset if it is not given."""
         digits = self.resolved_dataset == "digits"
         return self.model.model_name or ("digits_cnn" if digits else "toy_model")
 

@@ -145,21 +145,21 @@ def _options_of_run(path: Path | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyDatasetConfig:
-    """Check that a data set on disk is complete and readable.
+    """Check that a dataset on disk is complete and readable.
 
     Compares the sizes of both splits with the published ones, reads samples, and prints
     one line per mismatch. The exit status is 1 if there are any.
     """
 
     dataset: DatasetName = "cifar10"
-    """Data set: mnist, fashion-mnist, cifar10, cifar100, imagenet, imagefolder (checks
+    """Dataset: mnist, fashion-mnist, cifar10, cifar100, imagenet, imagefolder (checks
     only that images can be read) or digits."""
     dataset_path: Path = Path(".")
-    """Folder of the data set. If it is not there, the copy downloaded by millrace data
+    """Folder of the dataset. If it is not there, the copy downloaded by millrace data
     fetch is checked."""
     num_samples: int = 256
     """Images to decode per split of imagenet and imagefolder, evenly spaced; 0: all. Other
-    data sets are always read in full."""
+    datasets are always read in full."""
     debug: bool = False
     """Show the full traceback of an error."""
 
@@ -182,7 +182,7 @@ class VerifyDatasetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkDatasetConfig:
-    """Measure how fast the host reads and preprocesses a data set.
+    """Measure how fast the host reads and preprocesses a dataset.
 
     Batches are prepared as in training and copied once, as for transfer to a device. The
     speed of each epoch goes to standard error; the mean, without the first two epochs of
@@ -194,7 +194,7 @@ class BenchmarkDatasetConfig:
     num_epochs: int = 1
     """Number of measurements."""
     elements_per_epoch: int | None = None
-    """Batches per measurement (default: one pass over the data set)."""
+    """Batches per measurement (default: one pass over the dataset)."""
     split: Literal["train", "validation"] = "train"
     """Split to read; validation is neither shuffled nor augmented."""
     precision: PrecisionName | None = None

@@ -24,14 +24,14 @@ class DataOptions:
     """Data options."""
 
     dataset: DatasetName | None = None
-    """Data set: digits (bundled), mnist, fashion-mnist, cifar10, cifar100, imagenet
+    """Dataset: digits (bundled), mnist, fashion-mnist, cifar10, cifar100, imagenet
     (TFRecord files or class folders; gc-imagenet is the same) or imagefolder (your own
     images: in train/CLASS/ and val/CLASS/, packed by millrace data pack, in WebDataset
     shards, or a Hugging Face dataset). If not given: what is found in dataset_path,
     otherwise digits for digits_cnn and cifar10 for other models."""
     dataset_path: Path = field(default=Path("."), metadata={"aliases": ("--data-dir",)})
-    """Folder of the data set; for imagenet, the folder that contains imagenet-data works
-    too. If the data set is not there, the copy downloaded by millrace data fetch is
+    """Folder of the dataset; for imagenet, the folder that contains imagenet-data works
+    too. If the dataset is not there, the copy downloaded by millrace data fetch is
     used."""
     image_size: int | None = None
     """Height and width that images of imagenet and imagefolder are cropped to (default:
@@ -44,7 +44,7 @@ class DataOptions:
     synthetic_data: Literal["host", "device", "ipu"] | None = field(
         default=None, metadata={"bare": "device"}
     )
-    """Use random images in the shape of the data set to measure speed; no files are
+    """Use random images in the shape of the dataset to measure speed; no files are
     needed. host: generated once and sent like real ones; device (or ipu, or no value):
     generated once on the device, and nothing is sent."""
     max_corrupt: int | None = field(default=None, metadata={"may_change": True})

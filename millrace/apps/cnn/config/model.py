@@ -46,7 +46,7 @@ class ModelOptions:
     """Expansion ratio of efficientnet blocks (default: 6)."""
     pretrained: Path | None = None
     """Safetensors file of weights to start from: a resnet, resnext or efficientnet from
-    torchvision or timm. If its classes are not those of the data set, the last layer
+    torchvision or timm. If its classes are not those of the dataset, the last layer
     starts from random weights."""
     norm_layer: dict[str, Any] = field(default_factory=lambda: {"name": "batch_norm"})
     """Normalization: name batch_norm (momentum, epsilon) or group_norm (num_groups or
@@ -108,7 +108,7 @@ class ModelOptions:
         return self.model_name in FAMILIES
 
     def find_size(self, dataset: str) -> Size | None:
-        """Return the size of a family for a data set; None for other models."""
+        """Return the size of a family for a dataset; None for other models."""
         if self.model_name not in FAMILIES:
             return None
         return find_size(self.model_name, self.model_size, small=has_small_images(dataset))

@@ -26,7 +26,7 @@ _IMAGENET_SIZE = 224
 
 
 def has_small_images(dataset: str | None) -> bool:
-    """Whether images of a data set are small and keep their size, as in CIFAR-10."""
+    """Whether images of a dataset are small and keep their size, as in CIFAR-10."""
     return dataset not in _LARGE_IMAGES
 
 

@@ -93,7 +93,7 @@ class SavedModelConfig:
     checkpoint_dir: Path = field(metadata=named("--results-dir", "-r"))
     """Run directory of the training, or one of its checkpoints."""
     dataset_path: Path | None = field(default=None, metadata=named("--data-dir"))
-    """Folder of the data set (default: the one used in training)."""
+    """Folder of the dataset (default: the one used in training)."""
     split: Literal["test", "validation", "training"] = "test"
     """Images to use; validation only exists if training held some out."""
 

@@ -33,8 +33,8 @@ class ModelOptions:
     num_hidden: int = field(default=200, metadata=named("--n-hidden"))
     """Units in each hidden layer of the encoders and the decoder."""
     objective: ObjectiveName = "vcd"
-    """vcd; hoffman (Hoffman 2017: the ELBO trains the encoder, the end of the chain trains
-    the decoder); or standard_kl, the plain VAE."""
+    """Objective: vcd; hoffman (Hoffman 2017: the ELBO trains the encoder, the end of the
+    chain trains the decoder); or standard_kl, the plain VAE."""
     num_burn_in_steps: int = field(default=8, metadata=named("--n-burn-in-steps"))
     """HMC steps that adapt the step size."""
     num_hmc_steps: int = field(default=0, metadata=named("--n-hmc-steps"))
@@ -46,8 +46,8 @@ class ModelOptions:
     step_size_adaption: Literal["ruiz", "constant"] = field(
         default="ruiz", metadata=named("--step-size-adaption-fn")
     )
-    """ruiz changes the step size in proportion to how far the acceptance rate is from its
-    target."""
+    """How the step size adapts: ruiz changes it in proportion to how far the acceptance
+    rate is from its target."""
     step_size_adaption_rate: float = 0.01
     """Rate of ruiz at a batch size of 100; it scales with the batch size."""
     acceptance_target: float = 0.9
@@ -172,7 +172,7 @@ class WorkflowOptions:
     log_level: Literal["NOTSET", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = field(
         default="INFO", metadata=_MAY_CHANGE
     )
-    """WARNING and above mean --quiet; DEBUG means --debug."""
+    """Log level: WARNING and above mean --quiet, DEBUG means --debug."""
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_validation", "repeats")
@@ -232,18 +232,18 @@ class LikelihoodOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Data set."""
+    """Dataset."""
 
     dataset: DatasetName = "binarized-mnist"
     """binarized-mnist (text files; binarised_mnist is the same), fashion-mnist or mnist
     (IDX files), or digits (embedded). All but the first are binarized at half intensity."""
     dataset_path: Path = field(default=Path("."), metadata=named("--data-dir"))
-    """Folder of the data set. If it is not there, the copy that millrace data fetch
+    """Folder of the dataset. If it is not there, the copy that millrace data fetch
     downloaded is used."""
 
     @property
     def resolved_dataset(self) -> str:
-        """The name of the data set in American spelling."""
+        """The name of the dataset in American spelling."""
         return self.dataset.replace("binarised_mnist", "binarized-mnist")
 
 
@@ -254,7 +254,7 @@ class DeviceOptions:
     device: Literal["auto", "cpu", "gpu", "tpu"] = field(
         default="auto", metadata=_MAY_CHANGE
     )
-    """auto uses an accelerator if there is one, otherwise the CPU."""
+    """Device to use; auto is an accelerator if there is one, otherwise the CPU."""
     only_accelerator: bool = field(
         default=False, metadata=named("--only-ipu", may_change=True)
     )
