@@ -152,6 +152,8 @@ class WorkerPool:
             self._fail(error)
         except (OSError, ValueError) as error:  # closed meanwhile
             self._fail(DataWorkerError(f"The connection to a data worker broke: {error}"))
+        finally:
+            self._wake_receiver.close()
 
     def _hand_out(self, worker: "_Worker") -> None:
         while len(worker.pending) < _IN_FLIGHT:

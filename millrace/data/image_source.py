@@ -102,6 +102,8 @@ class ImageSource(ABC):
         self.max_corrupt = max_corrupt
         self.times = Times()
         """Seconds that workers have spent on this source so far, over all of them."""
+        self.num_decoded = 0
+        """Images that they have decoded."""
         self._corrupt: dict[int, str] = {}
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -225,6 +227,7 @@ class ImageSource(ABC):
             self.times = self.times.plus(result.times)
             for row, reason in result.failures:
                 self._replace(pool, pending, row, reason)
+        self.num_decoded += len(pending.indices)
 
     def _replace(self, pool: DecodePool, pending: _Pending, row: int, reason: str) -> None:
         """Decode the next good image of the dataset in place of a corrupt one."""

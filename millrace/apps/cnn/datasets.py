@@ -1,13 +1,17 @@
 """``millrace cnn verify-dataset`` and ``millrace cnn benchmark-dataset``."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config.commands import BenchmarkDatasetConfig, VerifyDatasetConfig
@@ -15,6 +19,8 @@ from millrace.apps.cnn.data import ImageData
 from millrace.config import ConfigurationError
 from millrace.data.benchmark import dataset_benchmark
 from millrace.data.catalog import CATALOG, Dataset
+from millrace.data.decoding import decoder_name
+from millrace.data.image_source import ImageSource, num_cores
 from millrace.data.source import DatasetError
 from millrace.data.stream import EvaluationBatches
 from millrace.data.verify import verify
@@ -25,6 +31,7 @@ from millrace.versions import versions
 
 _BENCHMARK = "cnn-benchmark-dataset"
 _MAX_WARMUP_EPOCHS = 2
+_NUM_TIMINGS = 5
 
 
 def verify_dataset(config: VerifyDatasetConfig) -> int:
@@ -91,6 +98,12 @@ def benchmark_dataset(config: BenchmarkDatasetConfig) -> None:
         )
     )
     throughput = _throughput(report["epochs"]) * config.micro_batch_size
+    source = images.training if config.split == "train" else images.validation
+    if isinstance(source, ImageSource):
+        report |= _profile(source, throughput, next(iter(batches)))
+        if not config.quiet:
+            for line in _profile_lines(report):
+                print(line, file=sys.stderr)
     print(
         f"Throughput = {throughput:.2f} examples/sec",
         file=sys.stderr if config.json else sys.stdout,
@@ -118,6 +131,44 @@ def _batches(
         return (element["batch"] for element in passes), len(batches)
     num_parallel = config.data.pipeline_num_parallel
     return images.stream(config.micro_batch_size, num_parallel, seed=config.seed), count
+
+
+def _profile(source: ImageSource, throughput: float, batch: Any) -> dict[str, Any]:
+    """Return the speed per core, and the time that each step takes per image."""
+    cores = min(source.num_workers or num_cores(), num_cores())
+    num_images = len(batch["label"])
+    times = source.times._asdict()
+    steps = {name: seconds / source.num_decoded for name, seconds in times.items()}
+    steps["staging"] = _time(lambda: {k: x.copy() for k, x in batch.items()}) / num_images
+    copy = functools.partial(jax.device_put, batch, jax.devices()[0])
+    steps["copying"] = _time(lambda: jax.block_until_ready(copy())) / num_images
+    return {
+        "decoder": decoder_name(),
+        "num_workers": source.num_workers,
+        "images_per_core_second": throughput / cores,
+        "microseconds_per_image": {n: round(1e6 * s, 1) for n, s in steps.items()},
+    }
+
+
+def _time(function: Callable[[], Any]) -> float:
+    """Return the median of a few timings, after one for warmup."""
+    seconds = []
+    for _ in range(_NUM_TIMINGS + 1):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def _profile_lines(report: dict[str, Any]) -> Iterator[str]:
+    workers = report["num_workers"]
+    where = f"{workers} worker processes" if workers else "threads"
+    per_core = report["images_per_core_second"]
+    yield f"{per_core:,.0f} images/s per core, {where}, decoded by {report['decoder']}"
+    steps = report["microseconds_per_image"]
+    total = sum(steps.values())
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in steps.items())
+    yield f"{total / 1000:.2f} ms per image: {shares}"
 
 
 def _throughput(epochs: list[dict[str, float]]) -> float:
