@@ -2,12 +2,16 @@
 
 import functools
 import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from millrace.data.decoding import Crop, decode_into
+
+SMALL = Crop(size=16)
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -27,10 +31,18 @@ def make_image(
     return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
-def encode(image: Image.Image, kind: str = "JPEG") -> bytes:
+def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, kind)
+    image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def decode(image, crop: Crop = SMALL, draws: list[float] | None = None) -> np.ndarray:
+    """Decode an encoded image, or crop a decoded one; the center without `draws`."""
+    out = np.empty((crop.size, crop.size, 3), np.uint8)
+    content = np.asarray(image) if isinstance(image, Image.Image) else image
+    decode_into(out, content, crop, draws)
+    return out
 
 
 def write_folders(root: Path, num_classes: int = 3, per_class: int = 5) -> Path:
@@ -44,6 +56,33 @@ def write_folders(root: Path, num_classes: int = 3, per_class: int = 5) -> Path:
                 content = encode(make_image(100 * label + number), kind)
                 (folder / f"{number}.{ending}").write_bytes(content)
     return root
+
+
+def read_folders(root: Path) -> dict[str, list[tuple[bytes, int]]]:
+    """Return the encoded images and labels of `write_folders`, in the order of files."""
+    return {
+        split: [
+            (path.read_bytes(), int(path.parent.name.removeprefix("class_")))
+            for path in sorted((root / split).rglob("*.*"))
+        ]
+        for split in ("train", "val")
+    }
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:
+    """Write a tar file."""
+    with tarfile.open(path, mode) as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def sample_members(name: str, content: bytes, label: int) -> list[tuple[str, bytes]]:
+    """Return the members of a sample in a WebDataset tar file."""
+    ending = "png" if content.startswith(b"\x89PNG") else "jpg"
+    return [(f"{name}.cls", str(label).encode()), (f"{name}.{ending}", content)]
 
 
 @functools.cache

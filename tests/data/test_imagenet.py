@@ -1,11 +1,12 @@
 """ImageNet and datasets in its layout: class folders, or TFRecord files."""
 
-import functools
 import tarfile
 
 import numpy as np
 import pytest
 from image_files import (
+    SMALL,
+    decode,
     encode,
     example,
     make_image,
@@ -15,21 +16,19 @@ from image_files import (
 )
 
 from millrace.config import ConfigurationError
-from millrace.data.augment import prepare_image
-from millrace.data.imagenet import ImageFolder, load_image_folder, load_imagenet
-
-SMALL = functools.partial(prepare_image, size=16)
+from millrace.data.decoding import Crop
+from millrace.data.imagenet import ImageFolder, load_images, load_imagenet
 
 
 def test_the_folder_gives_the_label_and_validation_is_deterministic(tmp_path):
     write_folders(tmp_path)
-    training, validation, *_ = load_image_folder(tmp_path, SMALL)
+    training, validation, *_ = load_images(tmp_path, SMALL)
     assert (len(training), len(validation)) == (15, 15)
     assert training.classes == validation.classes == ("class_0", "class_1", "class_2")
     batch = validation[np.array([14, 0, 6])]
     assert batch["image"].dtype == np.uint8 and batch["label"].dtype == np.int32
     assert batch["label"].tolist() == [2, 0, 1]
-    expected = SMALL(make_image(0), None).astype(int)
+    expected = decode(make_image(0)).astype(int)
     assert np.abs(batch["image"][1] - expected).mean() < 8  # the loss of JPEG
     np.testing.assert_array_equal(batch["image"], validation[np.array([14, 0, 6])]["image"])
 
@@ -37,7 +36,7 @@ def test_the_folder_gives_the_label_and_validation_is_deterministic(tmp_path):
 @pytest.mark.parametrize("folder_name", ["val", "validation", "test"])
 def test_the_validation_folder_may_have_any_of_three_names(tmp_path, folder_name):
     (write_folders(tmp_path) / "val").rename(tmp_path / folder_name)
-    assert len(load_image_folder(tmp_path, SMALL)[1]) == 15
+    assert len(load_images(tmp_path, SMALL)[1]) == 15
 
 
 def test_only_images_are_read_including_those_in_subfolders(tmp_path):
@@ -54,16 +53,16 @@ def test_only_images_are_read_including_those_in_subfolders(tmp_path):
 
 def test_a_missing_validation_folder_is_named(tmp_path):
     (write_folders(tmp_path) / "val").rename(tmp_path / "unused")
-    with pytest.raises(ConfigurationError, match=r"has train/, but no val/"):
-        load_image_folder(tmp_path, SMALL)
-    training, validation, *_ = load_image_folder(tmp_path, SMALL, needs_validation=False)
+    with pytest.raises(ConfigurationError, match=r"has training images, but none for validation"):
+        load_images(tmp_path, SMALL)
+    training, validation, *_ = load_images(tmp_path, SMALL, needs_validation=False)
     assert (len(training), validation) == (15, None)
 
 
 def test_a_missing_or_inconsistent_dataset_is_an_error(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigurationError) as caught:
-            load_image_folder(path, SMALL)
+            load_images(path, SMALL)
         for part in (str(path), "train/<class>/*.jpg", "--dataset-path"):
             assert part in str(caught.value)
     write_folders(tmp_path)
@@ -71,10 +70,10 @@ def test_a_missing_or_inconsistent_dataset_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match="has the class class_7, which training does not have"
     ):
-        load_image_folder(tmp_path, SMALL)
+        load_images(tmp_path, SMALL)
     (tmp_path / "train" / "class_7").mkdir()
     with pytest.raises(ValueError, match=r"class_7 has no images.*\.png or \.webp"):
-        load_image_folder(tmp_path, SMALL)
+        load_images(tmp_path, SMALL)
 
 
 def test_validation_images_without_class_folders_are_an_error(tmp_path):
@@ -83,14 +82,14 @@ def test_validation_images_without_class_folders_are_an_error(tmp_path):
     (tmp_path / "val").rename(tmp_path / "unused")
     (tmp_path / "test" / "ILSVRC2012_val_00000001.JPEG").write_bytes(encode(make_image(0)))
     with pytest.raises(ValueError, match="has no class folders"):
-        load_image_folder(tmp_path, SMALL)
+        load_images(tmp_path, SMALL)
 
 
 def test_real_images_in_class_folders_are_read(tmp_path):
     path = real_data("imagenet_small/imagenette160.tar")
     with tarfile.open(path) as tar:
         tar.extractall(tmp_path, filter="data")
-    training, validation, *_ = load_image_folder(tmp_path / "imagenette160", prepare_image)
+    training, validation, *_ = load_images(tmp_path / "imagenette160", Crop())
     assert (len(training), len(validation)) == (1000, 500)
     assert np.bincount(training.labels).tolist() == [100] * 10
     batch = training.stream(64, seed=0).batch(3)
@@ -107,7 +106,7 @@ def write_shards(folder, names):
 
 def test_class_folders_determine_the_number_of_classes(tmp_path):
     write_folders(tmp_path, num_classes=4, per_class=2)
-    for load in (load_imagenet, load_image_folder):
+    for load in (load_imagenet, load_images):
         splits = load(tmp_path, SMALL)
         assert (len(splits.training), len(splits.validation)) == (8, 8)
         assert (splits.num_classes, splits.warning) == (4, None)

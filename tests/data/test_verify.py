@@ -1,15 +1,13 @@
 """A dataset on disk is compared with the catalog."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
-from image_files import write_folders
+from image_files import SMALL, write_folders
 
-from millrace.data.augment import prepare_image
 from millrace.data.catalog import CATALOG
-from millrace.data.imagenet import load_image_folder
+from millrace.data.imagenet import load_images
 from millrace.data.source import ArraySource
 from millrace.data.verify import verify
 
@@ -74,11 +72,10 @@ def test_all_differences_are_listed():
 @pytest.mark.parametrize("num_samples", [4, None])
 def test_images_in_folders_are_decoded_and_corrupt_ones_named(tmp_path, num_samples):
     write_folders(tmp_path)
-    prepare = functools.partial(prepare_image, size=16)
     expected = dataclasses.replace(
         EXPECTED, num_training=15, num_validation=15, image_shape=(16, 16, 3), num_classes=3
     )
-    sources = load_image_folder(tmp_path, prepare)[:2]
+    sources = load_images(tmp_path, SMALL)[:2]
     assert verify(sources, expected, num_samples=num_samples) == []
     victim = tmp_path / "train" / "class_0" / "0.JPEG"
     victim.write_bytes(b"")
