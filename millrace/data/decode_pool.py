@@ -103,6 +103,8 @@ class WorkerPool:
         except BaseException:
             for worker in self._workers:
                 worker.stop()
+            self._wake_receiver.close()
+            self._wake_sender.close()
             raise
         finally:
             os.close(descriptor)
