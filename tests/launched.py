@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.loop.progress import TIMED
+
 SCRIPT = Path(__file__).parent / "launched_run.py"
 CHOSEN_DEVICES = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
 
@@ -78,9 +80,8 @@ def final_weights(directory: Path) -> list[np.ndarray]:
 
 def events(directory: Path) -> list[dict]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    clock = ("time", "samples_per_second")
     found = [json.loads(line) for line in lines]
-    return [{k: v for k, v in event.items() if k not in clock} for event in found]
+    return [{k: v for k, v in event.items() if k not in TIMED} for event in found]
 
 
 def summary(directory: Path) -> dict:

@@ -108,7 +108,7 @@ LAYERS = (
 )
 """The modules of all applications: none imports one of a later layer."""
 
-CONFIG_MAY_IMPORT = {"config", "plan", "run.options", "run.saved"}
+CONFIG_MAY_IMPORT = {"config", "data.layouts", "plan", "run.options", "run.saved"}
 MODELS_MAY_IMPORT = {"config", "data", "nn", "plan", "program"}
 
 SAME_FILES = (

@@ -17,7 +17,7 @@ from image_files import (
 
 from millrace.config import ConfigurationError
 from millrace.data.decoding import Crop
-from millrace.data.imagenet import ImageFolder, load_images, load_imagenet
+from millrace.data.imagenet import ImageFolder, load_imagenet, load_images
 
 
 def test_the_folder_gives_the_label_and_validation_is_deterministic(tmp_path):
@@ -53,7 +53,9 @@ def test_only_images_are_read_including_those_in_subfolders(tmp_path):
 
 def test_a_missing_validation_folder_is_named(tmp_path):
     (write_folders(tmp_path) / "val").rename(tmp_path / "unused")
-    with pytest.raises(ConfigurationError, match=r"has training images, but none for validation"):
+    with pytest.raises(
+        ConfigurationError, match=r"has training images, but none for validation"
+    ):
         load_images(tmp_path, SMALL)
     training, validation, *_ = load_images(tmp_path, SMALL, needs_validation=False)
     assert (len(training), validation) == (15, None)

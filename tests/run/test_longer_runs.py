@@ -8,6 +8,7 @@ import yaml
 from small_runner import batches, make_runner
 
 from millrace.cli import main
+from millrace.loop.progress import TIMED
 
 
 def status(arguments):
@@ -19,8 +20,7 @@ def status(arguments):
 def history(run):
     """Return the log events without the values that depend on the clock."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    clock = ("time", "samples_per_second")
-    return [{k: v for k, v in json.loads(x).items() if k not in clock} for x in lines]
+    return [{k: v for k, v in json.loads(x).items() if k not in TIMED} for x in lines]
 
 
 def assert_same(found, expected):

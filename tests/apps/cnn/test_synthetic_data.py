@@ -38,27 +38,33 @@ def test_synthetic_data_have_the_sizes_of_the_dataset(options, shape, sizes, whe
     with data.open_infeed(images, config, 1) as infeed:
         element = infeed.peek()
     assert element["image"].shape == (1, *shape)
-    assert element["image"].dtype == np.float32
+    is_bytes = options["dataset"] == "imagenet"
+    assert element["image"].dtype == (np.uint8 if is_bytes else np.float32)
     assert element["label"].shape == (1,) and element["label"].dtype == np.int32
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "digits", "mnist"])
+@pytest.mark.parametrize("dataset", ["cifar10", "digits", "mnist", "imagenet"])
 @pytest.mark.parametrize("options", [{}, {"accelerator_side_preprocess": True}, BYTES])
 def test_images_from_host_and_device_reach_the_model_in_the_same_range(dataset, options):
+    size = {"image_size": 16} if dataset == "imagenet" else {}
+    is_bytes = options is BYTES or dataset == "imagenet"
     ranges = []
     for where in ("host", "ipu"):
         config, images = load(
-            synthetic_data=where, dataset=dataset, micro_batch_size=64, **options
+            synthetic_data=where, dataset=dataset, micro_batch_size=64, **options, **size
         )
         with data.open_infeed(images, config, 2) as infeed:
             batch = infeed.chunk(2).data
-        assert batch["image"].dtype == (np.uint8 if options is BYTES else np.float32)
+        assert batch["image"].dtype == (np.uint8 if is_bytes else np.float32)
         labels = np.asarray(batch["label"])
-        assert labels.min() >= 0 and labels.max() < 10 and len(np.unique(labels)) == 10
+        assert labels.min() >= 0 and labels.max() < images.num_classes
+        assert len(np.unique(labels)) >= 10
         prepared = images.preprocess(batch["image"][0], jax.random.key(0))
         ranges.append((float(prepared.mean()), float(prepared.std())))
     np.testing.assert_allclose(*ranges, atol=0.02)
-    if dataset == "cifar10":
+    if dataset == "imagenet":
+        np.testing.assert_allclose(ranges[0], (0.22, 0.93), atol=0.05)
+    elif dataset == "cifar10":
         np.testing.assert_allclose(ranges[0], (0, 1), atol=0.1)
     else:
         np.testing.assert_allclose(ranges[0], (127 / 255, 0.88 * 60 / 255), atol=0.01)
