@@ -55,7 +55,8 @@ def find_shards(folder: Path, names: Iterable[str], suffix: str = "") -> list[Pa
     others = (".tar", ".parquet", ".idx", ".json", ".arrow", ".md", ".txt")
     for name in names:
         for parent in (folder, folder / name, folder / "data"):
-            pattern = f"*{suffix}" if parent.name == name and suffix else f"{name}*"
+            is_split = parent == folder / name
+            pattern = f"*{suffix}" if is_split and suffix else f"{name}*"
             found = [path for path in parent.glob(pattern) if path.is_file()]
             if suffix:
                 found = [path for path in found if path.suffix == suffix]
