@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from millrace.data.decoding import CorruptSample, Crop, Times, decode_into
+from millrace.data.decoding import CorruptSample, Crop, Encoded, Times, decode_into
 
-ReadSample = Callable[[Any], tuple[bytes | np.ndarray, int]]
+ReadSample = Callable[[Any], tuple[Encoded | np.ndarray, int]]
 """Returns the encoded image (or its pixels) and the label at a location; raises
 CorruptSample. It is sent to worker processes, so it must be picklable, and small."""
 

@@ -48,6 +48,8 @@ _SHORT_SIDE_RATIO = 256 / 224  # short side after resizing, relative to the crop
 _MIN_BLUR_SCALE = 1.15
 _MARGIN_ROWS = 32  # decoded below the crop: chroma of the last row depends on the next MCU
 
+Encoded = bytes | memoryview
+"""The bytes of an image file."""
 Box = tuple[int, int, int, int]
 """Left and upper edge, width and height, in pixels."""
 
@@ -127,7 +129,7 @@ def decoder_name() -> str:
 
 def decode_into(
     out: np.ndarray,  # uint8 (size, size, 3)
-    content: bytes | np.ndarray,  # encoded, or uint8 (height, width, 3)
+    content: Encoded | np.ndarray,  # encoded, or uint8 (height, width, 3)
     crop: Crop,
     draws: list[float] | None,
     formats: tuple[str, ...] | None = _FORMATS,
@@ -183,7 +185,7 @@ def decode_file(path: Path | str, size: int) -> np.ndarray:
     return out
 
 
-def _open(content: bytes | np.ndarray, formats: tuple[str, ...] | None) -> Image.Image:
+def _open(content: Encoded | np.ndarray, formats: tuple[str, ...] | None) -> Image.Image:
     if isinstance(content, np.ndarray):
         return Image.fromarray(content)
     return open_image(io.BytesIO(content), formats)
@@ -204,7 +206,7 @@ class JpegHeader(NamedTuple):
     """Where in the file the height is."""
 
 
-def parse_jpeg_header(content: bytes) -> JpegHeader | None:
+def parse_jpeg_header(content: Encoded) -> JpegHeader | None:
     """Parse the header of a JPEG; return None for anything unusual."""
     position, has_restarts = 2, False
     header = None
@@ -234,7 +236,7 @@ def parse_jpeg_header(content: bytes) -> JpegHeader | None:
 
 
 def _decode_quickly(
-    content: bytes | np.ndarray, crop: Crop, draws: list[float] | None
+    content: Encoded | np.ndarray, crop: Crop, draws: list[float] | None
 ) -> tuple[np.ndarray, Box] | None:
     """Decode a JPEG at full size, 1/2, 1/4 or 1/8; return it with the box in its pixels.
 
@@ -264,7 +266,7 @@ def _decode_quickly(
     return pixels, (left, top, width, height)
 
 
-def _decode_turbo(content: bytes, header: JpegHeader, box: Box, scale: int) -> np.ndarray:
+def _decode_turbo(content: Encoded, header: JpegHeader, box: Box, scale: int) -> np.ndarray:
     """Decode as few rows as the box needs.
 
     Files store rows from top to bottom, so a header that promises fewer of them makes the
@@ -275,13 +277,15 @@ def _decode_turbo(content: bytes, header: JpegHeader, box: Box, scale: int) -> n
     if header.is_sequential and needed < height:
         patched = bytearray(content)
         struct.pack_into(">H", patched, header.height_at, needed)
-        content, height = bytes(patched), needed
+        content, height = memoryview(patched), needed
     # Not strict: it then ignores what Pillow ignores as well, and the rows that are left.
     size = {"min_height": -(-height // scale), "min_width": -(-header.width // scale)}
     return simplejpeg.decode_jpeg(content, strict=False, **(size if scale > 1 else {}))
 
 
-def _decode_opencv(content: bytes, header: JpegHeader, box: Box, scale: int) -> np.ndarray:
+def _decode_opencv(
+    content: Encoded, header: JpegHeader, box: Box, scale: int
+) -> np.ndarray:
     del box
     reduced = {
         1: cv2.IMREAD_COLOR,

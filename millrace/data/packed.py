@@ -23,7 +23,14 @@ from PIL import Image, UnidentifiedImageError
 from millrace.config import ConfigurationError
 from millrace.data.decode_pool import WorkerPool
 from millrace.data.decode_worker import ReadSample
-from millrace.data.decoding import DECODE_ERRORS, CorruptSample, Crop, open_image, to_rgb
+from millrace.data.decoding import (
+    DECODE_ERRORS,
+    CorruptSample,
+    Crop,
+    Encoded,
+    open_image,
+    to_rgb,
+)
 from millrace.data.image_source import ImageSource, TooManyCorrupt
 from millrace.data.layouts import MANIFEST
 from millrace.data.source import DatasetError
@@ -147,7 +154,7 @@ class Encoding:
     raw: bool = False
     """Store pixels instead of JPEGs: larger, and nothing to decode."""
 
-    def encode(self, content: bytes | np.ndarray) -> bytes | np.ndarray:
+    def encode(self, content: Encoded | np.ndarray) -> Encoded | np.ndarray:
         """Return an image as it is stored; raise CorruptSample if it cannot be read."""
         if self.short_side is None and not self.raw:
             return content
@@ -158,7 +165,7 @@ class Encoding:
         except DECODE_ERRORS as error:
             raise CorruptSample(str(error) or type(error).__name__) from error
 
-    def _convert(self, content: bytes | np.ndarray) -> bytes | np.ndarray:
+    def _convert(self, content: Encoded | np.ndarray) -> Encoded | np.ndarray:
         is_raw = isinstance(content, np.ndarray)
         opened = Image.fromarray(content) if is_raw else open_image(io.BytesIO(content))
         with opened as image:

@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.data.crc32c import masked_crc32c
 from millrace.data.decode_worker import ReadSample
-from millrace.data.decoding import CorruptSample, Crop
+from millrace.data.decoding import CorruptSample, Crop, Encoded
 from millrace.data.image_source import ImageSource, num_cores
 from millrace.data.source import DatasetError
 
@@ -21,7 +21,7 @@ _IMAGE, _LABEL = "image/encoded", "image/class/label"
 _RAW, _HEIGHT, _WIDTH = "image/raw", "image/height", "image/width"
 _FEATURES = (_IMAGE, _LABEL, _RAW, _HEIGHT, _WIDTH)
 
-Values = list[bytes] | list[int]
+Values = list[memoryview] | list[int]
 
 
 class TFRecords(ImageSource):
@@ -81,21 +81,21 @@ class RecordReader:
         self._num_classes = num_classes
         self._opened = FileCache()
 
-    def __call__(self, location: tuple[int, int, int]) -> tuple[bytes | np.ndarray, int]:
+    def __call__(self, location: tuple[int, int, int]) -> tuple[Encoded | np.ndarray, int]:
         number, offset, length = location
         path = self._files[number]
-        record = self._opened.read(path, offset, length + _CHECKSUM.size)
-        data = memoryview(record)[:length]
+        data = self._opened.read(path, offset, length)
+        checksum = self._opened.read(path, offset + length, _CHECKSUM.size)
         # Checked before parsing: a flipped bit may still parse, as a wrong label or as
         # an image with a gray stripe.
-        if record[length:] != _CHECKSUM.pack(masked_crc32c(data)):
+        if checksum != _CHECKSUM.pack(masked_crc32c(data)):
             raise CorruptSample("its checksum does not match")
         try:
-            features = parse_example(data, _FEATURES)
+            features = parse_example(memoryview(data), _FEATURES)
             content, (label,) = _image(features), features[_LABEL]
         except (KeyError, ValueError, TypeError) as error:
             raise CorruptSample(f"not a tf.Example with {_IMAGE} and {_LABEL}") from error
-        if not (isinstance(content, bytes | np.ndarray) and isinstance(label, int)):
+        if not (isinstance(content, memoryview | np.ndarray) and isinstance(label, int)):
             raise CorruptSample(f"{_IMAGE} or {_LABEL} has the wrong type")
         if not 1 <= label <= self._num_classes:
             raise DatasetError(
@@ -111,7 +111,7 @@ def _image(features: dict[str, Values]) -> Any:
         (content,) = features[_IMAGE]
         return content
     (pixels,), (height,), (width,) = (features[x] for x in (_RAW, _HEIGHT, _WIDTH))
-    assert isinstance(pixels, bytes)
+    assert isinstance(pixels, memoryview)
     return np.frombuffer(pixels, np.uint8).reshape(int(height), int(width), 3)
 
 
@@ -195,9 +195,9 @@ def frame_record(data: bytes) -> bytes:
     return b"".join([header, data, _CHECKSUM.pack(masked_crc32c(data))])
 
 
-def make_example(content: bytes | np.ndarray, label: int) -> bytes:
+def make_example(content: Encoded | np.ndarray, label: int) -> bytes:
     """Return a tf.Example of an encoded image, or of pixels, and its label from 0 on."""
-    features: dict[str, bytes | int] = {_LABEL: label + 1}
+    features: dict[str, Encoded | int] = {_LABEL: label + 1}
     if isinstance(content, np.ndarray):
         height, width, _ = content.shape
         features |= {_RAW: content.tobytes(), _HEIGHT: height, _WIDTH: width}
@@ -206,7 +206,7 @@ def make_example(content: bytes | np.ndarray, label: int) -> bytes:
     return _field(1, b"".join(_field(1, _feature(*item)) for item in features.items()))
 
 
-def _feature(name: str, value: bytes | int) -> bytes:
+def _feature(name: str, value: Encoded | int) -> bytes:
     """Return an entry of a name and a list with one value."""
     if isinstance(value, int):
         values = _field(3, _field(1, _as_varint(value)))
@@ -215,7 +215,7 @@ def _feature(name: str, value: bytes | int) -> bytes:
     return _field(1, name.encode()) + _field(2, values)
 
 
-def _field(number: int, content: bytes) -> bytes:
+def _field(number: int, content: Encoded) -> bytes:
     """Return a length-delimited field of a protocol buffer."""
     return b"".join([_as_varint(number << 3 | 2), _as_varint(len(content)), content])
 
@@ -250,7 +250,7 @@ def parse_example(data: memoryview, wanted: Collection[str]) -> dict[str, Values
 def _parse_feature(feature: memoryview) -> Values:
     for number, part in _fields(feature):
         if number == 1 and isinstance(part, memoryview):
-            return [bytes(value) for value in _messages(part, 1)]
+            return list(_messages(part, 1))
         if number == 3 and isinstance(part, memoryview):
             return list(_integers(part))
     raise ValueError("neither bytes nor integers")

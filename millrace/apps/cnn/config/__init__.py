@@ -86,14 +86,11 @@ class CnnConfig:
 
     @property
     def resolved_dataset(self) -> str:
-        """The dataset, derived from its folder or the model if it is not given."""
+        """The dataset, derived from the model if it is not given."""
         if self.data.dataset == "gc-imagenet":
             return "imagenet"
-        if self.data.dataset is not None:
-            return self.data.dataset
-        if self.data.layout is not None:
-            return "imagenet" if self.data.layout == "tfrecord" else "imagefolder"
-        return "digits" if self.model.model_name in (None, "digits_cnn") else "cifar10"
+        small = self.model.model_name in (None, "digits_cnn")
+        return self.data.dataset or ("digits" if small else "cifar10")
 
     @property
     def scales_on_device(self) -> bool:

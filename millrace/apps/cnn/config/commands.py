@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.config.data import DataOptions, DatasetName
+from millrace.apps.cnn.config.data import DataOptions, DatasetName, find_dataset
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions, expand_options
 from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.training import WorkflowOptions
@@ -163,6 +163,8 @@ class VerifyDatasetConfig:
     debug: bool = False
     """Show the full traceback of an error."""
 
+    expand_options = staticmethod(find_dataset)
+
     def __post_init__(self) -> None:
         if self.num_samples < 0:
             raise ValueError(f"num_samples must be 0 or more, got {self.num_samples}.")
@@ -186,9 +188,9 @@ class BenchmarkDatasetConfig:
 
     Batches are prepared as in training and copied once, as for transfer to a device. The
     speed of each epoch goes to standard error; the mean, without the first two epochs of
-    three or more, is printed as "Throughput = ... examples/sec". For images in files it also
-    says how fast one core is, and what reading, decoding, resizing, staging in a buffer and
-    copying to a device take.
+    three or more, is printed as "Throughput = ... examples/sec". For images in files, it
+    also shows the speed per core and the time for reading, decoding, resizing, staging in a
+    buffer and copying to a device.
     """
 
     micro_batch_size: int = 8
@@ -213,6 +215,8 @@ class BenchmarkDatasetConfig:
     debug: bool = False
     """Show the full traceback of an error."""
     data: DataOptions = DataOptions(dataset="cifar10")
+
+    expand_options = staticmethod(find_dataset)
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "elements_per_epoch"):

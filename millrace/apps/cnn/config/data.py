@@ -1,11 +1,10 @@
 """Options of the data. Imports nothing heavy."""
 
-import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from millrace.data.layouts import Layout, find_layout
+from millrace.data.layouts import find_layout
 
 DatasetName = Literal[
     "digits",
@@ -82,13 +81,18 @@ class DataOptions:
         if self.image_size is not None and self.image_size < 8:
             raise ValueError(f"image_size must be at least 8, got {self.image_size}.")
 
-    @functools.cached_property
-    def layout(self) -> Layout | None:
-        """How dataset_path holds images, if it is given and does."""
-        given = self.dataset_path != Path(".") and self.synthetic_data is None
-        return find_layout(self.dataset_path) if given else None
-
     @property
     def synthetic(self) -> Literal["host", "device"] | None:
         """Where synthetic data are generated; None for real data."""
         return "device" if self.synthetic_data == "ipu" else self.synthetic_data
+
+
+def find_dataset(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the dataset if only its folder is given, and the folder holds images."""
+    folder = values.get("dataset_path")
+    if folder is None or values.get("dataset") or values.get("synthetic_data"):
+        return values
+    layout = find_layout(folder)
+    if layout is None:
+        return values
+    return {**values, "dataset": "imagenet" if layout == "tfrecord" else "imagefolder"}

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from millrace.apps.cnn.config.data import find_dataset
 from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
 from millrace.config import ConfigurationError, field_docs
 from millrace.plan import resolve_batching
@@ -123,7 +124,7 @@ class GraphcoreTrainingOptions(GraphcoreOptions):
 
 def expand_options(values: Values) -> Values:
     """Replace shorthands by the options they stand for, and complete the recipe."""
-    values = dict(values)
+    values = find_dataset(dict(values))
     model = str(values.get("model_name")).lower()
     if model in FAMILIES:
         values["model_name"] = model
