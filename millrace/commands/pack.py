@@ -72,7 +72,8 @@ def pack_dataset(config: PackConfig) -> None:
     from millrace.data.imagenet import load_imagenet
     from millrace.data.packed import Encoding, pack
 
-    found = load_imagenet(config.source, Crop(), needs_validation=False, num_workers=0)
+    source = config.source.resolve()  # names of samples identify an unfinished dataset
+    found = load_imagenet(source, Crop(), needs_validation=False, num_workers=0)
     splits = {"train": found.training, "validation": found.validation}
     short_side = config.short_side or (_DEFAULT_RAW_SIDE if config.raw else None)
     encoding = Encoding(short_side=short_side, quality=config.quality or 90, raw=config.raw)
@@ -83,7 +84,7 @@ def pack_dataset(config: PackConfig) -> None:
                 config.dest,
                 encoding,
                 num_classes=found.num_classes,
-                source=str(config.source.resolve()),
+                source=str(source),
                 num_workers=config.num_workers or num_cores(),
                 progress=progress,
             )
