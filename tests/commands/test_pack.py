@@ -50,14 +50,13 @@ def test_a_packed_dataset_can_be_trained_on_without_naming_the_dataset(
     status, out, errors = command(*pack)
     assert status == 0 and "packed was already complete." in out
     status, out, errors = command(
-        *("cnn", "train", "--dataset-path", "packed", "--image-size", "16"),
+        *("cnn", "train", "--dataset-path", "packed", "--image-size", "32"),
         *("--micro-batch-size", "4", "--num-workers", "1", "--run-dir", "run"),
     )
     assert status == 0, errors
     assert "packed, 15 training and 15 validation samples, 3 classes" in out + errors
-    assert (
-        0 <= json.loads((tmp_path / "run" / "summary.json").read_text())["input_wait"] <= 1
-    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 <= summary["input_wait"] <= 1
 
 
 def test_images_can_be_resized_or_stored_as_pixels(command, source, tmp_path):

@@ -1,11 +1,20 @@
-"""The vectorized CRC-32C, against published values and another implementation."""
+"""CRC-32C of both implementations, against published values and a third one."""
 
 import struct
 
 import numpy as np
 import pytest
 
-from millrace.data.crc32c import crc32c, masked_crc32c
+from millrace.data import crc32c as module
+from millrace.data.crc32c import crc32c, crc32c_numpy, masked_crc32c
+
+
+@pytest.fixture(params=["google-crc32c", "NumPy"], autouse=True)
+def implementation(request, monkeypatch):
+    if request.param == "NumPy":
+        monkeypatch.setattr(module, "google_crc32c", None)
+    elif module.google_crc32c is None:
+        pytest.skip("google-crc32c is not installed")
 
 
 @pytest.mark.parametrize(
@@ -33,3 +42,12 @@ def test_the_checksum_agrees_with_tensorboard_at_any_length(length):
     message = np.random.default_rng(length).bytes(length)
     assert masked_crc32c(message) == theirs(message)
     assert masked_crc32c(memoryview(message)[3:]) == theirs(message[3:])
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 255, 256, 257, 4096, 100_003])
+def test_both_implementations_agree(length):
+    google = pytest.importorskip("google_crc32c", reason="google-crc32c is not installed")
+    message = np.random.default_rng(length).bytes(length)
+    assert crc32c(message) == crc32c_numpy(message) == google.value(message)
+    part = memoryview(message)[length // 3 :]
+    assert crc32c(part) == crc32c_numpy(part) == google.value(bytes(part))

@@ -10,7 +10,7 @@ import pytest
 from image_files import SMALL, decode, encode, make_image, write_folders
 from worker_jobs import MadeImages, PartlyCorruptReader
 
-from millrace.data import decoding, imagenet
+from millrace.data import decoding, image_source, imagenet
 from millrace.data.image_source import TooManyCorrupt
 from millrace.data.imagenet import ImageFolder
 from millrace.data.stream import EvaluationBatches, Stream
@@ -234,3 +234,19 @@ def test_replacements_of_corrupt_samples_are_not_evaluated(num_workers):
     assert batches.num_valid == 8
     list(batches)
     assert batches.num_valid == 8  # of the last pass only
+
+
+def test_the_advice_for_a_slow_stream_names_what_is_not_done_yet(monkeypatch):
+    source = MadeImages(num_workers=0)
+    monkeypatch.setattr(image_source, "num_cores", lambda: 2)
+    monkeypatch.setattr(image_source, "decoder_name", lambda: "Pillow")
+    advice = source.stream(4).advice
+    assert advice == (
+        "Use more workers (--num-workers 2); or install a faster decoder (pip install "
+        "'millrace[images]'); or resize the images once (millrace data pack --short-side "
+        "256)."
+    )
+    source.num_workers, source.is_packed = 2, True
+    monkeypatch.setattr(image_source, "decoder_name", lambda: "OpenCV")
+    advice = source.stream(4).share(slice(0, 2)).advice
+    assert advice.startswith("Use a machine with more cores, or store pixels (data pack")

@@ -134,6 +134,19 @@ def test_throughput_is_drawn_over_time_with_compilation_marked(run):
     assert (base - heights[2]) / (base - heights[0]) == pytest.approx(3, rel=0.02)
 
 
+def with_waits(*shares):
+    logged = [event for event in EVENTS if "train_loss" in event]
+    return [e | {"input_wait": x} for e, x in zip(logged, shares, strict=True)]
+
+
+def test_waiting_for_data_has_a_chart_if_it_is_worth_one(run):
+    _, text = report(make_run(run, events=with_waits(0.02, 0.4)))
+    (_, y1), (_, y2) = find_curve(text, "input_wait")
+    assert y2 < y1  # SVG counts downwards
+    page, _ = report(make_run(run, events=with_waits(0.0, 0.009)))
+    assert "input_wait" not in page.text
+
+
 def test_a_report_of_a_failed_run_shows_and_escapes_the_error(run):
     error = 'ValueError: <b>"a" & b</b> </body><script>alert(1)</script>'
     made = make_run(run, status="failed", error=error, metrics={}, device=None)
