@@ -141,10 +141,10 @@ def with_waits(*shares):
 
 def test_waiting_for_data_has_a_chart_if_it_is_worth_one(run):
     _, text = report(make_run(run, events=with_waits(0.02, 0.4)))
-    (_, y1), (_, y2) = find_curve(text, "input_wait")
+    (_, y1), (_, y2) = find_curve(text, "input wait")
     assert y2 < y1  # SVG counts downwards
     page, _ = report(make_run(run, events=with_waits(0.0, 0.009)))
-    assert "input_wait" not in page.text
+    assert "input wait" not in page.text
 
 
 def test_a_report_of_a_failed_run_shows_and_escapes_the_error(run):

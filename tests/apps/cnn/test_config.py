@@ -44,6 +44,7 @@ from millrace.config import ConfigurationError, build, parse
         ({"num_replicas": 4, "dbn_replica_group_size": 3}, "cannot be divided into groups"),
         ({"dataset": "cifar10", "image_size": 64}, "images of cifar10 keep their size"),
         ({"dataset": "imagenet", "image_size": 4}, "image_size must be at least 8, got 4"),
+        ({"num_workers": -1}, "num_workers must be 0 or more, got -1"),
         ({"max_corrupt": -1}, "max_corrupt must be 0 or more, got -1"),
         ({"dataset": "imagnet"}, r"Did you mean imagenet\?"),
         ({"mixup_alpha": 0.2}, "micro_batch_size must be at least 2, got 1"),
@@ -71,6 +72,35 @@ def test_invalid_options_are_rejected(options, message):
 def test_model_and_dataset_determine_each_others_default(options, dataset, model):
     config = build(CnnConfig, options)
     assert (config.resolved_dataset, config.resolved_model) == (dataset, model)
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "dataset"),
+    [
+        ("train/a/1.jpg", {}, "imagefolder"),
+        ("train-0.tar", {}, "imagefolder"),
+        ("dataset.json", {}, "imagefolder"),
+        ("train.parquet", {}, "imagefolder"),
+        ("train-00000-of-01024", {}, "imagenet"),
+        ("dataset.json", {"dataset": "imagenet"}, "imagenet"),
+        ("dataset.json", {"dataset": "cifar10"}, "cifar10"),
+        ("dataset.json", {"synthetic_data": "host"}, "digits"),
+        ("data_batch_1.bin", {"model_name": "cifar_resnet8"}, "cifar10"),
+    ],
+)
+def test_the_dataset_is_recognized_by_its_files(tmp_path, file, options, dataset):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    config = build(CnnConfig, {"dataset_path": tmp_path, **options})
+    assert config.resolved_dataset == dataset
+    is_decoded = dataset.startswith("image")
+    assert config.scales_on_device == config.sends_bytes == is_decoded
+
+
+def test_the_current_folder_is_not_searched_for_images(tmp_path, monkeypatch):
+    (tmp_path / "dataset.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert build(CnnConfig, {}).resolved_dataset == "digits"
 
 
 def test_auto_loss_scaling_is_dynamic_loss_scaling():
