@@ -193,7 +193,7 @@ def test_an_iteration_that_is_dropped_does_not_write_into_the_next_one():
     assert blocked.wait(10)  # a task of the second batch is under way
     batches.close()
     threading.Timer(0.3, release.set).start()
-    others = [(np.arange(8) + 4 * number, None) for number in range(4)]
+    others = [(np.arange(16, 24) + 4 * number, None) for number in range(4)]
     for (indices, _), batch in zip(others, source.batches(others, 8, ahead=2), strict=True):
         expected, last = MadeImages().read(indices, None), batch
     (pool,) = source._idle
@@ -350,8 +350,9 @@ def test_workers_end_when_the_main_process_is_killed(then):
     process, workers = start_script(then)
     time.sleep(0.3)  # with nothing left to do, workers wait for tasks
     process.kill()
-    _, errors = process.communicate()
+    process.wait()
     wait_until(lambda: not any(is_running(worker) for worker in workers))
+    _, errors = process.communicate()  # not before: workers have the same streams
     assert errors == ""
 
 
