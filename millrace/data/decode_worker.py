@@ -5,7 +5,10 @@ starts in a fraction of a second and cannot disturb a device. It ends when its c
 does, and the kernel closes that however the main process ends.
 """
 
+import contextlib
+import ctypes
 import mmap
+import os
 import pickle
 import signal
 import sys
@@ -18,6 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from millrace.data.decoding import CorruptSample, Crop, Encoded, Times, decode_into
+
+_NICENESS = 10
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # from malloc.h
+_FREED_BYTES = 1 << 30
 
 ReadSample = Callable[[Any], tuple[Encoded | np.ndarray, int]]
 """Returns the encoded image (or its pixels) and the label at a location; raises
@@ -151,10 +158,22 @@ def _make_portable(error: Exception) -> Exception:
     return error
 
 
+def _keep_freed_memory() -> None:
+    """Use freed memory again: returning it after every image costs 3 % of the time."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, _FREED_BYTES)
+
+
 def main() -> None:
     """Serve with the connection and the shared memory that were inherited."""
     # Ctrl-C reaches every process of a terminal; the main process decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The threads that keep a device busy need little time, but need it at once: without
+    # this, training from files on an H200 with 16 cores and workers was 6 % slower.
+    os.nice(_NICENESS)
+    _keep_freed_memory()
     connection_fd, memory_fd, size = (int(argument) for argument in sys.argv[1:])
     memory = mmap.mmap(memory_fd, size)
     with Connection(connection_fd) as connection:

@@ -319,17 +319,26 @@ def _resize_into(out: np.ndarray, pixels: np.ndarray, box: Box, *, flip: bool) -
         out[:] = resized[:, ::-1] if flip else resized
         return
     if largest > _MIN_BLUR_SCALE:
-        kernels = (_blur_kernel(scale) for scale in (horizontal, vertical))
-        part = cv2.sepFilter2D(part, -1, *kernels, borderType=cv2.BORDER_REPLICATE)
+        part = _blur(part, horizontal, vertical)
     if flip:
         cv2.flip(cv2.resize(part, (size, size)), 1, dst=out)
     else:
         cv2.resize(part, (size, size), dst=out)
 
 
-def _blur_kernel(scale: float) -> np.ndarray:
-    outer = max(0.0, (scale * scale - 1) / 12)
-    return np.array([outer, 1 - 2 * outer, outer], np.float32)
+def _blur(pixels: np.ndarray, horizontal: float, vertical: float) -> np.ndarray:
+    """Blur before an image is shrunk by these factors, between 1 and 2."""
+    sigmas = []
+    for scale in (horizontal, vertical):
+        outer = (scale * scale - 1) / 12
+        # The standard deviation for which OpenCV samples this kernel from a Gaussian: it
+        # has fixed-point code for Gaussians, but not for any kernel.
+        ratio = outer / (1 - 2 * outer)
+        sigmas.append(math.sqrt(-1 / (2 * math.log(ratio))) if ratio > 1e-6 else 0.0)
+    size = (3 if sigmas[0] else 1, 3 if sigmas[1] else 1)
+    return cv2.GaussianBlur(
+        pixels, size, sigmas[0], sigmaY=sigmas[1], borderType=cv2.BORDER_REPLICATE
+    )
 
 
 # ------------------------------------------------------------------------------- Pillow
