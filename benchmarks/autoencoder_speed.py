@@ -30,8 +30,12 @@ from torch_training import add_torch_python
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data import open_infeed
 from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
-from millrace.apps.autoencoder.program import build_model, build_program, init_weights
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import (
+    build_model,
+    build_program,
+    init_weights,
+    plan_steps,
+)
 from millrace.config import build, replace_options
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import Ratings

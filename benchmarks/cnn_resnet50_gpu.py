@@ -28,7 +28,7 @@ from reporting import Result, interleave, on_gpu, paired_ratio, parser, publish,
 from torch_training import TorchTraining, add_torch_python
 
 import millrace as mr
-from millrace.data.parallel import ParallelStream
+from millrace.data.stream import ParallelStream
 from millrace.run.process import tune_memory_allocation
 
 _FULL = {

@@ -175,7 +175,7 @@ def gradient_bytes() -> int:
 
 def fitted_link(seconds: dict[int, float]) -> Any:
     """Work out latency and speed from two all-reduces between two processes."""
-    from millrace.schedule.costs import Link
+    from millrace.schedule.simulate import Link
 
     # Two steps, each with half of the bytes.
     speed = (_LARGE - _SMALL) / (seconds[_LARGE] - seconds[_SMALL])

@@ -21,8 +21,7 @@ from reporting import Result, interleave, parser, publish, seconds, spread
 
 import millrace as mr
 from millrace.program.pipeline_program import PipelineProgram
-from millrace.schedule.costs import Costs
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, simulate
 
 _FEATURES = 8
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.data.ratings import biases
+from millrace.data.ratings import matrix
 from millrace.data.ratings.matrix import Biases, Ratings
 
 _FACTOR_ROUNDS = 12
@@ -75,7 +75,7 @@ def _best(
 
 def fit_biases(training: Ratings, strength: float) -> Callable[[Events], np.ndarray]:
     """Fit biases, each drawn to 0 as by so many ratings of 0."""
-    fitted = biases.fit_biases(training, strength)
+    fitted = matrix.fit_biases(training, strength)
     found = Biases(fitted.mean, fitted.of_rows(training), fitted.of_column)
     return lambda e: found.lookup(e.user, e.item)
 

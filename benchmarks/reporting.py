@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from millrace.bench.facts import session_facts
 
 import millrace as mr
-from millrace.bench.facts import session_facts
 from millrace.report.plots import Plot
 
 _RESULTS = Path(__file__).parent / "results"

@@ -8,8 +8,7 @@ runtime makes once per update, after the last micro-batch, so that nothing hides
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace.schedule.costs import Costs, Link, ring_all_reduce_seconds
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, Link, ring_all_reduce_seconds, simulate
 from millrace.schedule.stages import place_stages
 from millrace.schedule.table import build_table
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from millrace.feeds.stager import ElementError
     from millrace.loop.evaluate import evaluate
     from millrace.loop.event_schedule import schedule_events
-    from millrace.loop.infeed_benchmark import infeed_benchmark
-    from millrace.loop.repeat import repeat, while_loop
+    from millrace.loop.repeat import infeed_benchmark, repeat, while_loop
     from millrace.loop.runner import Runner
     from millrace.loop.train import train
     from millrace.nn import layers
@@ -91,7 +90,7 @@ _HOME = {
     "dataset_benchmark": "data.benchmark",
     "deterministic": "program.compiling",
     "evaluate": "loop.evaluate",
-    "infeed_benchmark": "loop.infeed_benchmark",
+    "infeed_benchmark": "loop.repeat",
     "join_processes": "run.process",
     "layers": "nn.layers",
     "plots": "report.plots",

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import optax
 
-from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.layers import (
     Layer,
+    close_residual,
     concurrent,
     conv,
     dense,
@@ -16,6 +16,8 @@ from millrace.nn.layers import (
     flatten,
     global_average_pool,
     init_layers,
+    on_branch,
+    open_residual,
     relu,
     stateless,
 )

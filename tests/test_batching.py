@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.batching import Batching, resolve_batching
+from millrace.plan import Batching, resolve_batching
 
 sizes = st.integers(1, 64)
 

@@ -5,9 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from millrace.batching import Batching
-from millrace.plan import Plan
-from millrace.precision import Precision
+from millrace.plan import Batching, Plan, Precision
 
 
 def test_the_default_plan_is_a_plain_training_loop():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.precision import Precision, resolve_precision
+from millrace.plan import Precision, resolve_precision
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import plan_steps
 from millrace.apps.cnn import data as image_data
 from millrace.apps.cnn import program as cnn
 from millrace.apps.cnn.config import CnnConfig

@@ -33,7 +33,7 @@ from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import CannotRun, Workload
 from millrace.config import flat_options, replace_options
-from millrace.program import memory
+from millrace.program import compiling
 
 _MAX_COMPILE_THREADS = 8
 
@@ -166,8 +166,8 @@ class Session:
             smaller.compile(options)
             return smaller.memory_bytes
 
-        limit = memory.memory_limit(self._devices[0])
-        shortage = memory.describe_shortage(
+        limit = compiling.memory_limit(self._devices[0])
+        shortage = compiling.describe_shortage(
             work.batch, work.memory_bytes, limit, memory_needed
         )
         if shortage is not None:

@@ -20,8 +20,7 @@ from millrace.bench.measuring import count_latency_calls
 from millrace.bench.roofline import Cost, count_cost
 from millrace.feeds.infeed import Infeed
 from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
-from millrace.program.compiling import Options, compiling
-from millrace.program.memory import peak_bytes
+from millrace.program.compiling import Options, compiling, peak_bytes
 from millrace.program.training import TrainingProgram
 
 _FIRST_LATENCY_CALLS = 5

@@ -143,12 +143,12 @@ COMMANDS = {
     ),
     "launch": Command(
         "millrace.distributed.options:LaunchConfig",
-        "millrace.commands.launch:launch",
+        "millrace.distributed.launcher:launch",
         "start several processes of a command as one run",
         needs_run=False,
     ),
     "schedule": Command(
-        "millrace.commands.schedule_options:ScheduleConfig",
+        "millrace.commands.schedule:ScheduleConfig",
         "millrace.commands.schedule:show_schedule",
         "show the timeline, duration and memory of a pipeline",
         needs_run=False,

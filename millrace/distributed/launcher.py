@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, parse
 from millrace.distributed import environment as env
 from millrace.distributed.hardware import (
     assign_gpus,
@@ -22,7 +22,7 @@ from millrace.distributed.hardware import (
     pin_to_cores,
     uses_gpu,
 )
-from millrace.distributed.options import LaunchConfig
+from millrace.distributed.options import LaunchConfig, split_command
 from millrace.distributed.signals import INTERRUPTED, STOP_SIGNALS, handle_signals
 
 FAILED, WRONG_COMMAND = 1, 2
@@ -347,3 +347,15 @@ def _resolve_command(command: Sequence[str]) -> list[str]:
     if command[0] == "millrace":
         return [sys.executable, "-m", "millrace", *command[1:]]
     return list(command)
+
+
+def launch(args: Sequence[str]) -> int:
+    """Start the processes that `args` describe; return the exit status."""
+    own, command = split_command(args)
+    config, _ = parse(LaunchConfig, own, program="millrace launch")
+    if not command:
+        raise ConfigurationError(
+            "launch needs a command to start: millrace launch --num-instances 2 -- "
+            "millrace cnn train ..."
+        )
+    return Launcher(config, command).run()

@@ -14,7 +14,7 @@ from millrace.checkpoint.store import Checkpoints
 from millrace.distributed.coordination import CoordinatedStop
 from millrace.distributed.signals import handle_signals
 from millrace.feeds.infeed import Infeed
-from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.nan_guard import NonFiniteCheck
 from millrace.loop.progress import (
@@ -22,11 +22,11 @@ from millrace.loop.progress import (
     EventLog,
     MetricSums,
     SavedProgress,
+    Throughput,
     TrainingResult,
     Writer,
 )
 from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
-from millrace.loop.throughput import Throughput
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 

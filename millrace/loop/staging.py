@@ -7,7 +7,7 @@ import numpy as np
 
 from millrace.distributed.heartbeat import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
-from millrace.program.memory import tree_bytes
+from millrace.program.compiling import tree_bytes
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 

@@ -16,8 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from millrace.nn.branches import on_branch
-from millrace.nn.layers import Call, Layer, Tree, layer_output, stateless
+from millrace.nn.layers import Call, Layer, Tree, layer_output, on_branch, stateless
 
 SMALL_BATCH = 32
 """Largest batch in which a network of depthwise convolutions runs only small kernels on a

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from millrace.program.accumulate import path_name
-from millrace.program.compiling import active_options
-from millrace.program.memory import tree_bytes
+from millrace.program.compiling import active_options, tree_bytes
 
 
 class LoopBody(NamedTuple):

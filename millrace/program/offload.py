@@ -18,8 +18,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from millrace.program import step as steps
-from millrace.program.compiling import compile_for
-from millrace.program.memory import tree_bytes
+from millrace.program.compiling import compile_for, tree_bytes
 from millrace.program.replicas import replicated
 from millrace.program.step import GradientResult, Step, TrainState
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from millrace.config import ConfigurationError
 from millrace.program import packing
-from millrace.program.memory import tree_bytes
+from millrace.program.compiling import tree_bytes
 from millrace.program.packing import Buffers
 from millrace.program.update_graph import (
     Graph,

@@ -17,8 +17,7 @@ from millrace.program.offload import offloaded_shardings
 from millrace.program.optimizer_state import init_optimizer_state
 from millrace.program.pipeline import SUMS, Clock, Pipeline, PipelineSums
 from millrace.program.pipeline_stages import PipelineStages
-from millrace.program.pipeline_stream import StreamedPipelineUpdate
-from millrace.program.pipeline_update import PipelineUpdate
+from millrace.program.pipeline_update import PipelineUpdate, StreamedPipelineUpdate
 from millrace.program.replicas import (
     pipeline_mesh,
     put_on_devices,

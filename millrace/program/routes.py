@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from millrace.schedule.orders import Action
 from millrace.schedule.stages import Stages
-from millrace.schedule.table import Table
+from millrace.schedule.table import Action, Table
 
 IDLE = 0
 Edge = tuple[int, int]

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.batching import Batching, resolve_batching
 from millrace.config import ConfigurationError, as_plain, flat_options, plain_defaults
+from millrace.plan import Batching, resolve_batching
 
 _MAY_CHANGE = {"may_change": True}
 """Marks options that may change when a run is resumed: they do not affect results."""

@@ -16,8 +16,7 @@ from millrace.program.pipeline_program import PipelineProgram
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.sections import SvgFigure
-from millrace.schedule.costs import Costs
-from millrace.schedule.simulate import Simulation, simulate
+from millrace.schedule.simulate import Costs, Simulation, simulate
 from millrace.schedule.table import Table
 from millrace.schedule.timeline import (
     Span,

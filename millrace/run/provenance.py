@@ -14,7 +14,7 @@ import jax
 
 from millrace.config import as_plain, plain_defaults
 from millrace.durable import make_folder, write_atomically
-from millrace.program.memory import peak_bytes
+from millrace.program.compiling import peak_bytes
 from millrace.report.record import FOLDER, PHASES, read_phases
 from millrace.run.console import Phase
 

@@ -13,12 +13,12 @@ import jax
 from millrace.checkpoint.store import Checkpoints
 from millrace.config import ConfigurationError, as_plain
 from millrace.distributed import coordination
-from millrace.distributed.agreement import check_same_data, check_same_start
+from millrace.distributed.coordination import check_same_data, check_same_start
 from millrace.distributed.environment import record_run_directory
 from millrace.distributed.heartbeat import is_communication_error, start_heartbeat
 from millrace.distributed.signals import INTERRUPTED, interruptible
 from millrace.feeds.infeed import Infeed
-from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.progress import Writer
 from millrace.loop.runner import Runner, Validate

@@ -4,12 +4,188 @@ One table drives the program that runs the pipeline, the simulation of its time 
 memory, and the drawings.
 """
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple, TypeVar
 
 from millrace.config import ConfigurationError, one_of
-from millrace.schedule.orders import Action, grouped, interleaved, sequential
 from millrace.schedule.stages import Stages
+
+Kind = Literal["forward", "backward"]
+T = TypeVar("T")
+Tick = dict[int, "Action"]
+"""The action of each device that has one."""
+
+
+class Action(NamedTuple):
+    """The forward or backward pass of one stage for one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def sequential(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
+    """Send one micro-batch after another through all stages and back."""
+    path: list[tuple[Kind, tuple[int, ...]]] = []
+    for group in stages.groups:
+        path.append(("forward", group))
+    for group in reversed(stages.groups) if training else ():
+        path.append(("backward", group))
+    ticks = []
+    for micro_batch in range(num_micro_batches):
+        for kind, group in path:
+            waiting = [Action(kind, stage, micro_batch) for stage in group]
+            while waiting:  # concurrent stages on one device take turns
+                tick: Tick = {}
+                for action in waiting:
+                    tick.setdefault(stages.device_of[action.stage], action)
+                ticks.append(tick)
+                waiting = [a for a in waiting if a not in tick.values()]
+    return ticks
+
+
+def grouped(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
+    """Alternate ticks of only forward passes with ticks of only backward passes."""
+    # Between the forward and the backward pass of a stage lie 2 * distance pairs of ticks,
+    # and each pair brings one new micro-batch.
+    limits = [2 * distance + 1 for distance in _distances(stages)]
+    progress = _Progress(stages, num_micro_batches, training, limits)
+    ticks: list[Tick] = []
+    kind: Kind = "backward"
+    while not progress.finished:
+        kind = "forward" if kind == "backward" else "backward"
+        if not progress.is_ready(kind):  # only while the pipeline fills or drains
+            kind = "forward" if kind == "backward" else "backward"
+        ticks.append(progress.take((kind,)))
+    return ticks
+
+
+def interleaved(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
+    """Let every device go backward as soon as it can, and forward otherwise (1F1B)."""
+    limits = [distance + 1 for distance in _distances(stages)]
+    progress = _Progress(stages, num_micro_batches, training, limits)
+    ticks = []
+    while not progress.finished:
+        ticks.append(progress.take(("backward", "forward")))
+    return ticks
+
+
+def _distances(stages: Stages) -> list[int]:
+    """Return the number of positions between each stage and the last."""
+    return [stages.num_positions - 1 - position for position in stages.positions]
+
+
+def _for_each_kind(make: Callable[[], T]) -> dict[Kind, T]:
+    return {"forward": make(), "backward": make()}
+
+
+class _Progress:
+    """The micro-batches that each stage has finished, and the ready actions per device.
+
+    An action stays ready until it is taken, so each device keeps its ready actions in two
+    heaps, and a tick looks only at stages affected by the previous tick. Some action is
+    always ready: no limit applies to the oldest unfinished micro-batch.
+
+    Args:
+        stages: The pipeline.
+        num_micro_batches: Micro-batches per weight update.
+        training: Whether there are backward passes.
+        limits: The most micro-batches that each stage may hold between its forward and
+            backward passes.
+    """
+
+    def __init__(
+        self, stages: Stages, num_micro_batches: int, training: bool, limits: list[int]
+    ) -> None:
+        self._stages, self._training, self._limits = stages, training, limits
+        self._positions = stages.positions
+        self._num_micro_batches = num_micro_batches
+        self._done = _for_each_kind(lambda: [0] * stages.num_stages)
+        # By position: the number that all of its stages have finished.
+        self._all_done = _for_each_kind(lambda: [0] * stages.num_positions)
+        self._offered = _for_each_kind(lambda: [0] * stages.num_stages)
+        self._ready: dict[Kind, list[list[tuple[int, int]]]]
+        self._ready = _for_each_kind(lambda: [[] for _ in range(stages.num_devices)])
+        self._num_ready = _for_each_kind(lambda: 0)
+        for stage in range(stages.num_stages):
+            self._offer(stage)
+
+    @property
+    def finished(self) -> bool:
+        kind, position = ("backward", 0) if self._training else ("forward", -1)
+        return self._all_done[kind][position] == self._num_micro_batches
+
+    def is_ready(self, kind: Kind) -> bool:
+        return self._num_ready[kind] > 0
+
+    def take(self, kinds: tuple[Kind, ...]) -> Tick:
+        """Let each device do the first of `kinds` that it can, and return the actions."""
+        tick: Tick = {}
+        for device in range(self._stages.num_devices):
+            for kind in kinds:
+                if self._ready[kind][device]:
+                    micro_batch, order = heappop(self._ready[kind][device])
+                    self._num_ready[kind] -= 1
+                    tick[device] = Action(kind, -order, micro_batch)
+                    break
+        for kind, stage, _ in tick.values():
+            self._done[kind][stage] += 1
+        for stage in self._affected(tick):
+            self._offer(stage)
+        return tick
+
+    def _affected(self, tick: Tick) -> set[int]:
+        """Return the stages that may have become ready through the actions of `tick`."""
+        affected = {action.stage for action in tick.values()}
+        for position in {self._positions[stage] for stage in affected}:
+            group = self._stages.groups[position]
+            for kind, all_done in self._all_done.items():
+                done = self._done[kind]
+                finished = min(done[stage] for stage in group)
+                if finished != all_done[position]:
+                    all_done[position] = finished
+                    for near in range(max(position - 1, 0), position + 2):
+                        affected.update(*self._stages.groups[near : near + 1])
+        return affected
+
+    def _offer(self, stage: int) -> None:
+        """Add the actions that `stage` is ready for to the heaps of its device."""
+        device = self._stages.device_of[stage]
+        for kind, done in self._done.items():
+            micro_batch = done[stage]
+            if self._offered[kind][stage] == micro_batch and self._may(kind, stage):
+                # The oldest micro-batch first; of two stages, the one nearer the end.
+                heappush(self._ready[kind][device], (micro_batch, -stage))
+                self._num_ready[kind] += 1
+                self._offered[kind][stage] += 1
+
+    def _may(self, kind: Kind, stage: int) -> bool:
+        """Whether `stage` may process its next micro-batch."""
+        micro_batch = self._done[kind][stage]
+        if micro_batch == self._num_micro_batches:
+            return False
+        if kind == "forward":
+            return self._may_go_forward(stage, micro_batch)
+        return self._training and self._may_go_backward(stage, micro_batch)
+
+    def _may_go_forward(self, stage: int, micro_batch: int) -> bool:
+        position = self._positions[stage]
+        if position and self._all_done["forward"][position - 1] <= micro_batch:
+            return False
+        if self._training:
+            return micro_batch - self._done["backward"][stage] < self._limits[stage]
+        # Without backward passes, only the next stage holds it up: one result in transit
+        # and one in use keep both busy.
+        following = self._all_done["forward"][position + 1 : position + 2]
+        return not following or micro_batch - following[0] < 2
+
+    def _may_go_backward(self, stage: int, micro_batch: int) -> bool:
+        position = self._positions[stage]
+        if position + 1 < self._stages.num_positions:
+            return self._all_done["backward"][position + 1] > micro_batch
+        return self._all_done["forward"][position] > micro_batch
+
 
 ScheduleName = Literal["grouped", "interleaved", "sequential"]
 

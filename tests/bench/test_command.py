@@ -5,11 +5,11 @@ import json
 import re
 
 import pytest
-
 from millrace.bench.config import BenchConfig
+
 from millrace.bench.session import Session
 from millrace.cli import main
-from millrace.program import memory
+from millrace.program import compiling
 
 SPEC = {
     "infer": {
@@ -145,7 +145,7 @@ def test_a_batch_that_is_too_large_says_what_it_needs_and_what_would_fit(
 ):
     command = "cnn train --dataset digits --batch-size 100 --updates-per-execution 1"
     (tmp_path / "spec.yml").write_text(json.dumps({"large": {"command": command}}))
-    monkeypatch.setattr(memory, "memory_limit", lambda _: 1 << 19)
+    monkeypatch.setattr(compiling, "memory_limit", lambda _: 1 << 19)
     assert bench("--spec", tmp_path / "spec.yml", "--out", tmp_path / "out") == 0
     (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     assert entry["status"] == "skipped"

@@ -5,10 +5,10 @@ import json
 
 import pytest
 from bench_entries import measured
-
-from millrace.bench import command
 from millrace.bench.comparing import compare, read_results, verdict
 from millrace.bench.noise import noise_of
+
+from millrace.bench import command
 from millrace.cli import main
 from millrace.config import ConfigurationError
 

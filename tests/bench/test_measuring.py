@@ -1,10 +1,10 @@
 """Which values are kept of those that are measured."""
 
 import pytest
-
-from millrace.bench import measuring
 from millrace.bench.latency import latency_calls, supported
 from millrace.bench.operations import Counted
+
+from millrace.bench import measuring
 from millrace.bench.workload import Workload
 
 

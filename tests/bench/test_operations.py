@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-
-from millrace.apps.cnn.models import catalog
-from millrace.apps.cnn.models.spec import find_size
 from millrace.bench.building import bytes_of, configuration
 from millrace.bench.cnn import Validation
 from millrace.bench.operations import count
+
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.spec import find_size
 from millrace.bench.spec import Entry
 from millrace.nn.layers import apply_layers, init_shapes
 from millrace.nn.norms import batch_norm

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 from bench_entries import measured
-
 from millrace.bench.noise import is_uncertain
+
 from millrace.bench.reporting import as_csv, as_markdown
 from millrace.bench.session import against_torch, compared
 

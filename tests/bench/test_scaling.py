@@ -14,7 +14,7 @@ from scaling import (
     shared_cores_seconds,
 )
 
-from millrace.schedule.costs import Link
+from millrace.schedule.simulate import Link
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling.md").read_text()

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from millrace.bench.building import configuration
+
 from millrace.bench.spec import Entry, load_spec, select
 from millrace.cli import main
 from millrace.config import ConfigurationError

@@ -9,9 +9,9 @@ import textwrap
 
 import jax
 import pytest
+from millrace.bench.building import configuration
 
 from millrace.bench import cnn, session
-from millrace.bench.building import configuration
 from millrace.bench.session import Session
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import PeerFailed, TorchPeer, TorchProcess, require_torch

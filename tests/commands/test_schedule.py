@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from millrace.cli import main
-from millrace.commands.schedule_options import ScheduleConfig
+from millrace.commands.schedule import ScheduleConfig
 from millrace.config import ConfigurationError, parse
 
 

@@ -14,8 +14,7 @@ from millrace.data import image_source
 from millrace.data.augment import prepare_image
 from millrace.data.image_source import ImageSource, TooManyCorrupt
 from millrace.data.imagenet import ImageFolder
-from millrace.data.parallel import ParallelStream
-from millrace.data.stream import EvaluationBatches, Stream
+from millrace.data.stream import EvaluationBatches, ParallelStream, Stream
 
 SMALL = functools.partial(prepare_image, size=16)
 

@@ -10,9 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from millrace.data.parallel import ParallelStream
 from millrace.data.source import ArraySource
-from millrace.data.stream import Stream
+from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.infeed import Infeed
 
 
@@ -130,7 +129,7 @@ def test_an_infeed_leaves_no_workers_behind():
 def test_exiting_python_does_not_wait_for_the_workers(last_line):
     program = f"""
 import time
-from millrace.data.parallel import ParallelStream
+from millrace.data.stream import ParallelStream
 class Slow:
     def batch(self, position):
         time.sleep(60 if position else 0)

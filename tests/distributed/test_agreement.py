@@ -10,8 +10,8 @@ import pytest
 from launched import environment
 
 from millrace.config import ConfigurationError, build
-from millrace.distributed import agreement, coordination
-from millrace.distributed.agreement import check_same, check_same_data, check_same_start
+from millrace.distributed import coordination
+from millrace.distributed.coordination import check_same, check_same_data, check_same_start
 from millrace.distributed.hardware import find_free_port
 from millrace.plan import Plan
 from millrace.run.console import Console
@@ -108,7 +108,7 @@ def test_another_command_is_a_difference(both):
 )
 def test_other_software_is_a_difference(both, monkeypatch, name, value, message):
     both.call(check_same_start, (Config(), "x"))
-    monkeypatch.setattr(agreement, name, value)
+    monkeypatch.setattr(coordination, name, value)
     both.number = 1
     with pytest.raises(ConfigurationError, match=message):
         check_same_start(Config(), "x")

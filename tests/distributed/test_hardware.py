@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from millrace.commands.launch import launch
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
 from millrace.distributed.environment import ProcessInfo
@@ -19,7 +18,7 @@ from millrace.distributed.hardware import (
     pin_to_cores,
     uses_gpu,
 )
-from millrace.distributed.launcher import Launcher
+from millrace.distributed.launcher import Launcher, launch
 from millrace.distributed.options import LaunchConfig
 
 

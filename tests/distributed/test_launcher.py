@@ -11,9 +11,8 @@ import pytest
 from launched import environment, finish, start
 
 from millrace.cli import main
-from millrace.commands.launch import launch
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.launcher import Launcher, _drop_noise
+from millrace.distributed.launcher import Launcher, _drop_noise, launch
 from millrace.distributed.options import LaunchConfig, split_command
 
 POPRUN = [

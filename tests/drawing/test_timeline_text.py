@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from millrace.drawing.timeline_text import print_timeline
-from millrace.schedule.costs import Costs
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, simulate
 from millrace.schedule.stages import place_stages
 from millrace.schedule.table import build_table
 from millrace.schedule.timeline import Span

@@ -10,8 +10,7 @@ from PIL import Image
 from millrace.config import ConfigurationError
 from millrace.drawing.style import DARK, LIGHT
 from millrace.drawing.timelines import draw_timelines
-from millrace.schedule.costs import Costs
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, simulate
 from millrace.schedule.stages import place_stages
 from millrace.schedule.table import build_table
 from millrace.schedule.timeline import Span

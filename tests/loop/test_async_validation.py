@@ -9,7 +9,7 @@ import pytest
 from small_runner import batches, make_runner
 
 from millrace.checkpoint.store import checkpoints_in, read_manifest
-from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import AsyncValidation
 
 FOUR = {"logs": 4, "checkpoint": 4, "validations": 4}
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace.batching import resolve_batching
 from millrace.config import ConfigurationError
 from millrace.loop.event_schedule import EventSchedule, closest_divisor, schedule_events
+from millrace.plan import resolve_batching
 
 
 def cifar10(logs_per_epoch: float, *, num_epochs: int = 6) -> EventSchedule:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_runner import batches, make_runner
 
-from millrace.loop.throughput import Throughput
+from millrace.loop.progress import Throughput
 from millrace.run.console import Console
 
 

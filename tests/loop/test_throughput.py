@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.loop import throughput as module
-from millrace.loop.throughput import Throughput
+from millrace.loop import progress as module
+from millrace.loop.progress import Throughput
 
 
 class Clock:

@@ -10,10 +10,18 @@ import pytest
 from jax import lax
 
 from millrace.config import ConfigurationError
-from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.convolution import conv2d, space_to_depth_conv2d
 from millrace.nn.dense_convolution import LAYOUT
-from millrace.nn.layers import Call, apply_layers, conv, init_layers, relu
+from millrace.nn.layers import (
+    Call,
+    apply_layers,
+    close_residual,
+    conv,
+    init_layers,
+    on_branch,
+    open_residual,
+    relu,
+)
 from millrace.nn.norms import batch_norm
 
 CASES = [

@@ -10,9 +10,14 @@ import pytest
 from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.models.spec import find_size
 from millrace.nn import layers
-from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.folding import SMALL_BATCH, fold
-from millrace.nn.layers import apply_layers, init_layers
+from millrace.nn.layers import (
+    apply_layers,
+    close_residual,
+    init_layers,
+    on_branch,
+    open_residual,
+)
 from millrace.nn.norms import batch_norm, group_norm
 
 

@@ -18,8 +18,8 @@ from millrace.program.compiling import (
     compiling,
     deterministic,
     jit,
+    peak_bytes,
 )
-from millrace.program.memory import peak_bytes
 from millrace.program.replicas import replica_mesh
 
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from millrace.program.memory import describe_shortage, memory_limit
+from millrace.program.compiling import describe_shortage, memory_limit
 
 MEBIBYTE = 1 << 20
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from millrace.config import ConfigurationError
-from millrace.schedule.costs import Costs, Link, ring_all_reduce_seconds
+from millrace.schedule.simulate import Costs, Link, ring_all_reduce_seconds
 
 
 def test_a_transfer_takes_the_latency_and_the_time_of_its_bytes():

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from pipelines import schedules, stage_layouts
 
 from millrace.config import ConfigurationError
-from millrace.schedule.costs import Costs, Link
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, Link, simulate
 from millrace.schedule.stages import place_stages
 from millrace.schedule.table import build_table, peak_live
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from millrace.schedule.costs import Costs
-from millrace.schedule.simulate import simulate
+from millrace.schedule.simulate import Costs, simulate
 from millrace.schedule.stages import place_stages
 from millrace.schedule.table import build_table, peak_live
 from millrace.schedule.timeline import Span, device_uses, idle_share

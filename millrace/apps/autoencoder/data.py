@@ -14,20 +14,24 @@ import numpy as np
 
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
-from millrace.apps.autoencoder.reference_steps import Steps
+from millrace.apps.autoencoder.program import Steps
 from millrace.apps.autoencoder.resident import (
     ResidentRatings,
     can_be_indexed,
     count_table_bytes,
 )
 from millrace.config import option_value
-from millrace.data.parallel import ParallelStream
-from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.generated import generate_ratings, random_ratings
-from millrace.data.ratings.matrix import Ratings, Unseen, transpose
+from millrace.data.ratings.matrix import (
+    ColumnBiases,
+    Ratings,
+    Unseen,
+    fit_biases,
+    transpose,
+)
 from millrace.data.ratings.reading import load_aligned, load_ratings
 from millrace.data.ratings.source import RatingsSource, evaluation_source, training_source
-from millrace.data.stream import Stream
+from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.infeed import Infeed
 from millrace.run.run import Run
 

@@ -29,8 +29,7 @@ from millrace.apps.autoencoder.residuals import save_residuals
 from millrace.apps.autoencoder.run_ratings import format_unknown, load_ratings_for
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings, transpose
-from millrace.loop.async_validation import AsyncValidation
-from millrace.loop.evaluate import evaluate
+from millrace.loop.evaluate import AsyncValidation, evaluate
 from millrace.loop.nan_guard import NonFiniteError
 from millrace.nn.layers import num_parameters
 from millrace.plan import Plan

@@ -22,10 +22,10 @@ from millrace.apps.autoencoder.metrics import build_metrics, compute_scores
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.program import (
     COMPILER_OPTIONS,
+    Steps,
     build_learning_rate,
     build_optimizer,
 )
-from millrace.apps.autoencoder.reference_steps import Steps
 from millrace.program.evaluate import MetricFn
 from millrace.program.step import LossFn
 from millrace.program.training import TrainingProgram, training_program

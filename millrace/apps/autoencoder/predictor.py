@@ -24,8 +24,13 @@ from millrace.apps.autoencoder.run_ratings import (
 )
 from millrace.checkpoint.store import Checkpoints, restore_part
 from millrace.config import ConfigurationError
-from millrace.data.ratings.biases import ColumnBiases
-from millrace.data.ratings.matrix import Ratings, find_ids, from_events, transpose
+from millrace.data.ratings.matrix import (
+    ColumnBiases,
+    Ratings,
+    find_ids,
+    from_events,
+    transpose,
+)
 from millrace.program.mixed_precision import narrow
 from millrace.program.step import Weights
 from millrace.run.saved import find_run

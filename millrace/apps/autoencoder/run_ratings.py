@@ -19,8 +19,8 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.data import RatingData
 from millrace.config import ConfigurationError, replace_options
-from millrace.data.ratings.biases import ColumnBiases
 from millrace.data.ratings.matrix import (
+    ColumnBiases,
     Ratings,
     Unseen,
     align,

@@ -36,8 +36,13 @@ from millrace.apps.autoencoder.multi_device import (
     get_parts,
     get_shapes,
 )
-from millrace.apps.autoencoder.program import build_model, init_weights
-from millrace.apps.autoencoder.reference_steps import Steps, build_schedule, plan_steps
+from millrace.apps.autoencoder.program import (
+    Steps,
+    build_model,
+    build_schedule,
+    init_weights,
+    plan_steps,
+)
 from millrace.checkpoint.store import Checkpoints
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.data.ratings.source import active_users

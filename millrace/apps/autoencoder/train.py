@@ -18,15 +18,21 @@ from millrace.apps.autoencoder.predictor import (
     is_better,
     load_weights,
 )
-from millrace.apps.autoencoder.program import build_model, build_program, init_weights
-from millrace.apps.autoencoder.reference_steps import Steps, build_schedule, plan_steps
+from millrace.apps.autoencoder.program import (
+    Steps,
+    build_model,
+    build_program,
+    build_schedule,
+    init_weights,
+    plan_steps,
+)
 from millrace.apps.autoencoder.residuals import save_residuals
 from millrace.apps.autoencoder.run_ratings import save_run_files
 from millrace.checkpoint.store import Checkpoints, checkpoints_in
 from millrace.config import ConfigurationError
 from millrace.data.ratings.source import active_users
 from millrace.distributed import coordination
-from millrace.loop.async_validation import AsyncValidation
+from millrace.loop.evaluate import AsyncValidation
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
 from millrace.run.run import Run

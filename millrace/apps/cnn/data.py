@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from millrace.apps.cnn.augment import Preprocessing, as_float, get_preprocessing
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models.spec import has_small_images
-from millrace.apps.cnn.preprocessing import Preprocessing, as_float, get_preprocessing
 from millrace.data import augment, cifar, mnist
 from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
 from millrace.data.image_source import ImageSource
 from millrace.data.imagenet import load_image_folder, load_imagenet
 from millrace.data.mnist import load_digits
-from millrace.data.parallel import ParallelStream
 from millrace.data.source import (
     PIXEL_MEAN,
     PIXEL_STD,
@@ -31,7 +30,7 @@ from millrace.data.source import (
     ArraySource,
     SyntheticImages,
 )
-from millrace.data.stream import Stream
+from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
 from millrace.run.run import Run

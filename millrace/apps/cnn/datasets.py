@@ -15,9 +15,8 @@ from millrace.apps.cnn.data import ImageData
 from millrace.config import ConfigurationError
 from millrace.data.benchmark import dataset_benchmark
 from millrace.data.catalog import CATALOG, Dataset
-from millrace.data.parallel import ParallelStream
 from millrace.data.source import DatasetError
-from millrace.data.stream import EvaluationBatches
+from millrace.data.stream import EvaluationBatches, ParallelStream
 from millrace.data.verify import verify
 from millrace.durable import write_atomically
 from millrace.run.directory import open_run_directory

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn import data
+from millrace.apps.cnn.augment import get_preprocessing
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.mistakes import class_names
-from millrace.apps.cnn.preprocessing import get_preprocessing
 from millrace.apps.cnn.program import build_model, weight_shapes
 from millrace.checkpoint.store import restore_part
 from millrace.data.augment import prepare_image

@@ -24,13 +24,13 @@ from millrace.apps.cnn.evaluate import (
     report_target,
     validate_checkpoints,
 )
-from millrace.apps.cnn.memory import check_memory
 from millrace.apps.cnn.mistakes import report_predictions
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.program import (
     build_metrics,
     build_model,
     build_program,
+    check_memory,
     learning_rate_warnings,
     weight_shapes,
 )
@@ -41,8 +41,7 @@ from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, num_parameters
 from millrace.numbers import format_bytes, format_duration
-from millrace.program.compiling import compiling
-from millrace.program.memory import peak_bytes
+from millrace.program.compiling import compiling, peak_bytes
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.run.run import Run

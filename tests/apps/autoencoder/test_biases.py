@@ -23,8 +23,7 @@ from millrace.apps.autoencoder.metrics import RankingOptions, compute_ranking_qu
 from millrace.apps.autoencoder.model import reconstruct
 from millrace.apps.autoencoder.predictor import load_recommender
 from millrace.apps.autoencoder.run_ratings import BIASES
-from millrace.data.ratings.biases import fit_biases
-from millrace.data.ratings.matrix import align, transpose
+from millrace.data.ratings.matrix import align, fit_biases, transpose
 from millrace.data.ratings.reading import load_ratings
 from millrace.program.mixed_precision import narrow
 from millrace.report.sections import read_sections

@@ -7,7 +7,7 @@ import pytest
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.data import open_evaluation_source, open_infeed
 from millrace.apps.autoencoder.loss import to_dense_rows
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import plan_steps
 from millrace.apps.autoencoder.resident import ResidentRatings
 from millrace.config import build
 from millrace.data.ratings.generated import random_ratings

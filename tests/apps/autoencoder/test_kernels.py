@@ -14,8 +14,7 @@ from millrace.apps.autoencoder.joint_training import build_trials_program, init_
 from millrace.apps.autoencoder.kernels import joint, tiles
 from millrace.apps.autoencoder.loss import build_loss
 from millrace.apps.autoencoder.model import Model, init_params
-from millrace.apps.autoencoder.program import build_model, init_weights
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import build_model, init_weights, plan_steps
 from millrace.config import build, replace_options
 
 USERS, ITEMS = 16, 77

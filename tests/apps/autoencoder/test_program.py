@@ -9,8 +9,9 @@ from millrace.apps.autoencoder.program import (
     build_learning_rate,
     build_model,
     build_optimizer,
+    build_schedule,
+    plan_steps,
 )
-from millrace.apps.autoencoder.reference_steps import build_schedule, plan_steps
 from millrace.config import ConfigurationError, build
 
 

@@ -20,7 +20,7 @@ from millrace.apps.autoencoder.joint_training import (
     skip_nonfinite_trials,
 )
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import plan_steps
 from millrace.apps.autoencoder.sweep import Trial, build_plot, format_table
 from millrace.config import as_plain, build, parse
 from millrace.drawing.charts import points_chart

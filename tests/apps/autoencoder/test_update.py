@@ -8,8 +8,12 @@ import pytest
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.loss import get_known_ratings
 from millrace.apps.autoencoder.model import draw_dropout_masks, drop_input_ratings
-from millrace.apps.autoencoder.program import build_model, build_program, init_weights
-from millrace.apps.autoencoder.reference_steps import plan_steps
+from millrace.apps.autoencoder.program import (
+    build_model,
+    build_program,
+    init_weights,
+    plan_steps,
+)
 from millrace.config import build
 
 ITEMS, USERS, UPDATES = 23, 4, 3

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from millrace.apps.cnn import augment, data
+from millrace.apps.cnn.augment import get_preprocessing
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.preprocessing import get_preprocessing
 from millrace.config import ConfigurationError, build
 from millrace.data import cifar as cifar_files
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from millrace.apps.cnn import memory
+from millrace.apps.cnn import program
 from millrace.cli import main
 
 WORDS = (
@@ -33,7 +33,7 @@ def needed(tmp_path_factory):
 def test_a_micro_batch_that_is_too_large_names_one_that_fits(
     words, needed, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(memory, "memory_limit", lambda _: needed * 3 // 4)
+    monkeypatch.setattr(program, "memory_limit", lambda _: needed * 3 // 4)
     assert run(tmp_path / "run", *words) == 2
     assert not (tmp_path / "run").exists()
     output = capsys.readouterr().err
@@ -42,5 +42,5 @@ def test_a_micro_batch_that_is_too_large_names_one_that_fits(
 
 
 def test_a_run_that_just_fits_is_trained(needed, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "memory_limit", lambda _: needed)
+    monkeypatch.setattr(program, "memory_limit", lambda _: needed)
     assert run(tmp_path / "run") == 0

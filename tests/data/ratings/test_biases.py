@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from millrace.data.ratings.biases import ColumnBiases, fit_biases
 from millrace.data.ratings.generated import random_ratings
-from millrace.data.ratings.matrix import align, from_events, transpose
+from millrace.data.ratings.matrix import (
+    ColumnBiases,
+    align,
+    fit_biases,
+    from_events,
+    transpose,
+)
 
 
 def full_matrix(values):

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.apps.autoencoder.config.data import DataOptions
-from millrace.apps.autoencoder.config.model import ModelOptions
-from millrace.apps.autoencoder.config.training import TrainingOptions
+from millrace.apps.autoencoder.config.training import ModelOptions, TrainingOptions
 from millrace.config import ConfigurationError, build
-from millrace.plan import Plan
-from millrace.precision import resolve_precision
+from millrace.plan import Plan, resolve_precision
 from millrace.run.options import RunOptions
 
 _MAY_CHANGE = {"may_change": True}

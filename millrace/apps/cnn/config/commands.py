@@ -13,8 +13,7 @@ from millrace.apps.cnn.config.graphcore import GraphcoreOptions, expand_options
 from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.training import WorkflowOptions
 from millrace.config import ConfigurationError, flat_options, option_value
-from millrace.plan import Plan
-from millrace.precision import HalfType, PrecisionName
+from millrace.plan import HalfType, Plan, PrecisionName
 from millrace.run.options import RunOptions
 from millrace.run.saved import find_run
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
-from millrace.batching import resolve_batching
 from millrace.config import ConfigurationError, field_docs
+from millrace.plan import resolve_batching
 
 Values = dict[str, Any]
 """Options by name, not yet sorted into sections."""

@@ -37,8 +37,12 @@ from millrace.checkpoint.store import read_manifest, restore_part
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
-from millrace.program.compiling import compiling
-from millrace.program.memory import describe_shortage, memory_limit, peak_bytes
+from millrace.program.compiling import (
+    compiling,
+    describe_shortage,
+    memory_limit,
+    peak_bytes,
+)
 from millrace.program.step import Weights
 from millrace.run.run import Run
 from millrace.run.saved import find_run

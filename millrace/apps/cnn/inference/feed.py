@@ -15,8 +15,7 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.data import ImageData, open_infeed
 from millrace.apps.cnn.inference.network import Inference, run_chunks
-from millrace.data.parallel import ParallelStream
-from millrace.data.stream import Stream
+from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
 from millrace.loop.evaluate import evaluate

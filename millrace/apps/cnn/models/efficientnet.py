@@ -20,9 +20,8 @@ from millrace.apps.cnn.models.spec import (
     round_channels,
 )
 from millrace.nn import layers
-from millrace.nn.branches import close_residual, on_branch, open_residual
 from millrace.nn.initializers import Init
-from millrace.nn.layers import Call, Layer, Tree
+from millrace.nn.layers import Call, Layer, Tree, close_residual, on_branch, open_residual
 from millrace.nn.norms import NormFactory
 
 _SQUEEZE_RATIO = 0.25

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from millrace.nn import layers
-from millrace.nn.branches import close_residual, on_branch, open_residual
-from millrace.nn.layers import Layer
+from millrace.nn.layers import Layer, close_residual, on_branch, open_residual
 from millrace.nn.norms import NormFactory
 
 _IMAGENET_WIDTHS = (64, 128, 256, 512)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from millrace.apps.cnn.models.resnet import downsample_shortcut
 from millrace.apps.cnn.models.spec import RESNEXT_GROUPS, ResNetShape, resnext_channels
 from millrace.nn import layers
-from millrace.nn.branches import close_residual, on_branch, open_residual
-from millrace.nn.layers import Layer
+from millrace.nn.layers import Layer, close_residual, on_branch, open_residual
 from millrace.nn.norms import NormFactory
 
 _EXPANSION = 4
