@@ -138,7 +138,7 @@ def is_uncertain(entry: Mapping[str, Any]) -> bool:
 
 
 def collect_facts(device: Any, commit: str | None) -> dict[str, str]:
-    """Return what is needed to judge or repeat a measurement: hardware, versions, command."""
+    """Return the hardware, versions, commit and command of a measurement."""
     import jax
 
     from millrace.versions import versions

@@ -50,9 +50,9 @@ A row is an entry of the spec. Its command is below the table and runs on its ow
   the bytes that XLA reports, which leave out cuDNN and cuBLAS, and the operands and results
   of products and convolutions. The percentages are shares of what the same device reached
   in the same session with plain products and copies.
-- *ratio* is our samples/s divided by that of the faster PyTorch variant in the same session,
-  with a ~ if its distance from 1 is within the noise of the two values. *latency ratio* is
-  the median latency of PyTorch divided by ours. Above 1, millrace is faster.
+- *ratio* is our samples/s divided by those of the faster PyTorch variant in the same
+  session, with a ~ if its distance from 1 is within the noise of the two values. *latency
+  ratio* is the median latency of PyTorch divided by ours. Above 1, millrace is faster.
 """
 
 

@@ -88,7 +88,7 @@ class Workload(abc.ABC):
             _log.warning("The cost of this entry is unknown: %s", error)
 
     def time_single_calls(self, seconds: float) -> list[float]:
-        """Return latencies, timed for about `seconds` or a few times that, if it has any."""
+        """Return latencies, timed for about `seconds`; none if latency has no meaning."""
         del seconds
         return []
 
