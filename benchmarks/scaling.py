@@ -94,7 +94,7 @@ def pipeline_images_per_second(
     Args:
         network: Network to train.
         num_devices: A multiple of the number of stages.
-        output_bytes: Bytes per micro-batch that each stage sends to the next; 0 for the last.
+        output_bytes: Bytes per micro-batch that each stage sends on; 0 for the last.
         accumulation: Micro-batches per update.
         cluster: A cluster whose nodes hold whole pipelines.
     """
@@ -154,7 +154,7 @@ _RESNET50_CUTS = (
 
 
 def format_pipelines_table(devices: Sequence[int] = DEVICES) -> str:
-    """Return a table of images/s and efficiency of ResNet-50 in pipelines of four devices."""
+    """Return the same table for ResNet-50 in pipelines of four devices."""
     network = NETWORKS[0]
     rows = []
     for count in (number for number in devices if number >= 4):

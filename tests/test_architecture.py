@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "run": PLAIN | RUNTIME | {"drawing", "report"},
     "commands": PLAIN | RUNTIME | {"drawing", "report", "run"},
     "apps": PLAIN | RUNTIME | {"drawing", "report", "run", "commands"},
-    "bench": PLAIN | RUNTIME | {"drawing", "report", "run", "apps"},
+    "bench": PLAIN | RUNTIME | {"drawing", "report", "run", "commands", "apps"},
     "cli": PLAIN | {"commands", "run", "distributed", "__init__"},
     "__main__": {"cli"},
     "__init__": PLAIN | RUNTIME | {"drawing", "report", "run", "commands", "apps"},

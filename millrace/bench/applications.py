@@ -112,11 +112,11 @@ def _training_peer(config: CnnConfig, images: image_data.ImageData) -> Peer:
     if name is None:
         return _NO_MODEL
     if config.recipe.optimizer != "sgd" or config.recipe.mixes_samples:
-        return "PyTorch's side trains with SGD and does not mix images"
+        return "the PyTorch version trains with SGD and does not mix images"
     plan = config.plan
     plain = plan.batching.global_batch_size == plan.micro_batch_size
     if not plain or plan.num_stages > 1:
-        return "PyTorch's side has one device and one micro-batch per update"
+        return "the PyTorch version has one device and one micro-batch per update"
     return {
         "kind": "training",
         "model": name,
@@ -182,7 +182,7 @@ def _inference_peer(config: ValidateConfig, images: image_data.ImageData) -> Pee
     if name is None:
         return _NO_MODEL
     if config.data.synthetic != "device" or config.num_replicas > 1:
-        return "PyTorch's side has one device and keeps its images there"
+        return "the PyTorch version has one device and keeps its images there"
     return {
         "kind": "inference",
         "model": name,
@@ -212,7 +212,7 @@ def _autoencoder_peer(config: AutoencoderConfig, model: Model, ratings: Ratings)
     unusual = not (model.tied and model.selu) or model.input_dropout_rate
     alone = config.plan.num_replicas == 1 and config.training.refeeding != "detached"
     if unusual or config.training.gradient_clipping or not alone:
-        return "PyTorch's side has only the usual recommender, on one device"
+        return "the PyTorch version has only the usual recommender, on one device"
     return {
         "kind": "autoencoder",
         "batch": config.resolved_batch_size,
@@ -279,10 +279,10 @@ def _random_images() -> binary_data.BinaryImages:
 def _vcd_peer(config: VcdConfig, images: binary_data.BinaryImages) -> Peer:
     model, plan = config.model, config.plan
     if model.resolved_objective != "vcd" or model.control_variate != "local":
-        return "PyTorch's side has only VCD with local control variates"
+        return "the PyTorch version has only VCD with local control variates"
     plain = plan.batching.global_batch_size == plan.micro_batch_size
     if not plain or plan.types.compute != "float32":
-        return "PyTorch's side has one device, one micro-batch per update, and float32"
+        return "the PyTorch version has one device, one micro-batch per update, and float32"
     return {
         "kind": "vcd",
         "batch": plan.micro_batch_size,

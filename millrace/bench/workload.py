@@ -50,7 +50,7 @@ class Workload(abc.ABC):
     cost = Cost(0.0, 0.0)
     """Cost of a unit on each device, once estimated. Its bytes are the larger of two
     counts: that of XLA, and the operands and results of products and convolutions."""
-    peer: dict[str, Any] | str = "PyTorch's side does not have this command"
+    peer: dict[str, Any] | str = "there is no PyTorch version of this command"
     """Settings of the same work in PyTorch, or why there is none."""
 
     @abc.abstractmethod
