@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from millrace.run.options import RunOptions
     from millrace.run.process import join_processes
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArraySource",

@@ -31,11 +31,11 @@ SAMPLES, EPOCHS = 230, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions, Plan):
+class Config:
     """Options of the run."""
 
-    micro_batch_size: int = 4
-    gradient_accumulation_count: int | None = 2
+    plan: Plan = Plan(micro_batch_size=4, gradient_accumulation_count=2)
+    run: RunOptions = RunOptions()
 
 
 def option(name: str, default: str) -> str:
@@ -69,19 +69,19 @@ def work(config, run):
             "id": np.arange(SAMPLES, dtype=np.int32),
         }
     )
-    batching = config.batching
+    batching = config.plan.batching
     schedule = schedule_events(
         updates_per_epoch=batching.updates_per_epoch(SAMPLES),  # 28
         num_epochs=EPOCHS,
         events_per_epoch={"log": 28, "checkpoint": 7},
     )
-    program = training_program(loss_fn, optax.adam(1e-2), config)
+    program = training_program(loss_fn, optax.adam(1e-2), config.plan)
     params = {
         "a": jnp.asarray(rng.standard_normal((8, 16)), jnp.float32),
         "b": jnp.asarray(rng.standard_normal((16, 1)), jnp.float32),
     }
-    state = program.init(params, {"mean": jnp.zeros(8)}, seed=config.seed)
-    stream = SlowStream(source, 4, batches_per_epoch=56, seed=config.seed)
+    state = program.init(params, {"mean": jnp.zeros(8)}, seed=config.run.seed)
+    stream = SlowStream(source, 4, batches_per_epoch=56, seed=config.run.seed)
     with run.checkpoints(best="none", keep=2) as checkpoints:
         state = run.train(
             program,
@@ -108,7 +108,8 @@ def note_finished(path: str) -> None:
 if __name__ == "__main__":
     if file := option("note-finished", ""):
         note_finished(file)
-    options = Config(
+    options = RunOptions(
         run_dir=Path(sys.argv[1]), resume="--resume" in sys.argv, quiet=True, seed=5
     )
-    sys.exit(run_command(work, options, command="killable", command_line="test"))
+    config = Config(run=options)
+    sys.exit(run_command(work, config, command="killable", command_line="test"))

@@ -1,1 +1,1 @@
-"""The mills: complete applications, each a short story on top of the runtime."""
+"""Complete applications on top of the runtime: cnn, autoencoder and vcd."""

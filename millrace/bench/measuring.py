@@ -1,4 +1,4 @@
-"""Time a workload, judge the noise of its values, and record what it was measured on.
+"""How many calls latency takes, the noise of values, and what they were measured on.
 
 The process of PyTorch loads this file by path, without the rest of the package. So it
 imports only the standard library, and other modules inside functions.
@@ -7,16 +7,12 @@ imports only the standard library, and other modules inside functions.
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from millrace.bench.workload import Workload
+from typing import Any
 
 _CALLS_NEEDED = {"p50": 1, "p99": 100, "p99.9": 1000}
 """With fewer calls, a percentile is little more than the slowest call."""
@@ -26,55 +22,6 @@ _MAX_EXTENSION = 6
 _MIN_NOISE = 0.01
 """Smaller changes always count as noise: repeats in one session agree better than
 sessions do."""
-
-
-def measure(work: "Workload", repeat: int, seconds: float) -> dict[str, Any]:
-    """Start a compiled workload, measure it, and stop it; return the figures."""
-    from millrace.apps.cnn.inference.latency import latency_figures
-
-    try:
-        work.start()
-        values = _time_calls(work, repeat, seconds)
-        latency = work.time_single_calls(seconds / 2)
-    finally:
-        work.stop()
-    per_call = work.samples_per_unit * work.units_per_call
-    speeds = [per_call / value for value in values]
-    median = statistics.median(speeds)
-    unit_seconds = work.samples_per_unit / median
-    return {
-        "samples_per_second": {
-            "median": median,
-            "lowest": min(speeds),
-            "highest": max(speeds),
-            "values": speeds,
-        },
-        "unit": work.unit,
-        "samples_per_unit": work.samples_per_unit,
-        "units_per_call": work.units_per_call,
-        "ms_per_unit": 1e3 * unit_seconds,
-        "latency_ms": drop_unsupported(latency_figures(latency), len(latency)),
-        "latency_calls": len(latency),
-        "compile_seconds": work.compile_seconds,
-        "peak_bytes": work.memory_bytes,
-        "num_devices": work.num_devices,
-        "compute": work.compute,
-        "flops_per_second": work.cost.flops / unit_seconds or None,
-        "bytes_per_second": work.cost.num_bytes / unit_seconds or None,
-    }
-
-
-def _time_calls(work: "Workload", repeat: int, seconds: float) -> list[float]:
-    """Return the seconds per call, measured `repeat` times for about `seconds` in all."""
-
-    def timed(calls: int) -> float:
-        started = time.perf_counter()
-        work.run(calls)
-        return time.perf_counter() - started
-
-    first = timed(1)  # dropped: caches and queues were still filling
-    calls = max(1, int(seconds / repeat / first))
-    return [timed(calls) / calls for _ in range(repeat)]
 
 
 # Latency

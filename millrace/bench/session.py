@@ -13,12 +13,11 @@ from typing import Any
 import jax
 
 from millrace.bench.applications import build_workload
-from millrace.bench.command import BenchConfig
+from millrace.bench.config import BenchConfig
 from millrace.bench.measuring import (
     collect_facts,
     fastest_peer,
     is_uncertain,
-    measure,
     ratio_noise,
 )
 from millrace.bench.reporting import (
@@ -31,7 +30,7 @@ from millrace.bench.reporting import (
 from millrace.bench.roofline import measure_roofline, roofline_shares
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
-from millrace.bench.workload import CannotRun, Workload
+from millrace.bench.workload import CannotRun, Workload, measure
 from millrace.config import flat_options, replace_options
 from millrace.program import compiling
 

@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from millrace.commands import registry
 from millrace.config import ConfigurationError, build, did_you_mean, load_yaml, parse
 
 COMMANDS = (
@@ -135,13 +134,11 @@ def select_entries(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry
 def parse_command(entry: Entry) -> Any:
     """Return the configuration of the command of an entry."""
     place = f"{entry.file}: benchmark {entry.name}" if entry.file else "The command"
-    command = registry.COMMANDS[entry.application]
+    program = f"millrace {entry.application}"
+    config_type, named_configs = _load_config_type(entry.application)
     try:
         config, _ = parse(
-            command.load_config_type(),
-            entry.arguments,
-            program=f"millrace {entry.application}",
-            named_configs=command.named_configs_path(),
+            config_type, entry.arguments, program=program, named_configs=named_configs
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error}") from error
@@ -151,3 +148,26 @@ def parse_command(entry: Entry) -> Any:
             "for each."
         )
     return config
+
+
+def _load_config_type(application: str) -> tuple[Any, Path | None]:
+    """Return the configuration type of a command and its file of named configurations.
+
+    The registry of commands knows them as well, but it names ``bench``, too: importing it
+    here would be a cycle.
+    """
+    match application:
+        case "cnn train":
+            from millrace.apps.cnn.config import CnnConfig as config_type
+        case "cnn validate":
+            from millrace.apps.cnn.config.commands import ValidateConfig
+
+            return ValidateConfig, None
+        case "autoencoder train":
+            from millrace.apps.autoencoder.config import AutoencoderConfig as config_type
+        case "autoencoder sweep":
+            from millrace.apps.autoencoder.config.commands import SweepConfig as config_type
+        case _:
+            from millrace.apps.vcd.config import VcdConfig as config_type
+    package = resources.files(f"millrace.apps.{application.split()[0]}")
+    return config_type, Path(str(package / "runs.yml"))

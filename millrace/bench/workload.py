@@ -1,4 +1,4 @@
-"""A workload: something to compile, start and call, as a run of the command would."""
+"""Workloads: compile, start and call what a command would run, and measure it."""
 
 import abc
 import collections
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import statistics
+import time
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.inference.command import build_inference
 from millrace.apps.cnn.inference.feed import build_feed
+from millrace.apps.cnn.inference.latency import latency_figures
 from millrace.apps.cnn.inference.network import Network, time_calls
-from millrace.bench.measuring import count_latency_calls
+from millrace.bench.measuring import count_latency_calls, drop_unsupported
 from millrace.bench.roofline import Cost, count_cost
 from millrace.feeds.infeed import Infeed
 from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
@@ -91,6 +93,53 @@ class Workload(abc.ABC):
         """Return latencies, timed for about `seconds`; none if latency has no meaning."""
         del seconds
         return []
+
+
+def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
+    """Start a compiled workload, measure it, and stop it; return the figures."""
+    try:
+        work.start()
+        values = _time_calls(work, repeat, seconds)
+        latency = work.time_single_calls(seconds / 2)
+    finally:
+        work.stop()
+    per_call = work.samples_per_unit * work.units_per_call
+    speeds = [per_call / value for value in values]
+    median = statistics.median(speeds)
+    unit_seconds = work.samples_per_unit / median
+    return {
+        "samples_per_second": {
+            "median": median,
+            "lowest": min(speeds),
+            "highest": max(speeds),
+            "values": speeds,
+        },
+        "unit": work.unit,
+        "samples_per_unit": work.samples_per_unit,
+        "units_per_call": work.units_per_call,
+        "ms_per_unit": 1e3 * unit_seconds,
+        "latency_ms": drop_unsupported(latency_figures(latency), len(latency)),
+        "latency_calls": len(latency),
+        "compile_seconds": work.compile_seconds,
+        "peak_bytes": work.memory_bytes,
+        "num_devices": work.num_devices,
+        "compute": work.compute,
+        "flops_per_second": work.cost.flops / unit_seconds or None,
+        "bytes_per_second": work.cost.num_bytes / unit_seconds or None,
+    }
+
+
+def _time_calls(work: Workload, repeat: int, seconds: float) -> list[float]:
+    """Return the seconds per call, measured `repeat` times for about `seconds` in all."""
+
+    def timed(calls: int) -> float:
+        started = time.perf_counter()
+        work.run(calls)
+        return time.perf_counter() - started
+
+    first = timed(1)  # dropped: caches and queues were still filling
+    calls = max(1, int(seconds / repeat / first))
+    return [timed(calls) / calls for _ in range(repeat)]
 
 
 class TrainingWorkload(Workload):

@@ -136,7 +136,7 @@ COMMANDS = {
         needs_run=False,
     ),
     "bench": Command(
-        "millrace.bench.command:BenchConfig",
+        "millrace.bench.config:BenchConfig",
         "millrace.bench.command:bench",
         "run named benchmarks; compare with the roofline and PyTorch",
         needs_run=False,

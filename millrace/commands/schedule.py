@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from millrace.config import ConfigurationError, writing
-from millrace.drawing.timeline_text import print_timeline
 from millrace.drawing.timelines import check_drawing_path, draw_timelines
 from millrace.numbers import (
     FORWARD_PASSES,
@@ -17,6 +14,7 @@ from millrace.numbers import (
     format_percent,
     pluralize,
 )
+from millrace.plan import PipelineSchedule
 from millrace.schedule.simulate import (
     Costs,
     Link,
@@ -25,7 +23,7 @@ from millrace.schedule.simulate import (
     simulate,
 )
 from millrace.schedule.stages import Stages, place_stages
-from millrace.schedule.table import ScheduleName, Table, build_table, check_count, peak_live
+from millrace.schedule.table import Table, build_table, check_count, peak_live
 
 _NEEDS = (
     ("micro_batch_size", ["stage_times"]),
@@ -94,7 +92,7 @@ class MachineOptions:
 class ScheduleConfig(CostOptions, MachineOptions):
     """Show when each device of a pipeline works, how long it takes and what it holds."""
 
-    schedule: ScheduleName = "grouped"
+    schedule: PipelineSchedule = "grouped"
     """Order in which the stages work."""
     stages: list[int] = field(default_factory=lambda: [4])
     """Number of stages in a row; or, with concurrent stages, the number at each position:
@@ -263,6 +261,11 @@ def show_schedule(config: ScheduleConfig) -> None:
                 unit=None if config.stage_times else FORWARD_PASSES,
             )
         facts["drawing"] = str(config.out)
+    # Imported here: ``--help`` does not print a timeline.
+    from rich.console import Console
+
+    from millrace.drawing.timeline_text import print_timeline
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(title)
     console.print(subtitle)

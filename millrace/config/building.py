@@ -83,7 +83,7 @@ def configure(
             and ``config_path`` its file.
         named_configs: Default YAML file of named configurations.
     """
-    given = {_option_name(config_type, key): value for key, value in options.items()}
+    given = {option_name(config_type, key): value for key, value in options.items()}
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
     named = _load_named_options(config_type, path, str(name)) if name else {}
     values = _override(config_type, named, given)
@@ -174,7 +174,7 @@ def _as_configuration_error() -> Iterator[None]:
 
 def _convert_option(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
     """Return the name of an option and its value, converted to the type of the field."""
-    name = _option_name(config_type, key)
+    name = option_name(config_type, key)
     if name not in (known := flat_options(config_type)):
         raise ConfigurationError(f"Unknown option {name[:80]}.{did_you_mean(name, known)}")
     return name, convert(known[name].hint, value, flag(name))
@@ -215,7 +215,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _option_name(config_type: Any, key: str) -> str:
+def option_name(config_type: Any, key: str) -> str:
     """Return the name of an option that may be given by an alias."""
     for name, option in flat_options(config_type).items():
         aliases = option.metadata.get("aliases", ())

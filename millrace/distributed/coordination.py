@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-import millrace
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
 from millrace.distributed.environment import ProcessInfo, record_port_conflict
@@ -317,7 +316,7 @@ def _source_digest() -> str:
 
     Two checkouts can have the same version number and still compile different programs.
     """
-    root = Path(millrace.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

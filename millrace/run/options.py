@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.config import ConfigurationError, as_plain, flat_options, plain_defaults
+from millrace.config import (
+    ConfigurationError,
+    as_plain,
+    flat_options,
+    option_name,
+    plain_defaults,
+)
 from millrace.plan import Batching, resolve_batching
 
 _MAY_CHANGE = {"may_change": True}
@@ -70,11 +76,6 @@ class RunOptions:
             raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")
 
 
-def run_options(config: Any) -> RunOptions:
-    """Return the run options of a configuration, which are its section ``run``."""
-    return config if isinstance(config, RunOptions) else config.run
-
-
 def compare_options(
     old: dict[str, Any], config: Any, *, command: str, path: Path
 ) -> dict[str, Any]:
@@ -92,7 +93,9 @@ def compare_options(
         raise ConfigurationError(
             f"{path} holds a run of {old.get('command')}, not of {command}."
         )
-    # Options that did not exist when the run was started had today's default.
+    # Older versions spelled some options differently. Options that did not exist when the
+    # run was started had today's default.
+    old = {option_name(type(config), key): value for key, value in old.items()}
     old, new = plain_defaults(type(config)) | old, as_plain(config)
     may_change = _batching_options_that_may_change(old, config)
     differing = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import ConfigurationError, flat_options, replace_options
-from millrace.run.options import run_options
 
 _MIN_ADDRESS_SPACE = 2 * 10**9
 """With less, the smallest run crashes: on 2 cores it did with 1.84 GB, not with 2.05."""
@@ -28,7 +27,7 @@ def prepare_process(config: Any) -> Any:
     from millrace.distributed.environment import get_recorded_run_directory
     from millrace.distributed.heartbeat import watch_launcher
 
-    options = run_options(config)
+    options = config.run
     if options.virtual_devices is not None:
         try:
             use_virtual_devices(options.virtual_devices)

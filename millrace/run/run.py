@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from millrace.run.console import (
     training_rows,
 )
 from millrace.run.directory import RunDirectory, open_shared_run_directory
-from millrace.run.options import RunOptions, run_options
+from millrace.run.options import RunOptions
 from millrace.run.process import (
     check_address_space,
     compile_cache_folder,
@@ -141,7 +142,7 @@ class Run:
         checkpoints = Checkpoints(
             folder or self.directory.checkpoints,
             keep=keep,
-            better=lambda new, old: new.get(best, -1.0) > old.get(best, -1.0),
+            better=lambda new, old: new.get(best, -math.inf) > old.get(best, -math.inf),
         )
         try:
             yield checkpoints
@@ -255,7 +256,7 @@ def run_command(
 
 
 def _open_run(config: Any, command: str, command_line: str) -> Run:
-    options = run_options(config)
+    options = config.run
     # One process talks to the user.
     console_type = Console if coordination.is_first() else SilentConsole
     console = console_type(quiet=options.quiet, verbose=options.verbose)

@@ -187,8 +187,6 @@ class _Progress:
         return self._all_done["forward"][position] > micro_batch
 
 
-ScheduleName = Literal["grouped", "interleaved", "sequential"]
-
 SCHEDULES = {
     "grouped": grouped,
     "interleaved": interleaved,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from millrace.bench.command import BenchConfig
+from millrace.bench.config import BenchConfig
 from millrace.bench.session import Session
 from millrace.cli import main
 from millrace.program import compiling

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.bench import measuring
+from millrace.bench import workload
 from millrace.bench.measuring import count_latency_calls, drop_unsupported
 from millrace.bench.roofline import Cost
 from millrace.bench.workload import Workload
@@ -38,8 +38,8 @@ class Clocked(Workload):
 @pytest.fixture
 def measure(monkeypatch):
     def run(work, repeat, seconds):
-        monkeypatch.setattr(measuring.time, "perf_counter", lambda: work.now)
-        return measuring.measure(work, repeat, seconds)
+        monkeypatch.setattr(workload.time, "perf_counter", lambda: work.now)
+        return workload.measure(work, repeat, seconds)
 
     return run
 

@@ -26,7 +26,7 @@ class Options:
     run_dir: Path | None = field(default=None, metadata={"may_change": True})
     quiet: bool = field(default=False, metadata={"may_change": True})
     learning_rate: float = 1e-5
-    precision: str = "16.16"
+    precision: str = field(default="16.16", metadata={"aliases": ("--half-kind",)})
     splits: tuple[str, ...] = ("a", "b")
     epochs: float | None = field(default=3, metadata={"may_grow": True})
 
@@ -218,6 +218,14 @@ def test_a_run_older_than_an_option_resumes_with_its_default(tmp_path):
     assert start(tmp_path, resume=True).path == tmp_path
     message = open_error(tmp_path, Options(precision="32.32"), resume=True)
     assert "precision was '16.16', now '32.32'" in message
+
+
+def test_a_run_that_recorded_an_option_under_its_old_name_resumes(tmp_path):
+    start(tmp_path, Options(precision="32.32"))
+    text = (tmp_path / "config.yml").read_text()
+    (tmp_path / "config.yml").write_text(text.replace("precision:", "half_kind:"))
+    assert "precision was '32.32'" in open_error(tmp_path, resume=True)
+    start(tmp_path, Options(precision="32.32"), resume=True).close()
 
 
 def test_another_configuration_is_refused_naming_every_option_that_differs(tmp_path):

@@ -24,20 +24,22 @@ from millrace.versions import versions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
+class Config:
     size: int = 3
     names: list[str] = field(default_factory=list)
+    run: RunOptions = RunOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithRequired(RunOptions):
+class WithRequired:
     path: str
     size: int = 3
+    run: RunOptions = RunOptions()
 
 
 def test_changed_options_are_those_that_differ_from_their_defaults():
     assert get_changed_options(Config()) == {}
-    assert get_changed_options(Config(size=4, seed=0)) == {"size": 4}
+    assert get_changed_options(Config(size=4, run=RunOptions(seed=0))) == {"size": 4}
     assert get_changed_options(Config(names=["a"])) == {"names": ["a"]}
 
 
@@ -47,7 +49,8 @@ def test_required_options_count_as_changed():
 
 
 def test_changed_options_do_not_include_the_run_directory(tmp_path):
-    assert get_changed_options(Config(run_dir=tmp_path, resume=True)) == {}
+    options = RunOptions(run_dir=tmp_path, resume=True)
+    assert get_changed_options(Config(run=options)) == {}
 
 
 def test_metadata_sums_the_seconds_of_each_activity():

@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
-from millrace.apps.autoencoder.program import Steps
+from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.resident import (
     ResidentRatings,
     can_be_indexed,

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.data import RowSource
-from millrace.apps.autoencoder.loss import get_known_ratings
 from millrace.apps.autoencoder.model import (
     Model,
     OutputLayer,
     activate_output,
     compute_hidden,
+    get_known_ratings,
     get_output_layer,
 )
 from millrace.data.ratings.matrix import Ratings

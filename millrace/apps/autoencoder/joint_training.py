@@ -16,13 +16,13 @@ import numpy as np
 import optax
 
 from millrace.apps.autoencoder.config import TrainingConfig
+from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.kernels import joint
 from millrace.apps.autoencoder.loss import build_loss
 from millrace.apps.autoencoder.metrics import build_metrics, compute_scores
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.program import (
     COMPILER_OPTIONS,
-    Steps,
     build_learning_rate,
     build_optimizer,
 )

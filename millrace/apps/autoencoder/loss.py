@@ -17,6 +17,7 @@ from millrace.apps.autoencoder.model import (
     compute_hidden,
     draw_dropout_masks,
     drop_input_ratings,
+    get_known_ratings,
     reconstruct,
     reconstruct_by_item,
     reconstruct_known,
@@ -24,13 +25,6 @@ from millrace.apps.autoencoder.model import (
 )
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.step import LossFn
-
-
-def get_known_ratings(batch: Any, prefix: str = "") -> KnownRatings:
-    """Return the ratings of a batch as one flat list."""
-    return KnownRatings(
-        *(batch[prefix + name].reshape(-1) for name in KnownRatings._fields)
-    )
 
 
 def to_dense_rows(

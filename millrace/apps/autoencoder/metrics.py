@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from millrace.apps.autoencoder.item_rows import EncodedItems, predict_for_users
-from millrace.apps.autoencoder.loss import get_known_ratings, to_dense_rows
-from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.loss import to_dense_rows
+from millrace.apps.autoencoder.model import Model, get_known_ratings, reconstruct
 from millrace.data.ratings.matrix import Biases
 from millrace.program.evaluate import MetricFn
 

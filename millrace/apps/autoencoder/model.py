@@ -173,6 +173,13 @@ class KnownRatings(NamedTuple):
     value: jax.Array  # (ratings,)
 
 
+def get_known_ratings(batch: Any, prefix: str = "") -> KnownRatings:
+    """Return the ratings of a batch as one flat list."""
+    return KnownRatings(
+        *(batch[prefix + name].reshape(-1) for name in KnownRatings._fields)
+    )
+
+
 def reconstruct_known(
     model: Model,
     params: Any,

@@ -1,6 +1,6 @@
 """Build the model, the optimizer and the training program from a configuration."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingConfig
+from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.loss import build_loss, init_model_state
 from millrace.apps.autoencoder.model import DROPOUT_RATES, Model, init_params
 from millrace.config import ConfigurationError
@@ -29,34 +30,6 @@ COMPILER_OPTIONS = {
     # sixteen models 522 us instead of 555 (jax 0.11.2, H200, the same sizes).
     "gpu": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
 }
-
-
-class Steps(NamedTuple):
-    """The length of a run."""
-
-    batches_per_step: int
-    total: int
-    per_validation: int
-    """Steps between validations; 0 for only one at the end."""
-    batches_per_epoch: int
-    """Batches after which the rows are shuffled again."""
-    updates_per_batch: int
-    """2 if the reconstruction has its own update, else 1."""
-
-    @property
-    def num_batches(self) -> int:
-        """Batches in the whole run."""
-        return self.total * self.batches_per_step
-
-    @property
-    def updates_per_step(self) -> int:
-        """Weight updates per step."""
-        return self.batches_per_step * self.updates_per_batch
-
-    @property
-    def total_updates(self) -> int:
-        """Weight updates in the whole run."""
-        return self.total * self.updates_per_step
 
 
 def plan_steps(config: TrainingConfig, num_rows: int) -> Steps:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.data import open_evaluation_source
-from millrace.apps.autoencoder.loss import get_known_ratings, to_dense_rows
-from millrace.apps.autoencoder.model import Model, reconstruct
+from millrace.apps.autoencoder.loss import to_dense_rows
+from millrace.apps.autoencoder.model import Model, get_known_ratings, reconstruct
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit

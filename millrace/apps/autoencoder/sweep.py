@@ -16,6 +16,7 @@ from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.config.data import RowKind
+from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import (
     RatingData,
     open_evaluation_source,
@@ -37,7 +38,6 @@ from millrace.apps.autoencoder.multi_device import (
     get_shapes,
 )
 from millrace.apps.autoencoder.program import (
-    Steps,
     build_model,
     build_schedule,
     init_weights,

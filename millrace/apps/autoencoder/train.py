@@ -9,6 +9,7 @@ import jax
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import RatingData, open_infeed
 from millrace.apps.autoencoder.evaluate import Validator, build_validator, test_checkpoint
 from millrace.apps.autoencoder.model import Model
@@ -19,7 +20,6 @@ from millrace.apps.autoencoder.predictor import (
     load_weights,
 )
 from millrace.apps.autoencoder.program import (
-    Steps,
     build_model,
     build_program,
     build_schedule,

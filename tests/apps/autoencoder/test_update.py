@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.loss import get_known_ratings
-from millrace.apps.autoencoder.model import draw_dropout_masks, drop_input_ratings
+from millrace.apps.autoencoder.model import (
+    draw_dropout_masks,
+    drop_input_ratings,
+    get_known_ratings,
+)
 from millrace.apps.autoencoder.program import (
     build_model,
     build_program,

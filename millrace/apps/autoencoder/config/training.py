@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from millrace.plan import HalfType, PrecisionName
 
@@ -147,3 +147,31 @@ class ModelOptions:
             raise ValueError(
                 f"Give no_dropout or dropout_rate, not both; got dropout_rate {rate:g}."
             )
+
+
+class Steps(NamedTuple):
+    """The length of a run."""
+
+    batches_per_step: int
+    total: int
+    per_validation: int
+    """Steps between validations; 0 for only one at the end."""
+    batches_per_epoch: int
+    """Batches after which the rows are shuffled again."""
+    updates_per_batch: int
+    """2 if the reconstruction has its own update, else 1."""
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in the whole run."""
+        return self.total * self.batches_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Weight updates per step."""
+        return self.batches_per_step * self.updates_per_batch
+
+    @property
+    def total_updates(self) -> int:
+        """Weight updates in the whole run."""
+        return self.total * self.updates_per_step

@@ -26,10 +26,10 @@ from jax import lax
 from millrace.apps.autoencoder.kernels import hidden, tiles
 from millrace.apps.autoencoder.kernels.hidden import LARGEST, HiddenPass, dot
 from millrace.apps.autoencoder.kernels.tiles import Tiling
-from millrace.apps.autoencoder.loss import get_known_ratings
 from millrace.apps.autoencoder.model import (
     Model,
     draw_dropout_masks,
+    get_known_ratings,
     selu_derivative,
     selu_value,
     wide_dtype,
