@@ -1,12 +1,12 @@
-"""What checkpoints cost: a run that saves after every execution against one that does not.
+"""The cost of checkpoints: a run that saves after every execution against one without.
 
-Both runs go through the Runner with the same schedule, log events and infeed. Timed is
-all of ``Runner.run`` after compilation, the blocking copy of the state included (the run's
-own samples_per_second leaves such pauses out), less the wait for the last checkpoint:
-nothing is left to hide it behind, and a longer run has no more of it. An execution lasts
-about two seconds; in real runs checkpoints are further apart.
+Both runs use the Runner with the same schedule, log events and infeed. The time is that of
+``Runner.run`` after compilation, including the blocking copy of the state, which
+samples_per_second of a run leaves out. It excludes the wait for the last checkpoint, which
+nothing can hide and which does not grow with the run. An execution takes about two seconds;
+in real runs, checkpoints are further apart.
 
-Target: costs at most 3 % of the throughput.
+Target: at most 3 % of the throughput.
 """
 
 import functools
@@ -19,8 +19,20 @@ from typing import Any
 
 import jax
 import optax
-import reporting
-from reporting import init_mlp, mlp_loss, mlp_stream, seconds, spread
+from harness import (
+    Result,
+    add_sizes,
+    build_mlp_stream,
+    build_parser,
+    format_spread,
+    init_mlp,
+    interleave,
+    mlp_loss,
+    on_gpu,
+    paired_ratio,
+    publish,
+    time_call,
+)
 
 import millrace as mr
 from millrace.checkpoint.store import Checkpoints
@@ -37,18 +49,18 @@ _GPU = {"width": 2896, "micro_batch": 2048, "accumulation": 4, "executions": 5}
 
 
 class TimedCheckpoints(Checkpoints):
-    """Checkpoints that note for how long training stood still."""
+    """Checkpoints that record how long they block training."""
 
     copying = waiting = last_wait = 0.0
 
     def save(self, *arguments: Any, **facts: Any) -> None:
-        """Save; what is not waiting for the write before is the copy."""
+        """Save; the time not spent waiting for the previous write is that of the copy."""
         started, waited = time.perf_counter(), self.waiting
         super().save(*arguments, **facts)
         self.copying += time.perf_counter() - started - (self.waiting - waited)
 
     def wait(self, *, raise_error: bool = True) -> None:
-        """Wait for the write under way."""
+        """Wait for the write in progress."""
         started = time.perf_counter()
         super().wait(raise_error=raise_error)
         self.last_wait = time.perf_counter() - started
@@ -58,10 +70,10 @@ class TimedCheckpoints(Checkpoints):
 def seconds_per_update(
     program: mr.TrainingProgram, stream: mr.Stream, weights: Any
 ) -> float:
-    """Find out what an execution of the wanted length is."""
+    """Return the time of an update, to choose the length of an execution."""
     with mr.Infeed(stream) as infeed:
         train = functools.partial(mr.train, infeed=infeed, updates=16)
-        times = [seconds(train, program, program.init(weights)) for _ in range(4)]
+        times = [time_call(train, program, program.init(weights)) for _ in range(4)]
     return min(times[1:]) / 16
 
 
@@ -72,7 +84,7 @@ def run(
     weights: Any,
     pauses: list[dict[str, float]] | None,
 ) -> float:
-    """Train, with checkpoints if `pauses` is there to note them; return the seconds."""
+    """Train and return the seconds; with `pauses`, save checkpoints and record pauses."""
     state = jax.block_until_ready(program.init(weights))
     with tempfile.TemporaryDirectory() as path:
         directory = RunDirectory(Path(path))
@@ -86,9 +98,9 @@ def run(
             writers=open_writers(RunOptions(), directory, {}, "benchmark"),
             checkpoints=saving,
         )
-        elapsed = seconds(lambda: runner.run(state).state)
+        elapsed = time_call(lambda: runner.run(state).state)
         if saving is not None and pauses is not None:
-            last = saving.last_wait  # the run ends with it
+            last = saving.last_wait  # at the end of the run
             elapsed -= last
             pause = {"copying": saving.copying, "waiting": saving.waiting - last}
             pauses.append(pause | {"last write": last})
@@ -97,30 +109,30 @@ def run(
 
 
 def explain(cost: float, pauses: list[dict[str, float]], megabytes: float) -> str:
-    """Say where the extra seconds of a run went."""
+    """Describe where the additional time goes."""
     spent = {kind: median(pause[kind] for pause in pauses) for kind in pauses[0]}
     copying, waiting, after = spent.values()
     return (
         f"A run with checkpoints takes {cost:.2f} s longer: {copying:.2f} s for copies of "
-        f"{megabytes:.0f} MB, {waiting:.2f} s for writes under way, and "
-        f"{cost - copying - waiting:.2f} s since calls do not follow each other closely "
-        "around a pause and the writing thread takes cores and memory. The last write goes "
-        f"on for {after:.2f} s after the end, which is not counted."
+        f"{megabytes:.0f} MB, {waiting:.2f} s of waiting for earlier writes, and "
+        f"{cost - copying - waiting:.2f} s because calls do not overlap around a pause and "
+        "the writing thread uses cores and memory. The last write takes another "
+        f"{after:.2f} s after the end, which is not counted."
     )
 
 
 def main() -> None:
     """Measure and report."""
-    options = reporting.parser(__doc__, rounds=5)
-    options.add_argument("--execution-seconds", type=float, default=2.0)
-    reporting.add_sizes(options, _GPU if reporting.on_gpu() else _CPU)
-    args = options.parse_args()
+    parser = build_parser(__doc__, rounds=5)
+    parser.add_argument("--execution-seconds", type=float, default=2.0)
+    add_sizes(parser, _GPU if on_gpu() else _CPU)
+    args = parser.parse_args()
     plan = mr.Plan(
         micro_batch_size=args.micro_batch, gradient_accumulation_count=args.accumulation
     )
     program = mr.training_program(mlp_loss, optax.adam(1e-4), plan)
     weights = init_mlp([_FEATURES, *[args.width] * 4, _OUTPUTS])
-    stream = mlp_stream(args.micro_batch, _FEATURES, _OUTPUTS)
+    stream = build_mlp_stream(args.micro_batch, _FEATURES, _OUTPUTS)
     updates = args.execution_seconds / seconds_per_update(program, stream, weights)
     schedule = mr.schedule_events(
         updates_per_epoch=8 * math.ceil(updates / 8),
@@ -130,23 +142,28 @@ def main() -> None:
     train = functools.partial(run, program, stream, schedule, weights)
     pauses: list[dict[str, float]] = []
     variants = {"none": lambda: train(None), "every execution": lambda: train(pauses)}
-    measured = reporting.interleave(variants, args.rounds)
-    part = reporting.paired_ratio(measured["every execution"], measured["none"]) - 1
-    megabytes = 3e-6 * sum(x.nbytes for x in jax.tree.leaves(weights))  # Adam's moments
-    result = reporting.Result(
+    measured = interleave(variants, args.rounds)
+    share = paired_ratio(measured["every execution"], measured["none"]) - 1
+    megabytes = 3e-6 * sum(
+        x.nbytes for x in jax.tree.leaves(weights)
+    )  # weights and the two moments of Adam
+    result = Result(
         name="checkpoint_cost",
         table=[
-            {"checkpoints": name, "s per execution": spread(values, 1 / args.executions, 3)}
+            {
+                "checkpoints": name,
+                "s per execution": format_spread(values, 1 / args.executions, 3),
+            }
             for name, values in measured.items()
         ],
         ratio_name="time that checkpoints add / time without",
-        ratio=part,
+        ratio=share,
         target=0.03,
         at_least=False,
-        explanation=explain(part * median(measured["none"]), pauses[1:], megabytes),
+        explanation=explain(share * median(measured["none"]), pauses[1:], megabytes),
         numbers={"seconds": measured, "pauses": pauses[1:], "megabytes": megabytes},
     )
-    reporting.publish(result, args)
+    publish(result, args)
 
 
 if __name__ == "__main__":

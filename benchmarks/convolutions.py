@@ -1,9 +1,9 @@
-"""What a convolution costs on CPU inside a loop: this project's, and XLA's own.
+"""Convolutions in a compiled loop on a CPU: ``conv2d`` of millrace against plain XLA.
 
-Each kind is run forward and backward, twice in a ``scan`` and once outside any loop, with
+Each kind runs forward and backward, two steps in a ``scan`` and one outside of loops, with
 the compiler options of a training program.
 
-Target: every kind at least 5 times as fast as XLA's own inside the loop.
+Target: every kind is at least 5 times as fast as plain XLA in the loop.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import (
+    Result,
+    build_parser,
+    format_spread,
+    interleave,
+    paired_ratio,
+    publish,
+    time_call,
+)
 from jax import lax
-from reporting import Result, interleave, paired_ratio, parser, publish, seconds, spread
 
 from millrace.nn.convolution import conv2d
 from millrace.program.compiling import compile_for
@@ -24,7 +32,7 @@ _SAMPLES, _STEPS = 4, 2
 
 
 class Kind(NamedTuple):
-    """A convolution as networks have it."""
+    """A convolution that occurs in networks."""
 
     size: int
     channels: int
@@ -44,8 +52,8 @@ _KINDS = {
 }
 
 
-def xlas_own(x: Any, kernel: Any, *, strides: Any, groups: int) -> jax.Array:
-    """Convolve without this project's lowering."""
+def plain_conv2d(x: Any, kernel: Any, *, strides: Any, groups: int) -> jax.Array:
+    """Convolve without the lowering of millrace."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -56,8 +64,8 @@ def xlas_own(x: Any, kernel: Any, *, strides: Any, groups: int) -> jax.Array:
     )
 
 
-def timer(kind: Kind, convolve: Callable[..., jax.Array], steps: int) -> Any:
-    """Compile steps of gradient descent on x and kernel; return what times one step."""
+def build_timer(kind: Kind, convolve: Callable[..., jax.Array], steps: int) -> Any:
+    """Compile gradient descent on x and kernel; return a function that times a step."""
     rng = np.random.default_rng(0)
     shapes = (
         (_SAMPLES, kind.size, kind.size, kind.channels),
@@ -78,40 +86,40 @@ def timer(kind: Kind, convolve: Callable[..., jax.Array], steps: int) -> Any:
         return lax.scan(step, arrays, None, length=steps)[0]
 
     compiled = compile_for(replica_mesh(1), run, start)
-    return lambda: seconds(compiled, start) / steps
+    return lambda: time_call(compiled, start) / steps
 
 
 def main() -> None:
     """Measure and report."""
-    args = parser(__doc__, rounds=5).parse_args()
+    args = build_parser(__doc__, rounds=5).parse_args()
     tune_memory_allocation()
     rows, numbers, gains = [], {}, []
     for name, kind in _KINDS.items():
         variants = {
-            "inside": timer(kind, conv2d, _STEPS),
-            "outside": timer(kind, conv2d, 1),
-            "XLA's own": timer(kind, xlas_own, _STEPS),
+            "inside": build_timer(kind, conv2d, _STEPS),
+            "outside": build_timer(kind, conv2d, 1),
+            "plain XLA": build_timer(kind, plain_conv2d, _STEPS),
         }
         times = numbers[name] = interleave(variants, args.rounds)
-        gains.append(paired_ratio(times["XLA's own"], times["inside"]))
+        gains.append(paired_ratio(times["plain XLA"], times["inside"]))
         rows.append(
             {
                 "forward and backward": name,
-                "ms inside a loop": spread(times["inside"], 1e3),
-                "ms outside": spread(times["outside"], 1e3),
-                "ms, XLA's own inside": spread(times["XLA's own"], 1e3),
+                "ms in a loop": format_spread(times["inside"], 1e3),
+                "ms outside": format_spread(times["outside"], 1e3),
+                "ms, plain XLA in a loop": format_spread(times["plain XLA"], 1e3),
                 "gain": f"{gains[-1]:.1f}",
             }
         )
     result = Result(
         name="convolutions",
         table=rows,
-        ratio_name="time of XLA's own / this project's, inside a loop, smallest gain",
+        ratio_name="time of plain XLA / of millrace, in a loop, smallest gain",
         ratio=min(gains),
         target=5,
         explanation=(
-            f"{_SAMPLES} samples of 28 x 28. XLA:CPU brings convolutions into its fast "
-            "layout only outside loops; grouped gradients it has no fast path for."
+            f"{_SAMPLES} samples of 28 x 28. XLA:CPU uses its fast layout only outside of "
+            "loops, and has no fast path for gradients of grouped convolutions."
         ),
         numbers={"seconds": numbers},
     )

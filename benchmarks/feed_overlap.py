@@ -1,9 +1,9 @@
-"""What feeding costs: training from an infeed against batches that are already there.
+"""The cost of feeding: training from an infeed against training from resident batches.
 
 The same program makes the same updates twice: from ``mr.Infeed`` over a shuffled stream
-of samples in the host's memory, and from one chunk that lies on the device. The stream's
-own speed (``mr.dataset_benchmark``) is shown too: feeding can be hidden only where the
-host supplies batches faster than the device uses them.
+of samples in host memory, and from one chunk on the device. The speed of the stream alone
+(``mr.dataset_benchmark``) is shown, too: feeding can be hidden only if the host produces
+batches faster than the device consumes them.
 
 Target: at least 95 % of the speed.
 """
@@ -15,19 +15,19 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from reporting import (
+from harness import (
     Result,
     add_sizes,
+    build_mlp_stream,
+    build_parser,
+    format_spread,
     init_mlp,
     interleave,
     mlp_loss,
-    mlp_stream,
     on_gpu,
     paired_ratio,
-    parser,
     publish,
-    seconds,
-    spread,
+    time_call,
 )
 
 import millrace as mr
@@ -36,12 +36,12 @@ _CPU = {"micro_batch": 128, "features": 784, "width": 512, "depth": 2, "updates"
 _GPU = {"micro_batch": 2048, "features": 3072, "width": 8192, "depth": 3, "updates": 200}
 _OUTPUTS = 16
 _CALLS = 20
-"""Calls a round makes: the chunks staged before it began must be a small part of it."""
+"""Calls per round; many, because the first chunks were staged before the round began."""
 
 
 def measure(sizes: dict[str, int], rounds: int) -> dict[str, list[float]]:
     """Return seconds per update with and without feeding."""
-    stream = mlp_stream(sizes["micro_batch"], sizes["features"], _OUTPUTS)
+    stream = build_mlp_stream(sizes["micro_batch"], sizes["features"], _OUTPUTS)
     updates, per_call = sizes["updates"], sizes["updates"] // _CALLS
     plan = mr.Plan(micro_batch_size=sizes["micro_batch"], updates_per_execution=per_call)
     program = mr.training_program(mlp_loss, optax.sgd(1e-3), plan)
@@ -55,7 +55,7 @@ def measure(sizes: dict[str, int], rounds: int) -> dict[str, list[float]]:
         before = None
         for _ in range(_CALLS):
             state, info = program.run(state, chunk)
-            jax.block_until_ready(before)  # two calls under way, as mr.train has them
+            jax.block_until_ready(before)  # two calls in flight, as in mr.train
             before = info
         return state
 
@@ -63,28 +63,28 @@ def measure(sizes: dict[str, int], rounds: int) -> dict[str, list[float]]:
         return mr.train(program, state, infeed=infeed, updates=updates)
 
     variants = {
-        "device": lambda: seconds(from_device, program.init(weights)) / updates,
-        "infeed": lambda: seconds(from_infeed, program.init(weights)) / updates,
+        "device": lambda: time_call(from_device, program.init(weights)) / updates,
+        "infeed": lambda: time_call(from_infeed, program.init(weights)) / updates,
     }
     with mr.Infeed(stream) as infeed:
         return interleave(variants, rounds)
 
 
-def supply(sizes: dict[str, int]) -> list[float]:
-    """Return the seconds in which the host makes one batch, three times measured."""
-    stream = mlp_stream(sizes["micro_batch"], sizes["features"], _OUTPUTS)
-    found = mr.dataset_benchmark(stream, 4, sizes["updates"], print_stats=False)
-    return [1 / epoch["elements_per_second"] for epoch in json.loads(found)["epochs"][1:]]
+def measure_host(sizes: dict[str, int]) -> list[float]:
+    """Return three measurements of the seconds in which the host makes a batch."""
+    stream = build_mlp_stream(sizes["micro_batch"], sizes["features"], _OUTPUTS)
+    report = mr.dataset_benchmark(stream, 4, sizes["updates"], print_stats=False)
+    return [1 / epoch["elements_per_second"] for epoch in json.loads(report)["epochs"][1:]]
 
 
 def main() -> None:
     """Measure and report."""
-    options = parser(__doc__, rounds=15)
-    add_sizes(options, _GPU if on_gpu() else _CPU)
-    args = options.parse_args()
+    parser = build_parser(__doc__, rounds=15)
+    add_sizes(parser, _GPU if on_gpu() else _CPU)
+    args = parser.parse_args()
     sizes = {name: getattr(args, name) for name in _GPU}
     measured = measure(sizes, args.rounds)
-    host = supply(sizes)
+    host = measure_host(sizes)
     ratio = paired_ratio(measured["device"], measured["infeed"])
     headroom = statistics.median(measured["device"]) / statistics.median(host)
     labels = {
@@ -97,7 +97,7 @@ def main() -> None:
         table=[
             {
                 "fed from": label,
-                "ms per update": spread(values, 1e3),
+                "ms per update": format_spread(values, 1e3),
                 "updates per s": f"{1 / statistics.median(values):.1f}",
             }
             for label, values in labels.items()
@@ -106,9 +106,9 @@ def main() -> None:
         ratio=ratio,
         target=0.95,
         explanation=(
-            f"The host makes batches {headroom:.1f} times as fast as the device uses them, "
-            "and stages the next chunks while the current one is trained on. What remains "
-            "of the cost is the host's own use of cores, memory and link."
+            f"The host makes batches {headroom:.1f} times as fast as the device consumes "
+            "them, and stages the next chunks during training. The remaining cost is the "
+            "use of cores, memory and link by the host."
         ),
         numbers={"sizes": sizes, "seconds_per_update": measured, "host_seconds": host},
     )

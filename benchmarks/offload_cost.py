@@ -1,11 +1,10 @@
-"""What offloading Adam's state saves in device memory and costs in time.
+"""Memory saved and time added by offloading the optimizer state of Adam.
 
-The model is `layers` square matrices, so that its state dominates. Each mode runs in a
-process of its own, since the peak a device reports is that of the whole process, from
-``init`` on. The link rate is what the extra time implies: the state travels in and out
-once an update.
+The model is `layers` square matrices, so that the state dominates its memory. Each mode
+runs in its own process, because a device reports the peak of the whole process, including
+``init``. The additional time gives the link rate: an update moves the state in and out.
 
-Target: the device's peak falls by at least 80 % of the state's size.
+Target: the peak memory of the device falls by at least 80 % of the size of the state.
 """
 
 import json
@@ -19,7 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from reporting import Result, init_mlp, mlp_loss, on_gpu, parser, publish, spread
+from harness import (
+    Result,
+    build_parser,
+    format_spread,
+    init_mlp,
+    mlp_loss,
+    on_gpu,
+    publish,
+)
 
 import millrace as mr
 
@@ -31,7 +38,7 @@ _UPDATES_PER_CALL = 4
 
 
 def measure(mode: str, accumulation: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Train; return seconds per update, the state's bytes and the process's peak."""
+    """Train; return seconds per update, and bytes of the state and of the peak."""
     plan = mr.Plan(
         micro_batch_size=sizes["micro_batch"],
         gradient_accumulation_count=accumulation,
@@ -43,7 +50,7 @@ def measure(mode: str, accumulation: int, sizes: dict[str, int]) -> dict[str, An
     values = np.random.default_rng(0).standard_normal(shape, np.float32)
     chunk = jax.device_put({"x": values, "y": values}, program.chunk_sharding)
     seconds = []
-    for _ in range(sizes["calls"] + 1):  # the first call compiles and settles
+    for _ in range(sizes["calls"] + 1):  # the first call compiles
         started = time.perf_counter()
         state, _ = jax.block_until_ready(program.run(state, chunk))
         seconds.append((time.perf_counter() - started) / _UPDATES_PER_CALL)
@@ -55,35 +62,35 @@ def measure(mode: str, accumulation: int, sizes: dict[str, int]) -> dict[str, An
     }
 
 
-def child(mode: str, given: dict[str, int | None]) -> None:
-    """Measure one mode in this process and print what was found as JSON."""
+def measure_mode(mode: str, given: dict[str, int | None]) -> None:
+    """Measure one mode in this process and print the figures as JSON."""
     defaults = _GPU if on_gpu() else _CPU
     sizes = {name: given[name] or value for name, value in defaults.items()}
-    first = measure(mode, _PEAK_ACCUMULATION, sizes)  # before others raise the peak
+    first = measure(mode, _PEAK_ACCUMULATION, sizes)  # before the others raise the peak
     timed = {n: measure(mode, n, sizes)["seconds"] for n in _TIMED_ACCUMULATIONS}
     print(json.dumps({**first, "sizes": sizes, "seconds": timed}))
 
 
-def in_process(mode: str, given: dict[str, int | None]) -> dict[str, Any]:
-    """Run ``child`` in a process that takes device memory only as it needs it."""
+def run_mode(mode: str, given: dict[str, int | None]) -> dict[str, Any]:
+    """Run ``measure_mode`` in a process that allocates device memory on demand."""
     command = [sys.executable, __file__, "--child", json.dumps([mode, given])]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def describe(found: dict[str, list[dict]]) -> tuple[list[dict], float | None, str]:
-    """Return the table, the fall of the peak as a part of the state, and the reasons."""
-    state = found["resident"][0]["state_bytes"]
-    peaks = {mode: found[mode][0]["peak_bytes"] for mode in _MODES}
+def describe(processes: dict[str, list[dict]]) -> tuple[list[dict], float | None, str]:
+    """Return the table, the fall of the peak relative to the state, and an explanation."""
+    state = processes["resident"][0]["state_bytes"]
+    peaks = {mode: processes[mode][0]["peak_bytes"] for mode in _MODES}
     rows, median = [], {}
     for mode in _MODES:
         peak = "n/a" if peaks[mode] is None else f"{peaks[mode] / 2**20:,.0f}"
-        row = {"Adam's state": mode, "peak MiB": peak}
+        row = {"state of Adam": mode, "peak MiB": peak}
         for count in map(str, _TIMED_ACCUMULATIONS):
-            times = [t for process in found[mode] for t in process["seconds"][count]]
+            times = [t for process in processes[mode] for t in process["seconds"][count]]
             median[mode, count] = statistics.median(times)
-            row[f"ms, accumulation {count}"] = spread(times, 1e3, 1)
+            row[f"ms, accumulation {count}"] = format_spread(times, 1e3, 1)
         rows.append(row)
     extra = {
         count: median["offloaded", count] - median["resident", count] for _, count in median
@@ -91,38 +98,42 @@ def describe(found: dict[str, list[dict]]) -> tuple[list[dict], float | None, st
     rates = {n: 2e-9 * state / s for n, s in extra.items() if s > 0}
     links = ", ".join(f"{rate:.1f} GB/s at accumulation {n}" for n, rate in rates.items())
     text = (
-        f"The state is {state / 2**20:,.0f} MiB. Bringing it in and out takes "
-        f"{1e3 * extra['1']:.1f} ms more per update, which implies a link rate of {links}."
+        f"The state has {state / 2**20:,.0f} MiB. Moving it in and out adds "
+        f"{1e3 * extra['1']:.1f} ms per update, a link rate of {links}."
     )
     if None in peaks.values():
-        return rows, None, f"CPU has no separate memory: only the time is shown. {text}"
+        return (
+            rows,
+            None,
+            f"A CPU has no separate memory, so only the time is shown. {text}",
+        )
     return rows, (peaks["resident"] - peaks["offloaded"]) / state, text
 
 
 def main() -> None:
     """Measure both modes in turn and report."""
-    options = parser(__doc__, rounds=2)
-    options.add_argument("--child", type=json.loads, help="(used by the benchmark itself)")
+    parser = build_parser(__doc__, rounds=2)
+    parser.add_argument("--child", type=json.loads, help="(used by this script)")
     for name in _GPU:
         help_ = f"(default: {_CPU[name]}, on a GPU {_GPU[name]})"
-        options.add_argument(f"--{name.replace('_', '-')}", type=int, help=help_)
-    args = options.parse_args()
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=help_)
+    args = parser.parse_args()
     if args.child:
-        return child(*args.child)
+        return measure_mode(*args.child)
     given = {name: getattr(args, name) for name in _GPU}
-    found: dict[str, list[dict]] = {mode: [] for mode in _MODES}
+    processes: dict[str, list[dict]] = {mode: [] for mode in _MODES}
     for _ in range(args.rounds):
         for mode in _MODES:
-            found[mode].append(in_process(mode, given))
-    rows, fall, text = describe(found)
+            processes[mode].append(run_mode(mode, given))
+    rows, fall, text = describe(processes)
     result = Result(
         name="offload_cost",
         table=rows,
-        ratio_name="fall of the device's peak / size of the state",
+        ratio_name="fall of the device peak / size of the state",
         ratio=fall,
         target=0.8,
         explanation=text,
-        numbers={"processes": found},
+        numbers={"processes": processes},
     )
     publish(result, args)
 

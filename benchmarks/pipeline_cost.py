@@ -1,18 +1,17 @@
-"""What a pipeline costs beside plain accumulation of the same micro-batches.
+"""The cost of a pipeline relative to plain accumulation of the same micro-batches.
 
-On a CPU: stages on virtual devices of one machine, on which nothing can overlap, so the
-ratio is what the timetable and the exchange between devices cost. The un-pipelined
-program keeps everything, or with recomputation the results of products only; the pipeline
-keeps those (stored) or what enters a stage (recomputed).
+On a CPU, the stages are on virtual devices of one machine and cannot overlap, so the ratio
+is the cost of the schedule table and of the exchange between devices. The plain program
+keeps all activations or, with recomputation, only the results of matrix products; the
+pipeline keeps those (stored) or the inputs of its stages (recomputed).
 
-On a GPU: two stages on the one device there is, as a plan makes them (the plain loop,
-stage by stage).
+On a GPU, two stages share the one device, and a plan runs them as a plain loop.
 
-The cost of a tick beyond its work is measured with a network that has next to none; on a
-GPU it is made to follow the timetable as if there were a device for each stage.
+The overhead of a tick is measured with a network that has almost no work; on a GPU, that
+pipeline is forced to follow its schedule table as if each stage had its own device.
 
-Target: on a CPU at most 1.4 times the un-pipelined program with recomputation on both
-sides; on a GPU at most 1.05 times for two stages on it, both stored.
+Target: on a CPU at most 1.4 times the plain program, both recomputed; on a GPU at most 1.05
+times for two stages on it, both stored.
 """
 
 import os
@@ -25,16 +24,16 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 import optax
-from reporting import (
+from harness import (
     Result,
     add_sizes,
+    build_parser,
+    format_spread,
     interleave,
     on_gpu,
     paired_ratio,
-    parser,
     publish,
-    seconds,
-    spread,
+    time_call,
 )
 
 import millrace as mr
@@ -52,8 +51,8 @@ _CPU = {"micro_batch": 16, "pixels": 32, "accumulation": 8, "updates": 1}
 _GPU = {"micro_batch": 64, "pixels": 224, "accumulation": 4, "updates": 4}
 
 
-def loss_of(model_name: str) -> LayeredLoss:
-    """Make a classifier's loss, its images sent as bytes."""
+def build_loss(model_name: str) -> LayeredLoss:
+    """Return the loss of a classifier whose images are sent as bytes."""
 
     def inputs(batch: Any, key: Any) -> Any:
         del key
@@ -67,7 +66,7 @@ def loss_of(model_name: str) -> LayeredLoss:
 
 
 class Variant:
-    """One plan's program with its state and a chunk of batches."""
+    """The program of a plan, with its state and a chunk of batches."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Variant:
         optimizer = optax.sgd(0.01, momentum=0.9)
         self._program = (
             PipelineProgram(Step(loss, optimizer, self._plan), None)
-            if forced  # follow the timetable even where all stages share a device
+            if forced  # follow the schedule table even if all stages share a device
             else mr.training_program(loss, optimizer, self._plan)
         )
         pixels, batch = sizes["pixels"], sizes["micro_batch"]
@@ -108,16 +107,16 @@ class Variant:
         self._updates = sizes["updates"]
 
     def seconds_per_update(self) -> float:
-        """Make the chunk's updates once."""
+        """Make the updates of the chunk once and return the seconds per update."""
 
         def run() -> Any:
             self._state, info = self._program.run(self._state, self._chunk)
             return info
 
-        return seconds(run) / self._updates
+        return time_call(run) / self._updates
 
     def memory(self) -> int:
-        """Bytes that the program needs on a device beside its arguments."""
+        """Return the bytes that the program needs on a device besides its arguments."""
         (compiled,) = self._program._compiled.values()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -126,14 +125,14 @@ def measure(
     model: str, splits: list[str], mapping: list[int] | None, sizes: dict, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Time plain accumulation and every schedule, stored and recomputed, in turn."""
-    loss = loss_of(model)
-    # On one GPU only what a plan chooses by itself: each program compiles for a minute.
-    kept = {"stored": False} if on_gpu() else {"stored": False, "recomputed": True}
+    loss = build_loss(model)
+    # On a GPU, measure only the defaults of a plan: each program compiles for a minute.
+    modes = {"stored": False} if on_gpu() else {"stored": False, "recomputed": True}
     variants = {
         f"plain, {how}": Variant(loss, sizes, recomputation=again)
-        for how, again in kept.items()
+        for how, again in modes.items()
     }
-    for how, again in kept.items():
+    for how, again in modes.items():
         for schedule in ["grouped"] if on_gpu() else _SCHEDULES:
             variants[f"{schedule}, {how}"] = Variant(
                 loss,
@@ -144,17 +143,17 @@ def measure(
                 pipeline_schedule=schedule,
             )
     for name, variant in variants.items():
-        took = seconds(variant.seconds_per_update)
+        took = time_call(variant.seconds_per_update)
         print(f"{name}: compiled and run in {took:.0f} s", file=sys.stderr, flush=True)
     times = interleave({n: v.seconds_per_update for n, v in variants.items()}, rounds)
     return times, {name: variant.memory() for name, variant in variants.items()}
 
 
-def tick_cost(mapping: list[int] | None, rounds: int) -> float:
-    """Seconds per tick of a network with next to no work, above plain accumulation."""
+def measure_tick(mapping: list[int] | None, rounds: int) -> float:
+    """Return the overhead per tick of a network with almost no work, in seconds."""
     sizes = {"micro_batch": 1, "pixels": 32, "accumulation": 32, "updates": 4}
     splits = ["conv2d_1"]
-    loss = loss_of("toy_model")
+    loss = build_loss("toy_model")
     variants = {
         "plain": Variant(loss, sizes, recomputation=True),
         "pipeline": Variant(
@@ -175,12 +174,12 @@ def tick_cost(mapping: list[int] | None, rounds: int) -> float:
 
 def main() -> None:
     """Measure and report."""
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--model", default="resnet50" if on_gpu() else "cifar_resnet20")
-    options.add_argument("--splits", nargs="+")
-    options.add_argument("--device-mapping", type=int, nargs="+")
-    add_sizes(options, _GPU if on_gpu() else _CPU)
-    args = options.parse_args()
+    parser = build_parser(__doc__, rounds=5)
+    parser.add_argument("--model", default="resnet50" if on_gpu() else "cifar_resnet20")
+    parser.add_argument("--splits", nargs="+")
+    parser.add_argument("--device-mapping", type=int, nargs="+")
+    add_sizes(parser, _GPU if on_gpu() else _CPU)
+    args = parser.parse_args()
     splits = args.splits or (
         ["conv4_block1_out"]
         if "cifar" not in args.model
@@ -189,12 +188,12 @@ def main() -> None:
     mapping = args.device_mapping or ([0] * (len(splits) + 1) if on_gpu() else None)
     sizes = {name: getattr(args, name) for name in _CPU}
     times, memory = measure(args.model, splits, mapping, sizes, args.rounds)
-    tick = tick_cost([0, 0] if on_gpu() else None, args.rounds)
+    tick = measure_tick([0, 0] if on_gpu() else None, args.rounds)
     plain = [n for n in times if n.startswith("plain")]
     rows = [
         {
             "program": name,
-            "ms per update": spread(values, 1e3, 1),
+            "ms per update": format_spread(values, 1e3, 1),
             **{f"/ {n}": f"{paired_ratio(values, times[n]):.3f}" for n in plain},
             "temporary MiB per device": f"{memory[name] / 2**20:,.1f}",
         }
@@ -216,7 +215,7 @@ def main() -> None:
             ratio=paired_ratio(times[compared[0]], times[compared[1]]),
             target=1.05 if on_gpu() else 1.4,
             at_least=False,
-            explanation=f"A tick costs {1e6 * tick:.0f} us beyond its stages' work "
+            explanation=f"A tick costs {1e6 * tick:.0f} us more than its stages "
             f"(toy_model, two stages, interleaved). {args.model}, stages at "
             f"{', '.join(splits)}, mapping {mapping or 'one device each'}, {sizes}.",
             numbers={"seconds": times, "temporary_bytes": memory, "tick_seconds": tick},

@@ -1,10 +1,10 @@
-"""Pipelines as they run against what the simulator says they take.
+"""Measured times of pipelines against the prediction of the simulator.
 
-On a machine with fewer cores than devices, stages that compute would take each other's
-time. So these stages wait instead: each layer sleeps for its time on the way forward, and
-twice as long on the way back, and devices can truly work side by side.
+On a machine with fewer cores than devices, stages that compute would compete for cores.
+Here each layer sleeps instead, twice as long in the backward pass as in the forward pass,
+so that devices really work at the same time.
 
-Target: every pipeline takes at most 1.1 times its prediction, and never less than it.
+Target: every pipeline takes between 1 and 1.1 times its prediction.
 """
 
 import argparse
@@ -17,7 +17,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 import optax
-from reporting import Result, interleave, parser, publish, seconds, spread
+from harness import (
+    Result,
+    build_parser,
+    format_spread,
+    interleave,
+    publish,
+    time_call,
+)
 
 import millrace as mr
 from millrace.program.pipeline_program import PipelineProgram
@@ -26,8 +33,8 @@ from millrace.schedule.simulate import Costs, simulate
 _FEATURES = 8
 
 
-def waiting(name: str, seconds_: float) -> mr.layers.Layer:
-    """A layer that takes its time and nothing else."""
+def build_sleep(name: str, seconds: float) -> mr.layers.Layer:
+    """Return a layer that sleeps and passes its input on."""
 
     def sleep(x: np.ndarray, how_long: float) -> np.ndarray:
         time.sleep(how_long)
@@ -39,26 +46,24 @@ def waiting(name: str, seconds_: float) -> mr.layers.Layer:
 
     @jax.custom_vjp
     def pass_on(x: jax.Array) -> jax.Array:
-        return wait(x, seconds_)
+        return wait(x, seconds)
 
-    pass_on.defvjp(
-        lambda x: (wait(x, seconds_), None), lambda _, g: (wait(g, 2 * seconds_),)
-    )
+    pass_on.defvjp(lambda x: (wait(x, seconds), None), lambda _, g: (wait(g, 2 * seconds),))
     return mr.layers.stateless(name, pass_on)
 
 
 class Case(NamedTuple):
-    """A pipeline: the times of its stages, and where they are."""
+    """A pipeline: the times of its stages and their devices."""
 
     schedule: str
     times: tuple[float, ...]
     mapping: list[Any] | None = None
     concurrent: bool = False
-    """Whether the middle two of four stand side by side."""
+    """Whether the middle two of the four layers are branches."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         where = f" on {self.mapping}" if self.mapping else ""
         return f"{self.schedule}{where}"
 
@@ -75,12 +80,12 @@ CASES = [
 ]
 
 
-def network_of(case: Case) -> tuple[list[mr.layers.Layer], list[str]]:
+def build_network(case: Case) -> tuple[list[mr.layers.Layer], list[str]]:
     """Return the layers and the splits of a case.
 
-    No backward pass needs what a layer that waits returned, so none waits again for it.
+    No backward pass needs the output of a sleeping layer, so none is recomputed.
     """
-    first, *middle, last = [waiting(f"wait{i}", t) for i, t in enumerate(case.times)]
+    first, *middle, last = [build_sleep(f"wait{i}", t) for i, t in enumerate(case.times)]
     start, end = mr.layers.dense("start", _FEATURES), mr.layers.dense("end", 1)
     if not case.concurrent:
         return [start, first, *middle, end, last], ["wait1", "wait2", "end"]
@@ -90,10 +95,10 @@ def network_of(case: Case) -> tuple[list[mr.layers.Layer], list[str]]:
 
 
 class Running:
-    """A case's program, its prediction and what it takes."""
+    """The program of a case with its prediction."""
 
     def __init__(self, case: Case, micro_batches: int) -> None:
-        layers, splits = network_of(case)
+        layers, splits = build_network(case)
         loss = mr.LayeredLoss(
             layers, lambda batch, key: batch, lambda y, batch: (y.mean(), {})
         )
@@ -113,13 +118,13 @@ class Running:
         self.predicted = simulate(program.table, costs).seconds
 
     def seconds(self) -> float:
-        """Make one update."""
+        """Make one update and return the time."""
 
         def run() -> Any:
             self._state, info = self._program.run(self._state, self._chunk)
             return info
 
-        return seconds(run)
+        return time_call(run)
 
 
 def report(measured: dict[str, list[float]], running: dict[str, Running]) -> Result:
@@ -137,7 +142,7 @@ def report(measured: dict[str, list[float]], running: dict[str, Running]) -> Res
             {
                 "pipeline": name,
                 "predicted ms": f"{1e3 * running[name].predicted:.1f}",
-                "measured ms": spread(values, 1e3, 1),
+                "measured ms": format_spread(values, 1e3, 1),
                 "measured / predicted": f"{medians[name]:.3f}",
             }
             for name, values in measured.items()
@@ -147,8 +152,8 @@ def report(measured: dict[str, list[float]], running: dict[str, Running]) -> Res
         target=1.1,
         at_least=False,
         explanation=(
-            f"Beyond the stages' own time a tick takes {min(extra):.0f} to "
-            f"{max(extra):.0f} us, sleeping too long included. The least ratio is "
+            f"A tick takes {min(extra):.0f} to {max(extra):.0f} us more than its stages, "
+            "which includes the inaccuracy of sleep. The lowest ratio is "
             f"{min(medians.values()):.3f}."
         ),
         numbers={"seconds": measured, "ratios": medians},
@@ -157,9 +162,9 @@ def report(measured: dict[str, list[float]], running: dict[str, Running]) -> Res
 
 def main() -> None:
     """Measure and report."""
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--micro-batches", type=int, default=24)
-    args: argparse.Namespace = options.parse_args()
+    parser = build_parser(__doc__, rounds=5)
+    parser.add_argument("--micro-batches", type=int, default=24)
+    args: argparse.Namespace = parser.parse_args()
     running = {case.name: Running(case, args.micro_batches) for case in CASES}
     measured = interleave({n: r.seconds for n, r in running.items()}, args.rounds)
     publish(report(measured, running), args)

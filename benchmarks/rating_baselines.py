@@ -1,7 +1,7 @@
-"""What a recommender has to beat: biases of users and items, and matrix factorization.
+"""Baselines for recommenders: biases of users and items, and matrix factorization.
 
-Both are fitted with alternating least squares in NumPy; how strongly they are drawn to 0 is
-chosen by the validation ratings, as the autoencoder's checkpoint is.
+Both are fitted by alternating least squares in NumPy. The regularization is chosen on the
+validation ratings, like the checkpoint of the autoencoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _FACTOR_STRENGTHS = (0.05, 0.08, 0.12, 0.2)
 
 
 class Events(NamedTuple):
-    """Single ratings."""
+    """Ratings as triples of user, item and value."""
 
     user: np.ndarray
     item: np.ndarray
@@ -26,33 +26,33 @@ class Events(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """The best of some fits, by its RMSE on validation ratings."""
+    """The fit with the lowest RMSE on validation ratings."""
 
     validation_rmse: float
     strength: float
     predict: Callable[[Events], np.ndarray]
 
 
-def events_of(ratings: Ratings) -> Events:
-    """Return the ratings one by one."""
+def list_events(ratings: Ratings) -> Events:
+    """Return the ratings as triples."""
     users = np.repeat(np.arange(ratings.num_users), ratings.num_ratings_by_user)
     return Events(users, np.asarray(ratings.items), np.float64(ratings.values))
 
 
 def rmse(predict: Callable[[Events], np.ndarray], events: Events) -> float:
-    """Return the error over all ratings together."""
+    """Return the RMSE over all ratings."""
     return float(np.sqrt(np.mean((predict(events) - events.value) ** 2)))
 
 
 def best_biases(training: Ratings, validation: Events) -> Fitted:
-    """Fit ``mean + user's bias + item's bias``."""
+    """Fit ``mean + user bias + item bias``."""
     return _best(
         _BIAS_STRENGTHS, lambda strength: fit_biases(training, strength), validation
     )
 
 
 def best_factors(training: Ratings, validation: Events, rank: int = 50) -> Fitted:
-    """Fit biases, and of what they leave a product of `rank` factors."""
+    """Fit biases, and their residuals as a product of `rank` factors."""
     by_biases = best_biases(training, validation).predict
     return _best(
         _FACTOR_STRENGTHS,
@@ -66,18 +66,18 @@ def _best(
     fit: Callable[[float], Callable[[Events], np.ndarray]],
     validation: Events,
 ) -> Fitted:
-    fitted = []
+    fits = []
     for strength in strengths:
         predict = fit(strength)
-        fitted.append(Fitted(rmse(predict, validation), strength, predict))
-    return min(fitted, key=lambda each: each.validation_rmse)
+        fits.append(Fitted(rmse(predict, validation), strength, predict))
+    return min(fits, key=lambda fit: fit.validation_rmse)
 
 
 def fit_biases(training: Ratings, strength: float) -> Callable[[Events], np.ndarray]:
-    """Fit biases, each drawn to 0 as by so many ratings of 0."""
+    """Fit biases with L2 shrinkage in units of ratings."""
     fitted = matrix.fit_biases(training, strength)
-    found = Biases(fitted.mean, fitted.of_rows(training), fitted.of_column)
-    return lambda e: found.lookup(e.user, e.item)
+    biases = Biases(fitted.mean, fitted.of_rows(training), fitted.of_column)
+    return lambda e: biases.lookup(e.user, e.item)
 
 
 def fit_factors(
@@ -86,21 +86,21 @@ def fit_factors(
     rank: int,
     strength: float,
 ) -> Callable[[Events], np.ndarray]:
-    """Fit factors, each user's and item's drawn to 0 by `strength` per rating."""
-    events = events_of(training)
-    rest = events.value - by_biases(events)
+    """Fit factors with an L2 penalty of `strength` per rating."""
+    events = list_events(training)
+    residuals = events.value - by_biases(events)
     generator = np.random.default_rng(0)
     users = np.zeros((training.num_users, rank))
     items = generator.normal(0, 0.1, (training.num_items, rank))
-    by_user = _grouped(events.user, events.item, rest, training.num_users)
-    by_item = _grouped(events.item, events.user, rest, training.num_items)
+    by_user = _group(events.user, events.item, residuals, training.num_users)
+    by_item = _group(events.item, events.user, residuals, training.num_items)
     for _ in range(_FACTOR_ROUNDS):
         _solve(users, items, by_user, strength)
         _solve(items, users, by_item, strength)
     return lambda e: by_biases(e) + np.einsum("ij,ij->i", users[e.user], items[e.item])
 
 
-def _grouped(
+def _group(
     keys: np.ndarray, others: np.ndarray, values: np.ndarray, count: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     order = np.argsort(keys, kind="stable")
@@ -118,8 +118,8 @@ def _solve(
     strength: float,
 ) -> None:
     identity = np.eye(known.shape[1])
-    for place, (others, values) in enumerate(groups):
+    for index, (others, values) in enumerate(groups):
         if len(others):
             rows = known[others]
             gram = rows.T @ rows + strength * len(others) * identity
-            unknown[place] = np.linalg.solve(gram, rows.T @ values)
+            unknown[index] = np.linalg.solve(gram, rows.T @ values)

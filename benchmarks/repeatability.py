@@ -1,8 +1,9 @@
-"""Whether runs repeat themselves, and what that costs, through the command line.
+"""Repeatability of runs on the command line, and its cost.
 
-Cost: each application's speed with and without --deterministic. Repeatability: the same
-seed twice, and runs that are killed with SIGKILL at a random moment and resumed, must end
-with the same bits in every array of the last checkpoint and the same metrics.
+Cost is the speed of each application with --deterministic relative to that without.
+Repeatability means that two runs with the same seed, and runs that were killed with SIGKILL
+at a random moment and resumed, end with the same metrics and with the same bits in every
+array of the last checkpoint.
 
     python benchmarks/repeatability.py --report --kills 10 --parallel 10
 """
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import reporting
+from harness import Result, build_parser, on_gpu, publish
 
-# This process only compares: the memory is for those it starts.
+from millrace.bench.reporting import format_table
+
+# Leave the device memory to the processes that this one starts.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 _SPEED = {
@@ -42,36 +45,36 @@ _REPEATED = {
     "vcd": "vcd train --dataset digits --num-epochs {vcd_epochs} --ckpts-per-epoch 0.1 "
     "--no-testing --pictures False",
 }
-_CLOCK = ("time", "samples_per_second")
+_TIMINGS = ("time", "samples_per_second")
 
 
-def start(words: str, run: Path, *more: str) -> subprocess.Popen[bytes]:
-    """Start a command in a process of its own, with memory on demand."""
+def start(command: str, run: Path, *more: str) -> subprocess.Popen[bytes]:
+    """Start a millrace command in a new process that allocates memory on demand."""
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        # Neither compiled programs nor timings of kernels come from another run.
+        # Do not share compiled programs or kernel timings between runs.
         "XDG_CACHE_HOME": str(run.parent / f"cache-{random.randrange(10**9)}"),
     }
-    command = [sys.executable, "-m", "millrace", *words.split(), "--run-dir", str(run)]
-    return subprocess.Popen([*command, "--quiet", *more], env=environment)
+    words = [sys.executable, "-m", "millrace", *command.split(), "--run-dir", str(run)]
+    return subprocess.Popen([*words, "--quiet", *more], env=environment)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a command that must succeed."""
+    """Wait for a process; raise an error if it failed."""
     if process.wait():
         raise RuntimeError(f"{process.args} ended with {process.returncode}")
 
 
-def samples_per_second(words: str, folder: Path, *more: str) -> float:
-    """Run a command and return its speed, without its first execution."""
+def measure_speed(command: str, folder: Path, *more: str) -> float:
+    """Run a command and return its samples per second."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    finish(start(words, run, *more))
+    finish(start(command, run, *more))
     return json.loads((run / "summary.json").read_text())["samples_per_second"]
 
 
-def result(run: Path) -> tuple[Any, Any]:
-    """Return what a run came to: all arrays of its last checkpoint, and its metrics."""
+def read_outcome(run: Path) -> tuple[Any, Any]:
+    """Return the arrays of the last checkpoint of a run, and its metrics without times."""
     import jax
     import orbax.checkpoint
 
@@ -79,48 +82,48 @@ def result(run: Path) -> tuple[Any, Any]:
     state = orbax.checkpoint.PyTreeCheckpointer().restore(newest / "state")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     events = [
-        {name: value for name, value in json.loads(line).items() if name not in _CLOCK}
+        {name: value for name, value in json.loads(line).items() if name not in _TIMINGS}
         for line in lines
     ]
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], events
 
 
 def last_update(run: Path) -> int:
-    """Return the last update that a run has reported; 0 before the first."""
+    """Return the last logged update of a run; 0 before the first."""
     if not (run / "metrics.jsonl").exists():
         return 0
     updates = re.findall(r'"update": (\d+)', (run / "metrics.jsonl").read_text())
     return int(updates[-1]) if updates else 0
 
 
-def kill_and_resume(words: str, run: Path, total: int) -> int:
-    """Kill a run at a random update, resume it; return the last update before that."""
+def kill_and_resume(command: str, run: Path, total: int) -> int:
+    """Kill a run at a random update and resume it; return the last update before."""
     target = random.randrange(total)
-    process = start(words, run, "--deterministic")
+    process = start(command, run, "--deterministic")
     while process.poll() is None and last_update(run) < target:
         time.sleep(0.01)
     process.kill()
     process.wait()
     reached = last_update(run)
     if not (run / "summary.json").exists():
-        begun = ["--resume"] if (run / "config.yml").exists() else []
-        finish(start(words, run, "--deterministic", *begun))
+        resume = ["--resume"] if (run / "config.yml").exists() else []
+        finish(start(command, run, "--deterministic", *resume))
     return reached
 
 
-def repeatability(name: str, words: str, args: Any, folder: Path) -> dict[str, str]:
-    """Compare a run with itself, repeated as well as killed and resumed."""
+def compare_runs(name: str, command: str, args: Any, folder: Path) -> dict[str, str]:
+    """Compare a run with a repetition, and with killed and resumed ones."""
     pool = concurrent.futures.ThreadPoolExecutor(args.parallel)
     runs = [folder / f"{name}-{number}" for number in range(2)]
-    processes = [start(words, run, "--deterministic") for run in runs]
+    processes = [start(command, run, "--deterministic") for run in runs]
     for process in processes:
         finish(process)
-    first, second = map(result, runs)
+    first, second = map(read_outcome, runs)
     total = last_update(runs[0])
     killed = [folder / f"{name}-killed-{number}" for number in range(args.kills)]
-    moments = [pool.submit(kill_and_resume, words, run, total) for run in killed]
-    after = [moment.result() for moment in moments]
-    same = sum(result(run) == first for run in killed)
+    kills = [pool.submit(kill_and_resume, command, run, total) for run in killed]
+    after = [kill.result() for kill in kills]
+    same = sum(read_outcome(run) == first for run in killed)
     row = {
         "application": name,
         "the same seed twice": "identical" if first == second else "DIFFERENT",
@@ -133,31 +136,31 @@ def repeatability(name: str, words: str, args: Any, folder: Path) -> dict[str, s
 
 def main() -> None:
     """Measure and report."""
-    options = reporting.parser(__doc__, rounds=1)
-    options.add_argument("--kills", type=int, default=10)
-    options.add_argument("--parallel", type=int, default=2, help="runs killed side by side")
-    options.add_argument("--mnist", type=Path, help="folder of MNIST, for VCD's speed")
-    options.add_argument("--only", choices=("cost", "kills"))
-    args = options.parse_args()
+    parser = build_parser(__doc__, rounds=1)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--parallel", type=int, default=2, help="killed runs at a time")
+    parser.add_argument("--mnist", type=Path, help="folder of MNIST, for the speed of VCD")
+    parser.add_argument("--only", choices=("cost", "kills"))
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     data = f"--dataset mnist --dataset-path {args.mnist}" if args.mnist else ""
     speeds: dict[str, tuple[float, float]] = {}
-    for name, words in _SPEED.items() if args.only != "kills" else ():
-        words = words.format(
+    for name, template in _SPEED.items() if args.only != "kills" else ():
+        command = template.format(
             vcd_data=data or "--dataset digits", vcd_epochs=16 if data else 500
         )
-        usual = samples_per_second(words, folder)
-        speeds[name] = usual, samples_per_second(words, folder, "--deterministic")
+        usual = measure_speed(command, folder)
+        speeds[name] = usual, measure_speed(command, folder, "--deterministic")
         print(name, speeds[name], file=sys.stderr, flush=True)
     with concurrent.futures.ThreadPoolExecutor(len(_REPEATED)) as pool:
-        epochs = {"epochs": 20, "vcd_epochs": 150} if reporting.on_gpu() else {}
+        epochs = {"epochs": 20, "vcd_epochs": 150} if on_gpu() else {}
         epochs = epochs or {"epochs": 6, "vcd_epochs": 20}
         kinds = _REPEATED.items() if args.only != "cost" else ()
-        found = [
-            pool.submit(repeatability, name, words.format(**epochs), args, folder)
-            for name, words in kinds
+        rows = [
+            pool.submit(compare_runs, name, command.format(**epochs), args, folder)
+            for name, command in kinds
         ]
-        kills = [row.result() for row in found]
+        kills = [row.result() for row in rows]
     table = [
         {
             "training": name,
@@ -167,22 +170,22 @@ def main() -> None:
         }
         for name, (usual, repeated) in speeds.items()
     ]
-    explained = "\n".join(
+    explanation = "\n".join(
         [
-            "Deterministic programs add up in a fixed order, and XLA takes the first "
-            "kernel that fits instead of timing several: small products lose the most.",
+            "Deterministic programs sum in a fixed order, and XLA takes the first kernel "
+            "that works instead of timing several. Small matrix products lose the most.",
             "",
-            *(reporting.table_lines(kills) if kills else ()),
+            *(format_table(kills) if kills else ()),
         ]
     )
-    reporting.publish(
-        reporting.Result(
+    publish(
+        Result(
             name="repeatability",
             table=table or kills,
             ratio_name="lowest speed with --deterministic / without",
             ratio=min((b / a for a, b in speeds.values()), default=None),
-            target=0.95,  # what would make it the default
-            explanation=explained,
+            target=0.95,  # enough to make it the default
+            explanation=explanation,
             numbers={"speeds": speeds, "kills": kills},
         ),
         args,

@@ -1,8 +1,7 @@
-"""How fast training would be on more devices than there are here.
+"""Predict the speed of training on more devices; print the tables of docs/scaling.md.
 
-``python benchmarks/scaling.py`` prints the tables of docs/scaling.md. An update takes
-what it takes on one device, measured, and then the exchange of gradients, which this
-runtime makes once per update, after the last micro-batch, so that nothing hides it.
+The time of an update is that measured on one device, plus the exchange of gradients. The
+runtime exchanges them once per update, after the last micro-batch, so nothing hides it.
 """
 
 from collections.abc import Sequence
@@ -16,24 +15,24 @@ DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
 class Network(NamedTuple):
-    """A network as one device trains it."""
+    """A network and its measured speed on one device."""
 
     name: str
     parameters: int
     micro_batch: int
     images_per_second: float
-    """Measured on one device, with this micro-batch and no accumulation."""
+    """Speed on one device with this micro-batch and no accumulation."""
     measured_in: str
-    """The report, in benchmarks/results."""
+    """Name of the report in benchmarks/results."""
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch, forward and backward, with the weight update."""
+        """Time of one micro-batch, forward and backward, with the weight update."""
         return self.micro_batch / self.images_per_second
 
 
 class Cluster(NamedTuple):
-    """Nodes of devices: a fast link inside, a slower one between each two's devices."""
+    """Nodes of devices, with a fast link inside and a slower one between nodes."""
 
     devices_per_node: int
     inside: Link
@@ -46,21 +45,21 @@ NETWORKS = (
 )
 
 H200_CLUSTER = Cluster(
-    # 900 GB/s of NVLink both ways together; four fifths of one way reach an all-reduce.
+    # NVLink has 450 GB/s per direction; an all-reduce reaches four fifths of it.
     devices_per_node=8,
     inside=Link(bytes_per_second=360e9, latency_seconds=5e-6),
-    # A network card of 400 Gbit/s for every GPU, of which nine tenths are reached.
+    # One network card of 400 Gbit/s per GPU; nine tenths are reached.
     between=Link(bytes_per_second=45e9, latency_seconds=15e-6),
 )
 
-BYTES_PER_GRADIENT = 4  # they are exchanged in float32
+BYTES_PER_GRADIENT = 4  # exchanged in float32
 
 
 def all_reduce_seconds(num_bytes: float, num_devices: int, cluster: Cluster) -> float:
-    """Return the time of an all-reduce over devices that fill node after node.
+    """Return the time of a hierarchical all-reduce over devices that fill node after node.
 
-    Inside a node the devices first add up a part each; with their like in the other
-    nodes they add up those parts; then every part goes to all devices of the node.
+    It is a reduce-scatter inside each node, an all-reduce of each part between nodes, and
+    an all-gather inside each node.
     """
     within = min(num_devices, cluster.devices_per_node)
     nodes = -(-num_devices // cluster.devices_per_node)
@@ -75,14 +74,14 @@ def images_per_second(
     accumulation: int = 1,
     cluster: Cluster = H200_CLUSTER,
 ) -> float:
-    """Predict the speed of replicas, one on each device."""
+    """Predict the speed with one replica per device."""
     size = network.parameters * BYTES_PER_GRADIENT
     exchange = all_reduce_seconds(size, num_devices, cluster)
     seconds = accumulation * network.seconds + exchange
     return num_devices * accumulation * network.micro_batch / seconds
 
 
-def piped_images_per_second(
+def pipeline_images_per_second(
     network: Network,
     num_devices: int,
     output_bytes: Sequence[float],
@@ -93,21 +92,21 @@ def piped_images_per_second(
     """Predict the speed of replicas that are pipelines of equal stages.
 
     Args:
-        network: What one device trains.
-        num_devices: A multiple of the stages.
-        output_bytes: What each stage hands to the next, in a micro-batch; the last: 0.
-        accumulation: Micro-batches in an update.
-        cluster: Whose nodes hold whole pipelines.
+        network: Network to train.
+        num_devices: A multiple of the number of stages.
+        output_bytes: Bytes per micro-batch that each stage sends on; 0 for the last.
+        accumulation: Micro-batches per update.
+        cluster: A cluster whose nodes hold whole pipelines.
     """
     count = len(output_bytes)
     replicas = num_devices // count
-    # The same parts of all pipelines exchange with one another.
+    # A stage exchanges gradients with the same stage of the other pipelines.
     size = network.parameters * BYTES_PER_GRADIENT / count
-    own = cluster._replace(devices_per_node=cluster.devices_per_node // count)
+    stage_cluster = cluster._replace(devices_per_node=cluster.devices_per_node // count)
     costs = Costs(
         forward=(network.seconds / 3 / count,) * count,
         backward=(network.seconds * 2 / 3 / count,) * count,
-        all_reduce=(all_reduce_seconds(size, replicas, own),) * count,
+        all_reduce=(all_reduce_seconds(size, replicas, stage_cluster),) * count,
         output_bytes=tuple(output_bytes),
     )
     table = build_table("grouped", place_stages([1] * count, None), accumulation)
@@ -118,21 +117,21 @@ def piped_images_per_second(
 def shared_cores_seconds(
     alone: float, num_processes: int, num_cores: int, num_bytes: float, link: Link
 ) -> float:
-    """Predict an update of processes with a core each, or fewer, on one machine.
+    """Predict the time of an update by processes that share the cores of one machine.
 
     Args:
-        alone: Seconds of an update of one process that has a core to itself.
-        num_processes: Each with as much work as that one.
-        num_cores: They share these evenly.
-        num_bytes: Of gradients.
-        link: Between two processes.
+        alone: Seconds per update of one process with its own core.
+        num_processes: Processes, each with the same work.
+        num_cores: Cores, shared evenly.
+        num_bytes: Bytes of gradients.
+        link: Link between two processes.
     """
     turns = max(1.0, num_processes / num_cores)
     return turns * alone + ring_all_reduce_seconds(num_bytes, num_processes, link)
 
 
-def replicas_table(devices: Sequence[int] = DEVICES) -> str:
-    """Return images/s and efficiency of replicas, a row for each number of devices."""
+def format_replicas_table(devices: Sequence[int] = DEVICES) -> str:
+    """Return a table of images/s and efficiency by the number of devices."""
     plans = [(network, m) for network in NETWORKS for m in (1, 8)]
     names = [f"{network.name}, accumulation {m}" for network, m in plans]
     rows = []
@@ -143,7 +142,7 @@ def replicas_table(devices: Sequence[int] = DEVICES) -> str:
             single = images_per_second(network, 1, accumulation=m)
             cells.append(f"{speed:,.0f} ({speed / single / count:.0%})")
         rows.append(cells)
-    return _table(["devices", *names], rows)
+    return _format_table(["devices", *names], rows)
 
 
 _RESNET50_CUTS = (
@@ -154,26 +153,26 @@ _RESNET50_CUTS = (
 """Bytes between the four blocks of ResNet-50, for a micro-batch of 256 in bfloat16."""
 
 
-def pipelines_table(devices: Sequence[int] = DEVICES) -> str:
-    """Return the same of ResNet-50 in pipelines of four devices, as Graphcore had them."""
+def format_pipelines_table(devices: Sequence[int] = DEVICES) -> str:
+    """Return the same table for ResNet-50 in pipelines of four devices."""
     network = NETWORKS[0]
     rows = []
     for count in (number for number in devices if number >= 4):
         cells = [str(count)]
         for m in (16, 64, 256):
-            speed = piped_images_per_second(
+            speed = pipeline_images_per_second(
                 network, count, (*_RESNET50_CUTS, 0), accumulation=m
             )
             ideal = count * network.images_per_second
             cells.append(f"{speed:,.0f} ({speed / ideal:.0%})")
         rows.append(cells)
-    return _table(["devices", *(f"accumulation {m}" for m in (16, 64, 256))], rows)
+    return _format_table(["devices", *(f"accumulation {m}" for m in (16, 64, 256))], rows)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [names, ["---:"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
-    print(replicas_table(), pipelines_table(), sep="\n\n")
+    print(format_replicas_table(), format_pipelines_table(), sep="\n\n")

@@ -1,10 +1,10 @@
-"""An entry of a benchmark's results, as far as it must be there."""
+"""An entry of results.json with all required fields."""
 
 from typing import Any
 
 
 def measured(lowest: float, median: float, highest: float, **others: Any) -> dict[str, Any]:
-    """Return a measured entry of these speeds; `others` are set or added."""
+    """Return a measured entry with these speeds; `others` replace or add fields."""
     return {
         "name": "x",
         "command": "vcd train",

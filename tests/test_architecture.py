@@ -59,7 +59,7 @@ MAY_IMPORT = {
         *("checkpoint", "data", "distributed", "feeds", "loop", "nn", "program"),
         *("commands", "report", "run"),
     },
-    "bench": {"apps", "data", "feeds", "loop", "nn", "program", "run", "drawing"},
+    "bench": {"apps", "data", "feeds", "loop", "nn", "program", "run"},
     "cli": {"__init__", "commands", "distributed", "run"},
     "__main__": {"cli"},
     "__init__": {

@@ -1,1 +1,1 @@
-"""The scales: named benchmarks, against the device's limits and against PyTorch."""
+"""Named benchmarks, compared with the roofline of the device and with PyTorch."""

@@ -1,26 +1,30 @@
-"""``millrace bench``: what is asked for, checked before anything heavy is imported."""
+"""The command ``millrace bench``.
+
+``--list`` and wrong options need no JAX, so heavy modules are imported in functions.
+"""
 
 import os
 
-from millrace.bench.building import configuration
-from millrace.bench.comparing import read_results
 from millrace.bench.config import BenchConfig
-from millrace.bench.spec import load_spec, select
+from millrace.bench.spec import load_spec, parse_command, select_entries
 
 
 def bench(config: BenchConfig) -> int:
-    """Do what is asked for; the status is 1 if an entry has failed."""
+    """Run the command; return 1 if an entry failed."""
     if config.page:
         from millrace.bench.page import write_page
 
-        return write_page(config.page, config.out)
-    entries = select(load_spec(config.spec), [*config.names, *config.benchmark])
+        write_page(config.page, config.out)
+        return 0
+    entries = select_entries(load_spec(config.spec), [*config.names, *config.benchmark])
     if config.list:
         print("\n".join(f"{e.name:<34} {e.about or e.command}" for e in entries))
         return 0
-    configs = {entry.name: configuration(entry) for entry in entries}
+    configs = {entry.name: parse_command(entry) for entry in entries}
     if config.compare is not None:
-        read_results(config.compare)  # a wrong file should not be found out at the end
+        from millrace.bench.reporting import read_results
+
+        read_results(config.compare)  # refuse a wrong file before measuring, not after
     _prepare_process(config)
     from millrace.bench.session import Session
 
@@ -30,8 +34,8 @@ def bench(config: BenchConfig) -> int:
 
 
 def _prepare_process(config: BenchConfig) -> None:
-    """Settings that must be made before a device is first used."""
-    # Memory is taken as it is needed: the rest is PyTorch's.
+    """Make the settings that are needed before the first use of a device."""
+    # Allocate memory on demand: PyTorch needs the rest.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from millrace.run.process import tune_memory_allocation, use_virtual_devices
 

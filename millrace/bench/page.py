@@ -1,8 +1,6 @@
-"""The results page: measurements that were kept, each with its command and hardware.
+"""The results page: kept measurements with their commands and hardware.
 
-First what ``millrace bench`` has measured, then what the programs in ``benchmarks/`` found.
-
-It is made from files and nothing else, so that a test can make it again.
+It depends on nothing but the kept files, so that a test can check it.
 """
 
 import fnmatch
@@ -15,68 +13,65 @@ from typing import Any
 
 import yaml
 
-from millrace.bench.comparing import read_results
-from millrace.bench.reporting import command_line, notes, row_of, table
+from millrace.bench.reporting import (
+    format_command,
+    format_notes,
+    format_row,
+    format_table,
+    read_results,
+)
 from millrace.config import ConfigurationError, writing
 
 _DATED = re.compile(r"\d{4}-\d\d-\d\d-(.+)")
 _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
 _DRAWING = re.compile(r"(!\[[^\]]*\])\(([^)/]+\.svg)\)")
 _DRAWINGS = "results"
-"""The folder of a page's drawings, beside it."""
+"""Folder for the drawings, next to the page."""
 
 _INTRODUCTION = """\
 # Results
 
-What `millrace bench` has measured, newest first; below it, the [reports](#reports) of the
-programs in `benchmarks/`: accuracy on real data, speed against PyTorch, and what each
-feature costs. This page is made from the files in `benchmarks/results/` by
+Measurements of `millrace bench`, newest first, followed by the [reports](#reports) of the
+scripts in `benchmarks/`: accuracy on real data, and the cost of each feature. This page is
+generated from the files in `benchmarks/results/`:
 
 ```
 millrace bench --page benchmarks/results --out docs/results.md
 ```
 
-A row is an entry of the spec; its command stands below the table and can be typed by
-itself. *samples/s* is the median of some values, the first dropped, and *spread* how far
-the lowest and the highest are apart; *ms* is for an update, or a batch in the middle of
-many; *latency* is a call with one batch, timed on the host until its logits are there: its
-median and, where it is known that there were enough calls, 99th and 99.9th percentile.
-*TFLOP/s* counts products and convolutions, and *GB/s* is the larger of two counts: what XLA
-says a program moves, which leaves out what it hands to cuDNN and cuBLAS, and the operands
-and results of products and convolutions. Each has its part of what the same device reached,
-in the same call, in plain products and copies. *ratio* is our samples/s over those of the
-faster of PyTorch's two ways, run in the same call, with a ~ where the spreads of the two
-are larger than its distance from 1; *latency ratio* is PyTorch's median latency over ours.
-Above 1, ours is faster.
+A row is an entry of the spec. Its command is below the table and runs on its own.
+
+- *samples/s* is the median of several values without the first, and *spread* the distance
+  of the lowest and highest value.
+- *ms* is the time per update, or per batch among many.
+- *latency* is the time of a call with one batch, measured on the host until the logits
+  arrive: the median and, with enough calls, the 99th and 99.9th percentile.
+- *TFLOP/s* counts matrix products and convolutions. *GB/s* is the larger of two counts:
+  the bytes that XLA reports, which leave out cuDNN and cuBLAS, and the operands and results
+  of products and convolutions. The percentages are shares of what the same device reached
+  in the same session with plain products and copies.
+- *ratio* is our samples/s divided by those of the faster PyTorch variant in the same
+  session, with a ~ if its distance from 1 is within the noise of the two values. *latency
+  ratio* is the median latency of PyTorch divided by ours. Above 1, millrace is faster.
 """
 
 
-def write_page(places: Sequence[Path], out: Path | None) -> int:
-    """Write the page from these files or folders to a file, or print it."""
-    reports = reports_in(places)
-    text = page(files_in(places), reports)
+def write_page(places: Sequence[Path], out: Path | None) -> None:
+    """Write the page of these files and folders to a file, or print it."""
+    reports = find_reports(places)
+    text = format_page(find_results(places), reports)
     if out is None:
         print(text, end="")
-    else:
-        with writing(out):
-            out.write_text(text)
-            for drawing in drawings_in(reports):
-                (out.parent / _DRAWINGS).mkdir(exist_ok=True)
-                shutil.copyfile(drawing, out.parent / _DRAWINGS / drawing.name)
-    return 0
+        return
+    with writing(out):
+        out.write_text(text)
+        for drawing in find_drawings(reports):
+            (out.parent / _DRAWINGS).mkdir(exist_ok=True)
+            shutil.copyfile(drawing, out.parent / _DRAWINGS / drawing.name)
 
 
-def drawings_in(reports: Sequence[Path]) -> list[Path]:
-    """Return the drawings that these reports show, which lie beside them."""
-    return [
-        path.with_name(name)
-        for path in reports
-        for _, name in _DRAWING.findall(path.read_text())
-    ]
-
-
-def files_in(places: Sequence[Path]) -> list[Path]:
-    """Return the results in these files and folders, newest first."""
+def find_results(places: Sequence[Path]) -> list[Path]:
+    """Return the JSON results in these files and folders, newest first."""
     found: list[Path] = []
     for place in places:
         found += sorted(place.rglob("*.json")) if place.is_dir() else [place]
@@ -87,8 +82,8 @@ def files_in(places: Sequence[Path]) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def reports_in(places: Sequence[Path]) -> list[Path]:
-    """Return the dated reports in these folders: of each subject and device, the newest."""
+def find_reports(places: Sequence[Path]) -> list[Path]:
+    """Return the newest dated report in these folders for each subject and device."""
     newest: dict[str, Path] = {}
     for place in places:
         for path in sorted(place.rglob("*.md")):
@@ -97,42 +92,50 @@ def reports_in(places: Sequence[Path]) -> list[Path]:
     return [newest[subject] for subject in sorted(newest)]
 
 
-def page(paths: Sequence[Path], reports: Sequence[Path] = ()) -> str:
+def find_drawings(reports: Sequence[Path]) -> list[Path]:
+    """Return the drawings that these reports show; they are next to the reports."""
+    return [
+        path.with_name(name)
+        for path in reports
+        for _, name in _DRAWING.findall(path.read_text())
+    ]
+
+
+def format_page(paths: Sequence[Path], reports: Sequence[Path] = ()) -> str:
     """Return the page as Markdown."""
     files = resources.files("millrace.bench")
     published = yaml.safe_load((files / "published.yml").read_text())
     kept = [read_results(path) for path in paths]
     kept.sort(key=lambda results: results["facts"]["date"], reverse=True)
-    sections = [_section(results, published) for results in kept]
-    parts = [_INTRODUCTION, *sections, _others(published), *_reports(reports)]
-    return "\n".join(parts).rstrip() + "\n"
+    sections = [_format_session(results, published) for results in kept]
+    parts = [_INTRODUCTION, *sections, _format_published(published)]
+    return "\n".join([*parts, *_format_reports(reports)]).rstrip() + "\n"
 
 
-def _reports(paths: Sequence[Path]) -> list[str]:
-    """Return the reports as they are, a level lower."""
-    if not paths:
-        return []
-    texts = [_HEADING.sub(r"##\1", path.read_text().rstrip()) + "\n" for path in paths]
-    shown = [_DRAWING.sub(rf"\1({_DRAWINGS}/\2)", text) for text in texts]
-    return ["\n## Reports\n", *shown]
-
-
-def _section(results: Mapping[str, Any], published: Sequence[Mapping[str, Any]]) -> str:
+def _format_session(
+    results: Mapping[str, Any], published: Sequence[Mapping[str, Any]]
+) -> str:
     facts = results["facts"]
     measured = [e for e in results["entries"] if e["status"] == "measured"]
-    lines = [f"## {facts['device']}, {facts['date']}", "", *_facts(results), ""]
-    for title, some in _topics(measured).items():
-        lines += [f"### {title}", "", *table([_row(e, published) for e in some])]
-        lines += [*notes(some), "", *map(command_line, some), ""]
-    left = [e for e in results["entries"] if e["status"] != "measured"]
-    if left:
+    lines = [f"## {facts['device']}, {facts['date']}", "", *_format_facts(results), ""]
+    for title, entries in _group_by_topic(measured).items():
+        rows = [
+            format_row(entry)
+            | {"published elsewhere": find_published(entry["name"], published)}
+            for entry in entries
+        ]
+        lines += [f"### {title}", "", *format_table(rows)]
+        lines += [*format_notes(entries), "", *map(format_command, entries), ""]
+    if others := [e for e in results["entries"] if e["status"] != "measured"]:
         lines += ["Not measured:", ""]
-        lines += [f"- {e['name']}: {e['status']}, {e['reason'].rstrip('.')}" for e in left]
+        lines += [
+            f"- {e['name']}: {e['status']}, {e['reason'].rstrip('.')}" for e in others
+        ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _facts(results: Mapping[str, Any]) -> list[str]:
+def _format_facts(results: Mapping[str, Any]) -> list[str]:
     limits = {name: f"{value:.3g}/s" for name, value in results["limits"].items()}
     shown = {name: v for name, v in results["facts"].items() if name != "date"}
     shown["command"] = f"`{shown['command']}`"
@@ -140,8 +143,9 @@ def _facts(results: Mapping[str, Any]) -> list[str]:
     return [f"- {name}: {value}" for name, value in shown.items()]
 
 
-def _topics(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Sort entries by what they are: updates of a network, batches, or something else."""
+def _group_by_topic(
+    entries: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Mapping[str, Any]]]:
     titles = {
         "cnn train": "CNN training",
         "cnn validate": "CNN inference",
@@ -149,52 +153,53 @@ def _topics(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
         "vcd": "VCD",
     }
     return {
-        title: some
+        title: matching
         for command, title in titles.items()
-        if (some := [e for e in entries if e["command"].startswith(command)])
+        if (matching := [e for e in entries if e["command"].startswith(command)])
     }
 
 
-def _row(
-    entry: Mapping[str, Any], published: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    return row_of(entry) | {"published elsewhere": beside(entry["name"], published)}
-
-
-def _others(published: Sequence[Mapping[str, Any]]) -> str:
-    """What others say, by the network."""
+def _format_published(published: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
-            "what": part["what"],
-            "beside": ", ".join(f"`{pattern}`" for pattern in part["entries"])
-            or "none: another network",
+            "workload": part["what"],
+            "compare with": ", ".join(f"`{pattern}`" for pattern in part["entries"])
+            or "nothing: a different network",
             "hardware": hardware,
             "samples/s": figure,
             "batch": batch,
-            "how": how,
+            "details": details,
             "source": source,
         }
         for part in published
-        for hardware, figure, batch, how, source in part["figures"]
+        for hardware, figure, batch, details, source in part["figures"]
     ]
     return "\n".join(
         [
             "## Published elsewhere",
             "",
-            "On other hardware, by those who made it or by the networks' keepers. For the "
-            "IPU-M2000 commands of Graphcore's benchmarks no published figures were found. "
-            "The batch is theirs, over all devices, where it is said.",
+            "Figures for other hardware, from its vendors or the maintainers of the "
+            "networks. We found none for the IPU-M2000 commands of Graphcore's benchmarks. "
+            "The batch is the total over all devices, where it is known.",
             "",
-            *table(rows),
+            *format_table(rows),
         ]
     )
 
 
-def beside(name: str, published: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a few words what others have published for an entry's network."""
+def find_published(name: str, published: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first published figure for the network of an entry, in a few words."""
     for part in published:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in part["entries"]):
             hardware, figure, batch, _, _ = part["figures"][0]
-            said = f"batch {batch}" if batch else "batch not said"
-            return f"{figure} ({hardware}, {said})"
+            return f"{figure} ({hardware}, batch {batch or 'unknown'})"
     return ""
+
+
+def _format_reports(paths: Sequence[Path]) -> list[str]:
+    """Return the reports with their headings two levels lower."""
+    if not paths:
+        return []
+    texts = [_HEADING.sub(r"##\1", path.read_text().rstrip()) + "\n" for path in paths]
+    shown = [_DRAWING.sub(rf"\1({_DRAWINGS}/\2)", text) for text in texts]
+    return ["\n## Reports\n", *shown]

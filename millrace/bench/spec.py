@@ -1,4 +1,4 @@
-"""The spec: named benchmarks, each a command of ours. Imports nothing heavy."""
+"""The spec: named benchmarks, each a command of millrace. Imports nothing heavy."""
 
 import dataclasses
 import fnmatch
@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from millrace.config import ConfigurationError, build, did_you_mean, load_yaml
+from millrace.config import ConfigurationError, build, did_you_mean, load_yaml, parse
 
 COMMANDS = (
     "cnn train",
@@ -19,64 +19,60 @@ COMMANDS = (
     "autoencoder sweep",
     "vcd train",
 )
-"""What can be measured."""
+"""Commands that can be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A benchmark."""
+    """A benchmark of the spec."""
 
     name: str
     command: str
-    """What is measured, as it would be typed after ``millrace``."""
+    """Command to measure, without the leading ``millrace``."""
     about: str = ""
-    """What is special about it, in a line."""
+    """What the entry is for, in one line."""
     groups: list[str] = field(default_factory=list)
-    """Names that it can be asked for by, together with others."""
+    """Names that select this entry together with others."""
     batch_sizes: list[int] = field(default_factory=list)
-    """Makes one entry of each, NAME_b1 and so on, with this batch size."""
+    """Replaces the entry with one per batch size: NAME_b1 and so on."""
     needs: str = ""
-    """The platform it is for, where the others would take too long: gpu."""
+    """Platform that the entry needs, because it would take too long elsewhere."""
     peer: bool = True
-    """Whether PyTorch should do it too, where it can and is asked to."""
+    """Whether ``--peer torch`` includes the entry."""
     random_data: bool = False
-    """Of vcd: random pictures in place of the data set's, which take as long."""
+    """For vcd: random images instead of the dataset; they take as long."""
     reference: str = ""
-    """Whose command it is, if not ours."""
+    """Origin of a command that is not ours."""
     file: Path | None = None
-    """The spec that has it."""
+    """The spec file."""
 
     def __post_init__(self) -> None:
         try:
             application = self.application
         except ValueError as error:
             raise ConfigurationError(
-                f"the command cannot be read, {str(error).lower()}: {self.command}"
+                f"cannot parse the command, {str(error).lower()}: {self.command}"
             ) from error
         if application not in COMMANDS:
             raise ConfigurationError(
-                f"{application!r} cannot be measured. What can: {', '.join(COMMANDS)}."
+                f"{application!r} cannot be measured. Commands that can: "
+                f"{', '.join(COMMANDS)}."
             )
         if self.needs not in ("", "gpu", "cpu"):
             raise ConfigurationError(f"needs must be gpu or cpu, got {self.needs!r}.")
 
     @property
-    def place(self) -> str:
-        """Where it stands, for an error."""
-        return f"{self.file}: benchmark {self.name}" if self.file else "The command"
-
-    @property
     def application(self) -> str:
-        """The first two words of the command."""
+        """The application and verb of the command, such as ``cnn train``."""
         return " ".join(shlex.split(self.command)[:2])
 
     @property
-    def words(self) -> list[str]:
-        """The options of the command; $NAME is taken from the environment."""
+    def arguments(self) -> list[str]:
+        """The remaining arguments, with $NAME replaced from the environment."""
         return [os.path.expandvars(word) for word in shlex.split(self.command)[2:]]
 
-    def expanded(self) -> "list[Entry]":
-        """Return an entry for each batch size, or this one."""
+    def expand(self) -> "list[Entry]":
+        """Return one entry per batch size, or the entry itself if it lists none."""
         option = "-b" if self.application == "vcd train" else "--batch-size"
         return [
             dataclasses.replace(
@@ -89,21 +85,16 @@ class Entry:
         ] or [self]
 
 
-def shipped_spec() -> Path:
-    """Return where the spec that comes with millrace lies."""
-    return Path(str(resources.files("millrace.bench") / "spec.yml"))
-
-
 def load_spec(path: Path | None) -> list[Entry]:
-    """Read all entries of a spec."""
-    path = path or shipped_spec()
+    """Load the entries of a spec (default: the one that comes with millrace)."""
+    path = path or Path(str(resources.files("millrace.bench") / "spec.yml"))
     entries: list[Entry] = []
     for name, values in load_yaml(path).items():
-        entries += _entry(path, str(name), values).expanded()
+        entries += _build_entry(path, str(name), values).expand()
     return entries
 
 
-def _entry(path: Path, name: str, values: Any) -> Entry:
+def _build_entry(path: Path, name: str, values: Any) -> Entry:
     own = ("name", "file")
     known = [f.name for f in dataclasses.fields(Entry) if f.name not in own]
     if not isinstance(values, dict):
@@ -112,7 +103,7 @@ def _entry(path: Path, name: str, values: Any) -> Entry:
         if key not in known:
             raise ConfigurationError(
                 f"{path}: benchmark {name} has an unknown option {key}."
-                f"{did_you_mean(str(key), known)} There is: {', '.join(known)}."
+                f"{did_you_mean(str(key), known)} Known options: {', '.join(known)}."
             )
     if not values.get("command"):
         raise ConfigurationError(f"{path}: benchmark {name} has no command.")
@@ -122,19 +113,61 @@ def _entry(path: Path, name: str, values: Any) -> Entry:
         raise ConfigurationError(f"{path}: benchmark {name}: {error}") from error
 
 
-def select(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
-    """Return the entries that are asked for, in the spec's order; all without names."""
+def select_entries(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
+    """Return the entries that match a name, in the order of the spec; all without names."""
     groups = {group for entry in entries for group in entry.groups}
-    asked: set[str] = set()
+    selected: set[str] = set()
     for name in names:
-        found = {
+        matching = {
             e.name for e in entries if name in e.groups or fnmatch.fnmatchcase(e.name, name)
         }
-        if not found:
+        if not matching:
             known = [entry.name for entry in entries]
             raise ConfigurationError(
                 f"There is no benchmark {name}.{did_you_mean(name, [*known, *groups])} "
-                f"There is: {', '.join(known)}; and the groups {', '.join(sorted(groups))}."
+                f"Entries: {', '.join(known)}. Groups: {', '.join(sorted(groups))}."
             )
-        asked |= found
-    return [entry for entry in entries if not names or entry.name in asked]
+        selected |= matching
+    return [entry for entry in entries if not names or entry.name in selected]
+
+
+def parse_command(entry: Entry) -> Any:
+    """Return the configuration of the command of an entry."""
+    place = f"{entry.file}: benchmark {entry.name}" if entry.file else "The command"
+    program = f"millrace {entry.application}"
+    config_type, named_configs = _load_config_type(entry.application)
+    try:
+        config, _ = parse(
+            config_type, entry.arguments, program=program, named_configs=named_configs
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error}") from error
+    if entry.application == "cnn validate" and len(config.batch_size) != 1:
+        raise ConfigurationError(
+            f"{place}: the command must have one batch size; batch_sizes creates an entry "
+            "for each."
+        )
+    return config
+
+
+def _load_config_type(application: str) -> tuple[Any, Path | None]:
+    """Return the configuration type of a command and its file of named configurations.
+
+    The registry of commands knows them as well, but it names ``bench``, too: importing it
+    here would be a cycle.
+    """
+    match application:
+        case "cnn train":
+            from millrace.apps.cnn.config import CnnConfig as config_type
+        case "cnn validate":
+            from millrace.apps.cnn.config.commands import ValidateConfig
+
+            return ValidateConfig, None
+        case "autoencoder train":
+            from millrace.apps.autoencoder.config import AutoencoderConfig as config_type
+        case "autoencoder sweep":
+            from millrace.apps.autoencoder.config.commands import SweepConfig as config_type
+        case _:
+            from millrace.apps.vcd.config import VcdConfig as config_type
+    package = resources.files(f"millrace.apps.{application.split()[0]}")
+    return config_type, Path(str(package / "runs.yml"))

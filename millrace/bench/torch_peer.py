@@ -1,4 +1,4 @@
-"""Our side of the comparison with PyTorch: processes that are asked to do the same."""
+"""Our side of the comparison with PyTorch: start its processes and ask them to measure."""
 
 import concurrent.futures
 import contextlib
@@ -16,16 +16,12 @@ from millrace.config import ConfigurationError
 _SCRIPT = Path(__file__).with_name("torch_process.py")
 _VARIANTS = {"eager": False, "compiled": True}
 _AT_ONCE = 6
-"""Processes that prepare at the same time: each holds the activations of a batch."""
+"""Processes that prepare at once on a GPU; each holds the activations of a batch."""
 _COMPILE_THREADS = "4"
 
 
-def _silent(_: str) -> None:
-    """Say nothing."""
-
-
 class PeerFailed(Exception):
-    """PyTorch could not do it; the message says why."""
+    """PyTorch failed; the message says why."""
 
 
 class TorchProcess:
@@ -33,7 +29,7 @@ class TorchProcess:
 
     def __init__(self, python: str, device: str) -> None:
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": _COMPILE_THREADS, **os.environ}
-        # Whatever decides how warnings are treated here is not meant for it.
+        # Warning filters of this process, such as those of pytest, are not for PyTorch.
         environment.pop("PYTHONWARNINGS", None)
         self._errors = tempfile.TemporaryFile("w+")
         try:
@@ -62,9 +58,9 @@ class TorchProcess:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except OSError as error:
-            raise PeerFailed("PyTorch's process has ended") from error
+            raise PeerFailed("the PyTorch process has ended") from error
         for line in process.stdout:
-            if line.startswith("{"):  # libraries may print, too
+            if line.startswith("{"):  # libraries may print other lines
                 answer = json.loads(line)
                 if "error" in answer:
                     raise PeerFailed(" ".join(answer["error"].split()).rstrip("."))
@@ -72,12 +68,12 @@ class TorchProcess:
         status = process.wait()
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:]
-        raise PeerFailed(" ".join([f"PyTorch's process ended with {status}", *last]))
+        raise PeerFailed(" ".join([f"the PyTorch process ended with {status}", *last]))
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):  # it may have ended before
+        with contextlib.suppress(OSError):  # it may have ended already
             self._process.stdin.close()
         try:
             self._process.wait(30)
@@ -89,24 +85,24 @@ class TorchProcess:
 
 
 def require_torch(python: str, device: str) -> None:
-    """Refuse a Python in which PyTorch cannot be imported, or cannot use the device."""
+    """Raise an error if a Python has no PyTorch, or none that can use the device."""
     try:
         TorchProcess(python, device).close()
     except PeerFailed as error:
         raise ConfigurationError(
             f"--peer torch: there is no PyTorch for {device} in {python}: {error}. Install "
-            f"it with `{python} -m pip install torch torchvision`, or name a Python that "
-            "has it with --torch-python."
+            f"it with `{python} -m pip install torch torchvision`, or pass a Python that "
+            "has it as --torch-python."
         ) from error
 
 
 class TorchPeer:
-    """All of PyTorch's work: prepared together, measured one by one.
+    """The PyTorch side of all entries: prepared together, measured one by one.
 
     Args:
-        python: A Python that has PyTorch.
+        python: A Python with PyTorch.
         device: cpu or cuda.
-        works: What to do, by the entry's name; see ``Workload.peer``.
+        works: Settings of each entry by name; see ``Workload.peer``.
     """
 
     def __init__(
@@ -120,17 +116,22 @@ class TorchPeer:
         self._prepared: dict[tuple[str, str], float] = {}
         self.facts: dict[str, str] = {}
 
-    def prepare(self, say: Callable[[str], None]) -> None:
-        """Start the processes and let them compile."""
+    def prepare(self, log: Callable[[str], None]) -> None:
+        """Start the processes and let them compile.
+
+        Batch sizes of one inference model share a process.
+        """
         groups: dict[str, list[str]] = {}
         for name, work in self.works.items():
             alone = work["kind"] != "inference"
             groups.setdefault(name if alone else work["model"], []).append(name)
         with concurrent.futures.ThreadPoolExecutor(self._at_once) as pool:
-            for future in [pool.submit(self._group, g, say) for g in groups.values()]:
+            for future in [
+                pool.submit(self._prepare_group, g, log) for g in groups.values()
+            ]:
                 future.result()
 
-    def _group(self, names: list[str], say: Callable[[str], None]) -> None:
+    def _prepare_group(self, names: list[str], log: Callable[[str], None]) -> None:
         try:
             process = TorchProcess(self._python, self._device)
         except PeerFailed as error:
@@ -142,7 +143,7 @@ class TorchPeer:
         for name in names:
             self._processes[name] = process
             for variant, compiled in _VARIANTS.items():
-                self._prepare(process, name, variant, compiled, say)
+                self._prepare(process, name, variant, compiled, log)
 
     def _prepare(
         self,
@@ -150,44 +151,46 @@ class TorchPeer:
         name: str,
         variant: str,
         compiled: bool,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         try:
             answer = process.ask(
                 do="prepare", name=name, compiled=compiled, settings=self.works[name]
             )
             self._prepared[name, variant] = answer["prepare_seconds"]
-            say(f"PyTorch {variant} {name}: ready in {answer['prepare_seconds']:.1f} s")
+            log(f"PyTorch {variant} {name}: ready in {answer['prepare_seconds']:.1f} s")
         except PeerFailed as error:
             self._failures[name, variant] = str(error)
-            say(f"PyTorch {variant} {name}: {error}")
+            log(f"PyTorch {variant} {name}: {error}")
 
     def measure(self, name: str, repeat: int, seconds: float) -> dict[str, Any]:
-        """Return what each variant reached, or why it did not."""
-        found: dict[str, Any] = {}
+        """Return the figures of each variant, or its error."""
+        figures: dict[str, Any] = {}
         for variant, compiled in _VARIANTS.items():
             if (name, variant) in self._failures and name in self._processes:
-                # Perhaps only for want of memory that others held.
+                # Try again: perhaps other processes had taken the memory.
                 del self._failures[name, variant]
-                self._prepare(self._processes[name], name, variant, compiled, _silent)
+                self._prepare(
+                    self._processes[name], name, variant, compiled, lambda _: None
+                )
             if (name, variant) in self._failures:
-                found[variant] = {"error": self._failures[name, variant]}
+                figures[variant] = {"error": self._failures[name, variant]}
                 continue
             options = {"compiled": compiled, "repeat": repeat, "seconds": seconds}
             try:
                 answer = self._processes[name].ask(do="measure", name=name, **options)
             except PeerFailed as error:
-                found[variant] = {"error": str(error)}
+                figures[variant] = {"error": str(error)}
                 continue
             values = answer["samples_per_second"]
             answer["median"] = statistics.median(values)
             answer |= {"lowest": min(values), "highest": max(values)}
             answer["prepare_seconds"] = self._prepared[name, variant]
-            found[variant] = answer
-        return found
+            figures[variant] = answer
+        return figures
 
     def finish(self, name: str) -> None:
-        """End the process of an entry if it was its last one."""
+        """End the process of an entry unless another entry still needs it."""
         process = self._processes.pop(name, None)
         if process is not None and process not in self._processes.values():
             process.close()

@@ -1,52 +1,63 @@
-"""What is measured: something that can be compiled, made ready, and called."""
+"""Workloads: compile, start and call what a command would run, and measure it."""
 
 import abc
 import collections
 import contextlib
+import functools
 import logging
-from typing import Any, NamedTuple
+import statistics
+import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from millrace.bench.operations import Counted, count
+from millrace.apps.cnn.config.commands import ValidateConfig
+from millrace.apps.cnn.data import ImageData
+from millrace.apps.cnn.inference.command import build_inference
+from millrace.apps.cnn.inference.feed import build_feed
+from millrace.apps.cnn.inference.latency import latency_figures
+from millrace.apps.cnn.inference.network import Network, time_calls
+from millrace.bench.measuring import count_latency_calls, drop_unsupported
+from millrace.bench.roofline import Cost, count_cost
 from millrace.feeds.infeed import Infeed
 from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
 from millrace.program.compiling import Options, compiling, peak_bytes
 from millrace.program.training import TrainingProgram
 
+_FIRST_LATENCY_CALLS = 5
+"""Calls that estimate the time of a call, to choose how many to time."""
+
 _log = logging.getLogger("millrace")
 
 
-class Cost(NamedTuple):
-    """What a unit of work, an update or a batch, asks of the device; None if unknown."""
-
-    operations: float | None
-    num_bytes: float | None
-    """The larger of what XLA counts and what products and convolutions read and write."""
+class CannotRun(Exception):
+    """An entry cannot run on this machine; the message says why."""
 
 
 class Workload(abc.ABC):
-    """Work of one kind, in calls of the compiled program."""
+    """Calls of a compiled program."""
 
     unit: str
-    """What the work is counted in: update or batch."""
+    """Unit of work: update or batch."""
     samples_per_unit: int
     units_per_call: int
     num_devices: int
     compute: str
-    """The type of computation."""
+    """Type of the computation."""
     batch: int
-    """What is to be lowered where memory is short."""
+    """Samples per device, which must be lowered if memory is short."""
     compile_seconds = 0.0
     memory_bytes = 0
-    known_cost = Cost(None, None)
-    peer: dict[str, Any] | str = "PyTorch's side does not know this command"
-    """What PyTorch has to know to do the same, or why it cannot."""
+    cost = Cost(0.0, 0.0)
+    """Cost of a unit on each device, once estimated. Its bytes are the larger of two
+    counts: that of XLA, and the operands and results of products and convolutions."""
+    peer: dict[str, Any] | str = "there is no PyTorch version of this command"
+    """Settings of the same work in PyTorch, or why there is none."""
 
     @abc.abstractmethod
     def compile(self, options: Options | None = None) -> None:
-        """Compile, with further options of XLA's; then `memory_bytes` is known."""
+        """Compile with additional XLA options, and set `memory_bytes`."""
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -54,42 +65,85 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def run(self, calls: int) -> None:
-        """Make calls, and wait until all are done."""
+        """Make calls and wait until they are done."""
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Let go of everything on the devices."""
+        """Free the memory of the devices."""
 
     @abc.abstractmethod
-    def traced(self) -> Counted:
-        """Count a unit's products and convolutions on each device, compiling nothing."""
+    def trace_cost(self) -> Cost:
+        """Count the products and convolutions of a unit per device, without compiling."""
 
     @abc.abstractmethod
     def compiled_bytes(self) -> float | None:
-        """Return what XLA says that a unit moves on each device, None if it cannot."""
+        """Return the bytes that a unit moves on each device according to XLA, if known."""
 
-    def cost(self) -> Cost:
-        """Work out what a unit costs, on each device."""
-        counted = self.traced()
-        # Of what XLA hands to cuDNN and cuBLAS, it counts nothing.
-        num_bytes = max(counted.num_bytes, self.compiled_bytes() or 0.0)
-        return Cost(counted.operations, num_bytes or None)
-
-    def work_out_cost(self) -> None:
-        """Keep what a unit costs; of a model that cannot be traced alone, nothing."""
+    def estimate_cost(self) -> None:
+        """Set `cost`; it stays unknown if the model cannot be traced on its own."""
         try:
-            self.known_cost = self.cost()
+            traced = self.trace_cost()
+            # XLA counts nothing of what it hands to cuDNN and cuBLAS.
+            num_bytes = max(traced.num_bytes, self.compiled_bytes() or 0.0)
+            self.cost = Cost(traced.flops, num_bytes)
         except Exception as error:
-            _log.warning("What it costs is not known: %s", error)
+            _log.warning("The cost of this entry is unknown: %s", error)
 
-    def latency(self, seconds: float) -> list[float]:
-        """Time single calls, for about so long or some times that; [] if there are none."""
+    def time_single_calls(self, seconds: float) -> list[float]:
+        """Return latencies, timed for about `seconds`; none if latency has no meaning."""
         del seconds
         return []
 
 
-class Training(Workload):
-    """A training program with its infeed, called as a run calls it."""
+def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
+    """Start a compiled workload, measure it, and stop it; return the figures."""
+    try:
+        work.start()
+        values = _time_calls(work, repeat, seconds)
+        latency = work.time_single_calls(seconds / 2)
+    finally:
+        work.stop()
+    per_call = work.samples_per_unit * work.units_per_call
+    speeds = [per_call / value for value in values]
+    median = statistics.median(speeds)
+    unit_seconds = work.samples_per_unit / median
+    return {
+        "samples_per_second": {
+            "median": median,
+            "lowest": min(speeds),
+            "highest": max(speeds),
+            "values": speeds,
+        },
+        "unit": work.unit,
+        "samples_per_unit": work.samples_per_unit,
+        "units_per_call": work.units_per_call,
+        "ms_per_unit": 1e3 * unit_seconds,
+        "latency_ms": drop_unsupported(latency_figures(latency), len(latency)),
+        "latency_calls": len(latency),
+        "compile_seconds": work.compile_seconds,
+        "peak_bytes": work.memory_bytes,
+        "num_devices": work.num_devices,
+        "compute": work.compute,
+        "flops_per_second": work.cost.flops / unit_seconds or None,
+        "bytes_per_second": work.cost.num_bytes / unit_seconds or None,
+    }
+
+
+def _time_calls(work: Workload, repeat: int, seconds: float) -> list[float]:
+    """Return the seconds per call, measured `repeat` times for about `seconds` in all."""
+
+    def timed(calls: int) -> float:
+        started = time.perf_counter()
+        work.run(calls)
+        return time.perf_counter() - started
+
+    first = timed(1)  # dropped: caches and queues were still filling
+    calls = max(1, int(seconds / repeat / first))
+    return [timed(calls) / calls for _ in range(repeat)]
+
+
+class TrainingWorkload(Workload):
+    """A training program with its infeed, called as in a run."""
 
     unit = "update"
 
@@ -112,18 +166,18 @@ class Training(Workload):
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), weights
         )
         self._state: Any = program.init(*weights)
-        self._programs: list[Any] = []
+        self._compiled: list[Any] = []
         self._capacities: tuple[int, ...] = ()
 
     def compile(self, options: Options | None = None) -> None:
-        with compiling_with(options) as self._programs:
+        with _compiling_with(options) as self._compiled:
             self._capacities = compile_calls(
                 self._program, self._state, self._infeed, self._execution
             )[:1]
-        count = self._program.plan.batching.gradient_accumulation_count
-        self.units_per_call = self._capacities[0] // count
+        micro_batches = self._program.plan.batching.gradient_accumulation_count
+        self.units_per_call = self._capacities[0] // micro_batches
         self.compile_seconds = self._program.compile_seconds
-        self.memory_bytes = peak_bytes(self._programs)
+        self.memory_bytes = peak_bytes(self._compiled)
 
     def start(self) -> None:
         self.run(1)
@@ -142,40 +196,95 @@ class Training(Workload):
         self._infeed.close()
         self._state = None
 
-    def traced(self) -> Counted:
-        return training_counted(self._program, self._weights, self._infeed)
+    def trace_cost(self) -> Cost:
+        program, plan = self._program, self._program.plan
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((plan.micro_batch_size, *x.shape[1:]), x.dtype),
+            self._infeed.peek(),
+        )
+
+        def gradient(params: Any, model_state: Any, batch: Any) -> Any:
+            key = jax.random.key(0)
+            return jax.grad(lambda p: program.loss_fn(p, model_state, batch, key)[0])(
+                params
+            )
+
+        passes = plan.batching.gradient_accumulation_count
+        cost = count_cost(gradient, *self._weights, batch)
+        return cost.scale(passes / plan.num_stages)
 
     def compiled_bytes(self) -> float | None:
-        # Of loops inside an update, XLA counts one pass.
-        count = self._program.plan.batching.gradient_accumulation_count
-        plain = count == 1 and len(self._programs) == 1
-        return bytes_accessed(self._programs[0]) if plain else None
+        # XLA counts loops once, so its count is right only without accumulation.
+        micro_batches = self._program.plan.batching.gradient_accumulation_count
+        plain = micro_batches == 1 and len(self._compiled) == 1
+        return _bytes_accessed(self._compiled[0]) if plain else None
 
 
-def compiling_with(
+class InferenceWorkload(Workload):
+    """``cnn validate`` with one batch size."""
+
+    unit = "batch"
+
+    def __init__(
+        self,
+        config: ValidateConfig,
+        images: ImageData,
+        network: Network,
+        peer: dict[str, Any] | str,
+    ) -> None:
+        (self.batch,) = config.batch_size
+        self._feed = build_feed(config, images, self.batch)
+        self._inference = build_inference(config, images, network, self._feed)
+        self.samples_per_unit = self._feed.batch.shape[0]
+        self.units_per_call = self._feed.batches_per_call
+        self.num_devices = config.num_replicas
+        self.compute = config.train_config.plan.types.compute
+        self.peer = peer
+
+    def compile(self, options: Options | None = None) -> None:
+        with _compiling_with(options) as compiled:
+            self._feed.compile(self._inference)
+            self._inference.compile_one()
+        self.compile_seconds = self._inference.compile_seconds
+        self.memory_bytes = peak_bytes(compiled)
+
+    def start(self) -> None:
+        self._inference.place_weights()
+        self._feed.start(self._inference)
+
+    def run(self, calls: int) -> None:
+        self._feed.run(self._inference, calls)
+
+    def stop(self) -> None:
+        self._feed.close()
+        self._inference.release()
+
+    def trace_cost(self) -> Cost:
+        network, batch = self._inference.network, self._feed.batch
+        shape = (batch.shape[0] // self.num_devices, *batch.shape[1:])
+        images = jax.ShapeDtypeStruct(shape, jnp.dtype(self.compute))
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), network.weights
+        )
+        return count_cost(network.apply, weights, images)
+
+    def compiled_bytes(self) -> float | None:
+        return _bytes_accessed(self._inference.programs["one"])
+
+    def time_single_calls(self, seconds: float) -> list[float]:
+        batch = self._feed.one_batch()
+        timed = functools.partial(time_calls, self._inference, [batch])
+        once = statistics.median(timed(_FIRST_LATENCY_CALLS))
+        return list(timed(count_latency_calls(once, seconds)))
+
+
+def _compiling_with(
     options: Options | None,
 ) -> contextlib.AbstractContextManager[list[jax.stages.Compiled]]:
-    """Compile what is compiled inside with these options, and collect it."""
+    """Compile with these XLA options inside the context, and collect the programs."""
     return compiling({jax.default_backend(): options or {}})
 
 
-def training_counted(program: TrainingProgram, weights: Any, infeed: Infeed) -> Counted:
-    """Count an update from its loss."""
-    plan = program.plan
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((plan.micro_batch_size, *x.shape[1:]), x.dtype),
-        infeed.peek(),
-    )
-
-    def gradient(params: Any, model_state: Any, batch: Any) -> Any:
-        key = jax.random.key(0)
-        return jax.grad(lambda p: program.loss_fn(p, model_state, batch, key)[0])(params)
-
-    passes = plan.batching.gradient_accumulation_count
-    return count(gradient, *weights, batch).times(passes / plan.num_stages)
-
-
-def bytes_accessed(program: jax.stages.Compiled) -> float | None:
-    """Return the bytes XLA says a program moves, a loop once and what cuDNN does never."""
+def _bytes_accessed(program: jax.stages.Compiled) -> float | None:
     analysis: Any = program.cost_analysis() or {}
     return analysis.get("bytes accessed")

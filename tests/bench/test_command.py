@@ -1,4 +1,4 @@
-"""``millrace bench`` from the command to the files it leaves."""
+"""``millrace bench``, from the command to the files it writes."""
 
 import csv
 import json
@@ -26,19 +26,19 @@ SPEC = {
     "broken": {"command": "cnn train --dataset digits --pipeline-splits no_such_layer"},
 }
 
-# One entry is for a GPU, and one is refused only where there are two devices.
+# One entry needs a GPU, and one needs more devices than the test suite has.
 pytestmark = pytest.mark.cpu("which entries run depends on the devices")
 
 
-def bench(*words):
+def bench(*arguments):
     with pytest.raises(SystemExit) as left:
-        main(["bench", *map(str, words)])
+        main(["bench", *map(str, arguments)])
     return left.value.code
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Run everything once; return the status, the folder and its results."""
+    """Run all entries once; return the status, the folder and the results."""
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "spec.yml"
     path.write_text(json.dumps(SPEC))
@@ -48,11 +48,11 @@ def measured(tmp_path_factory):
     return status, out, json.loads((out / "results.json").read_text())
 
 
-def entry_of(results, name):
+def get_entry(results, name):
     return next(entry for entry in results["entries"] if entry["name"] == name)
 
 
-def test_a_failing_entry_does_not_stop_the_others_but_is_the_status(measured):
+def test_a_failing_entry_sets_the_status_but_does_not_stop_the_others(measured):
     status, _, results = measured
     assert status == 1
     states = {entry["name"]: entry["status"] for entry in results["entries"]}
@@ -64,21 +64,21 @@ def test_a_failing_entry_does_not_stop_the_others_but_is_the_status(measured):
         "elsewhere": "skipped",
         "broken": "failed",
     }
-    assert "no_such_layer" in entry_of(results, "broken")["reason"]
+    assert "no_such_layer" in get_entry(results, "broken")["reason"]
 
 
 def test_on_an_accelerator_an_entry_is_measured_before_the_next_is_compiled(
     monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(Session, "_side_by_side", Session._one_by_one)
+    monkeypatch.setattr(Session, "_run_side_by_side", Session._run_ours_first)
     path = tmp_path / "spec.yml"
     path.write_text(json.dumps(SPEC))
-    words = ("infer_b2", "broken", "train", "--spec", path, "--out", tmp_path / "out")
-    assert bench(*words, "--seconds", 0.1, "--repeat", 2, "--compile-threads", 1) == 1
-    said = re.findall(
+    arguments = ("infer_b2", "broken", "train", "--spec", path, "--out", tmp_path / "out")
+    assert bench(*arguments, "--seconds", 0.1, "--repeat", 2, "--compile-threads", 1) == 1
+    logged = re.findall(
         r"s  (\S+): (compiled|failed|[\d,.]+ samples)", capsys.readouterr().err
     )
-    order = [(name, what.split()[-1]) for name, what in said]
+    order = [(name, what.split()[-1]) for name, what in logged]
     assert order == [
         ("infer_b2", "compiled"),
         ("infer_b2", "samples"),
@@ -88,7 +88,7 @@ def test_on_an_accelerator_an_entry_is_measured_before_the_next_is_compiled(
     ]
 
 
-def test_options_of_xla_that_are_true_or_false_are_no_words():
+def test_true_and_false_in_xla_options_become_booleans():
     config = BenchConfig(xla=["a=true", "b=False", "c=CONCURRENT", "d=3", "e=x=y"])
     assert config.xla_options == {
         "a": True,
@@ -99,39 +99,41 @@ def test_options_of_xla_that_are_true_or_false_are_no_words():
     }
 
 
-def test_what_is_skipped_has_its_reason(measured):
+def test_skipped_entries_have_a_reason(measured):
     _, _, results = measured
-    assert entry_of(results, "wide")["reason"] == "it needs 9 devices, and there are 8"
-    assert entry_of(results, "elsewhere")["reason"] == "it is for a GPU"
-    assert "There is no imagenet in" in entry_of(results, "absent")["reason"]
+    assert (
+        get_entry(results, "wide")["reason"] == "it needs 9 devices, and this machine has 8"
+    )
+    assert get_entry(results, "elsewhere")["reason"] == "it needs a GPU"
+    assert "There is no imagenet in" in get_entry(results, "absent")["reason"]
 
 
 def test_the_figures_are_consistent(measured):
     _, _, results = measured
     for name, samples in (("infer_b2", 2), ("train", 8)):
-        entry = entry_of(results, name)
+        entry = get_entry(results, name)
         speeds = entry["samples_per_second"]
-        assert len(speeds["values"]) == 3  # the first value is not among them
+        assert len(speeds["values"]) == 3  # without the first
         assert speeds["lowest"] <= speeds["median"] <= speeds["highest"]
         assert entry["samples_per_unit"] == samples
         seconds = entry["ms_per_unit"] / 1e3
         assert samples / seconds == pytest.approx(speeds["median"])
         assert entry["flops_per_second"] > 0 and entry["bytes_per_second"] > 0
         limit = results["limits"]["flops_float32"]
-        part = entry["flops_per_second"] / limit
-        assert entry["of_matmul_limit"] == pytest.approx(part)
+        share = entry["flops_per_second"] / limit
+        assert entry["of_matmul_limit"] == pytest.approx(share)
         assert entry["peak_bytes"] > 0 and entry["compile_seconds"] > 0
-    entry = entry_of(results, "infer_b2")
+    entry = get_entry(results, "infer_b2")
     assert entry["latency_calls"] >= 20 and entry["latency_ms"]["p50"] > 0
-    entry = entry_of(results, "train")
+    entry = get_entry(results, "train")
     assert (entry["latency_ms"], entry["latency_calls"]) == ({}, 0)
 
 
-def test_csv_and_markdown_say_the_same(measured):
+def test_csv_and_markdown_agree_with_json(measured):
     _, out, results = measured
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == [e["name"] for e in results["entries"]]
-    median = entry_of(results, "train")["samples_per_second"]["median"]
+    median = get_entry(results, "train")["samples_per_second"]["median"]
     assert float(rows[1]["samples_per_second"]) == pytest.approx(median)
     text = (out / "results.md").read_text()
     assert "| train " in text and "commit: abc" in text
@@ -140,7 +142,7 @@ def test_csv_and_markdown_say_the_same(measured):
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_too_large_says_what_it_needs_and_what_would_fit(
+def test_a_batch_that_is_too_large_is_skipped_with_the_largest_that_fits(
     tmp_path, monkeypatch
 ):
     command = "cnn train --dataset digits --batch-size 100 --updates-per-execution 1"
@@ -150,7 +152,7 @@ def test_a_batch_that_is_too_large_says_what_it_needs_and_what_would_fit(
     (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     assert entry["status"] == "skipped"
     assert re.fullmatch(
-        r"batch 100 needs \d.\d\d MiB of 512.00 KiB; the largest power of two that fits is "
+        r"batch 100 needs \d\.\d MiB of 512\.0 KiB; the largest power of two that fits is "
         r"(4|8|16|32|64)",
         entry["reason"],
     )

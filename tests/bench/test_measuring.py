@@ -1,15 +1,15 @@
-"""Which values are kept of those that are measured."""
+"""Which of the measured values are kept, and how many calls they take."""
 
 import pytest
 
-from millrace.bench import measuring
-from millrace.bench.latency import latency_calls, supported
-from millrace.bench.operations import Counted
+from millrace.bench import workload
+from millrace.bench.measuring import count_latency_calls, drop_unsupported
+from millrace.bench.roofline import Cost
 from millrace.bench.workload import Workload
 
 
 class Clocked(Workload):
-    """Calls that take as long as they are told to, on a clock of their own."""
+    """A workload whose calls take given times, on its own clock."""
 
     unit, compute, batch = "batch", "float32", 1
     samples_per_unit = units_per_call = num_devices = 1
@@ -20,7 +20,7 @@ class Clocked(Workload):
     def run(self, calls):
         self.now += sum(next(self._seconds) for _ in range(calls))
 
-    def latency(self, seconds):
+    def time_single_calls(self, seconds):
         return self._latencies
 
     def compile(self, options=None):
@@ -28,8 +28,8 @@ class Clocked(Workload):
 
     start = stop = compile
 
-    def traced(self):
-        return Counted(0.0, 0.0)
+    def trace_cost(self):
+        return Cost(0.0, 0.0)
 
     def compiled_bytes(self):
         return None
@@ -37,25 +37,25 @@ class Clocked(Workload):
 
 @pytest.fixture
 def measure(monkeypatch):
-    def measured(work, repeat, seconds):
-        monkeypatch.setattr(measuring.time, "perf_counter", lambda: work.now)
-        return measuring.measure(work, repeat, seconds)
+    def run(work, repeat, seconds):
+        monkeypatch.setattr(workload.time, "perf_counter", lambda: work.now)
+        return workload.measure(work, repeat, seconds)
 
-    return measured
-
-
-def test_the_first_value_is_dropped_and_only_that(measure):
-    found = measure(Clocked([10.0, 1.0, 2.0, 4.0]), repeat=3, seconds=1.0)
-    assert found["samples_per_second"]["values"] == [1.0, 0.5, 0.25]
+    return run
 
 
-def test_a_value_is_of_as_many_calls_as_fit(measure):
-    found = measure(Clocked([0.25, *[0.5] * 4, *[1.0] * 4]), repeat=2, seconds=2.0)
-    assert found["samples_per_second"]["values"] == [2.0, 1.0]
+def test_only_the_first_value_is_dropped(measure):
+    figures = measure(Clocked([10.0, 1.0, 2.0, 4.0]), repeat=3, seconds=1.0)
+    assert figures["samples_per_second"]["values"] == [1.0, 0.5, 0.25]
+
+
+def test_a_value_covers_as_many_calls_as_fit(measure):
+    figures = measure(Clocked([0.25, *[0.5] * 4, *[1.0] * 4]), repeat=2, seconds=2.0)
+    assert figures["samples_per_second"]["values"] == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("calls", "told"),
+    ("calls", "kept"),
     [
         (99, ["mean", "p50"]),
         (100, ["mean", "p50", "p99"]),
@@ -63,17 +63,17 @@ def test_a_value_is_of_as_many_calls_as_fit(measure):
         (1000, ["mean", "p50", "p99", "p99.9"]),
     ],
 )
-def test_a_percentile_is_left_out_where_there_are_too_few_calls(calls, told, measure):
-    found = measure(Clocked([1.0] * 9, [1e-3] * calls), repeat=1, seconds=1.0)
-    assert list(found["latency_ms"]) == told and found["latency_calls"] == calls
-    figures = {"mean": 1.0, "p50": 1.0, "p99": 1.0, "p99.9": 1.0}
-    assert list(supported(figures, calls)) == told
+def test_a_percentile_is_left_out_if_there_are_too_few_calls(calls, kept, measure):
+    figures = measure(Clocked([1.0] * 9, [1e-3] * calls), repeat=1, seconds=1.0)
+    assert list(figures["latency_ms"]) == kept and figures["latency_calls"] == calls
+    latency = {"mean": 1.0, "p50": 1.0, "p99": 1.0, "p99.9": 1.0}
+    assert list(drop_unsupported(latency, calls)) == kept
 
 
-def test_as_many_calls_as_a_percentile_needs_are_made_if_they_take_not_too_long():
-    assert latency_calls(1e-3, 1.0) == 1000
-    assert latency_calls(5e-3, 1.0) == 1000  # five times as long
-    assert latency_calls(1e-4, 1.0) == 10_000
-    assert latency_calls(0.05, 1.0) == 100  # enough for p99
-    assert latency_calls(0.1, 1.0) == 20  # more would not tell more
-    assert latency_calls(1.0, 0.1) == 20
+def test_latency_takes_the_calls_of_a_percentile_unless_they_take_too_long():
+    assert count_latency_calls(1e-3, 1.0) == 1000
+    assert count_latency_calls(5e-3, 1.0) == 1000  # five times as long
+    assert count_latency_calls(1e-4, 1.0) == 10_000
+    assert count_latency_calls(0.05, 1.0) == 100  # enough for p99
+    assert count_latency_calls(0.1, 1.0) == 20  # more would give no other percentile
+    assert count_latency_calls(1.0, 0.1) == 20

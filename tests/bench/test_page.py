@@ -1,4 +1,4 @@
-"""The results page is what the kept files say."""
+"""The results page shows what the kept files contain."""
 
 import fnmatch
 import json
@@ -9,7 +9,14 @@ import pytest
 import yaml
 from bench_entries import measured
 
-from millrace.bench.page import beside, drawings_in, files_in, page, reports_in, write_page
+from millrace.bench.page import (
+    find_drawings,
+    find_published,
+    find_reports,
+    find_results,
+    format_page,
+    write_page,
+)
 from millrace.bench.reporting import write_results
 from millrace.bench.spec import load_spec
 from millrace.cli import main
@@ -19,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results"
 
 
-def test_a_page_or_results_that_cannot_be_written_are_named(tmp_path):
+def test_an_unwritable_page_or_result_is_named(tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     with pytest.raises(ConfigurationError, match=r"Cannot write .*taken: Is a directory"):
@@ -45,17 +52,17 @@ def results(date, median, device="a GPU"):
     return {"facts": facts, "limits": {"bytes": 4e12}, "entries": entries}
 
 
-def test_the_page_in_the_docs_is_made_from_the_kept_files():
-    made = page(files_in([KEPT]), reports_in([KEPT]))
-    assert (ROOT / "docs" / "results.md").read_text() == made, (
-        "millrace bench --page benchmarks/results --out docs/results.md makes it again"
+def test_the_page_in_the_docs_is_up_to_date():
+    text = format_page(find_results([KEPT]), find_reports([KEPT]))
+    assert (ROOT / "docs" / "results.md").read_text() == text, (
+        "run: millrace bench --page benchmarks/results --out docs/results.md"
     )
-    for drawing in drawings_in(reports_in([KEPT])):
+    for drawing in find_drawings(find_reports([KEPT])):
         copy = ROOT / "docs" / "results" / drawing.name
         assert copy.read_bytes() == drawing.read_bytes()
 
 
-def test_the_page_shows_drawings_of_reports(tmp_path):
+def test_the_page_shows_the_drawings_of_reports(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(results("2026-01-01", 5.0)))
     (tmp_path / "2026-01-01-curves.md").write_text("# curves\n\n![c](curves.svg)\n")
     (tmp_path / "curves.svg").write_text("<svg/>")
@@ -68,31 +75,30 @@ def test_the_page_shows_drawings_of_reports(tmp_path):
     assert (out.parent / "results" / "curves.svg").read_text() == "<svg/>"
 
 
-def test_every_row_has_its_command_its_hardware_and_what_others_say(tmp_path):
+def test_rows_have_commands_hardware_and_published_figures(tmp_path):
     for name, date, median in (("a", "2026-01-01", 5.0), ("b", "2026-02-01", 7123.0)):
-        text = json.dumps(results(date, median))
-        (tmp_path / f"{name}.json").write_text(text)
-    made = page(files_in([tmp_path]))
-    assert made.index("## a GPU, 2026-02-01") < made.index("## a GPU, 2026-01-01")
-    assert "| 7,123 " in made and "200.0 (25 %)" in made and "failed" in made
-    assert "- resnet50_train_b256: `millrace cnn train --model resnet`" in made
-    assert "42,029 (16 Bow IPUs (Bow Pod16), batch 1,920)" in made
-    assert "- large: skipped, it needs 9 devices\n" in made
+        (tmp_path / f"{name}.json").write_text(json.dumps(results(date, median)))
+    text = format_page(find_results([tmp_path]))
+    assert text.index("## a GPU, 2026-02-01") < text.index("## a GPU, 2026-01-01")
+    assert "| 7,123 " in text and "200.0 (25 %)" in text and "failed" in text
+    assert "- resnet50_train_b256: `millrace cnn train --model resnet`" in text
+    assert "42,029 (16 Bow IPUs (Bow Pod16), batch 1,920)" in text
+    assert "- large: skipped, it needs 9 devices\n" in text
 
 
 def test_the_command_writes_the_page_or_prints_it(tmp_path, capsys):
     kept = tmp_path / "a.json"
     kept.write_text(json.dumps(results("2026-01-01", 5.0)))
-    for words in ([], ["--out", str(tmp_path / "page.md")]):
+    for arguments in ([], ["--out", str(tmp_path / "page.md")]):
         with pytest.raises(SystemExit) as left:
-            main(["bench", "--page", str(kept), *words])
+            main(["bench", "--page", str(kept), *arguments])
         assert left.value.code == 0
     assert (tmp_path / "page.md").read_text() == capsys.readouterr().out
 
 
 def test_a_folder_without_results_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="no results"):
-        files_in([tmp_path])
+    with pytest.raises(ConfigurationError, match=r"no results\.json"):
+        find_results([tmp_path])
 
 
 def published():
@@ -100,7 +106,7 @@ def published():
     return yaml.safe_load((files / "published.yml").read_text())
 
 
-def test_all_published_figures_name_their_source_and_the_entries_that_there_are():
+def test_published_figures_have_a_source_and_existing_entries():
     names = [entry.name for entry in load_spec(None)]
     for part in published():
         for pattern in part["entries"]:
@@ -110,23 +116,23 @@ def test_all_published_figures_name_their_source_and_the_entries_that_there_are(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "shown"),
     [
         ("resnet50_infer_b1", "8,237 (1 RTX 4090, batch 256)"),
-        ("efficientnet_b0_train_b128", "2,489 (1 A100 80GB, batch not said)"),
-        # Bow IPUs had the variant G16, which is another network.
-        ("efficientnet_b4_train_b64", "331 (1 A100 80GB, batch not said)"),
+        ("efficientnet_b0_train_b128", "2,489 (1 A100 80GB, batch unknown)"),
+        # The figure for Bow IPUs is for variant G16, a different network.
+        ("efficientnet_b4_train_b64", "331 (1 A100 80GB, batch unknown)"),
         ("tf1_efficientnet_b4_train_m2000", "8,936 (16 Bow IPUs (Bow Pod16), batch 6,144)"),
-        ("vcd_test", ""),  # other pictures
-        ("autoencoder_128_b64", ""),  # other ratings
+        ("vcd_test", ""),  # different images
+        ("autoencoder_128_b64", ""),  # different ratings
     ],
 )
-def test_a_published_figure_stands_beside_its_own_network_and_says_its_batch(name, said):
+def test_a_published_figure_is_shown_for_its_own_network(name, shown):
     assert name in [entry.name for entry in load_spec(None)]
-    assert beside(name, published()) == said
+    assert find_published(name, published()) == shown
 
 
-def test_kept_files_without_newer_figures_are_shown_with_what_they_have(tmp_path):
+def test_files_from_before_a_figure_existed_are_shown_without_it(tmp_path):
     kept = results("2026-01-01", 100.0)
     kept["entries"][0] |= {
         "latency_ms": {"mean": 1.0, "p50": 1.5, "p99": 2.5, "p99.9": 3.5},
@@ -134,20 +140,20 @@ def test_kept_files_without_newer_figures_are_shown_with_what_they_have(tmp_path
         "ratio": 100 / 95,
     }
     (tmp_path / "a.json").write_text(json.dumps(kept))
-    made = page(files_in([tmp_path]))
-    assert "| eager spread |" in made and "| 10.0 % " in made
-    assert "| ~1.05 |" in made and "\n~: the ratio is no further from 1" in made
-    assert "| 1.500 " in made and "2.500" not in made  # of how many calls is not known
+    text = format_page(find_results([tmp_path]))
+    assert "| eager spread |" in text and "| 10.0 % " in text
+    assert "| ~1.05 |" in text and "\n~: the distance of the ratio from 1" in text
+    assert "| 1.500 " in text and "2.500" not in text  # the number of calls is unknown
 
 
-def test_of_each_subject_and_device_the_newest_report_is_on_the_page(tmp_path):
+def test_the_page_has_the_newest_report_of_each_subject_and_device(tmp_path):
     for name in ("2026-01-01-speed-cpu", "2026-02-01-speed-cpu", "2026-01-01-speed-GPU"):
         (tmp_path / f"{name}.md").write_text(f"# {name}\n\n- commit: abc\n\n## More\n")
     (tmp_path / "README.md").write_text("# not a report\n")
     (tmp_path / "a.json").write_text(json.dumps(results("2026-01-01", 5.0)))
-    found = reports_in([tmp_path])
+    found = find_reports([tmp_path])
     assert [path.stem for path in found] == ["2026-01-01-speed-GPU", "2026-02-01-speed-cpu"]
-    made = page(files_in([tmp_path]), found)
-    assert made.index("## Published") < made.index("\n## Reports\n")
-    assert "### 2026-02-01-speed-cpu\n" in made and "\n#### More\n" in made
-    assert "2026-01-01-speed-cpu" not in made and "not a report" not in made
+    text = format_page(find_results([tmp_path]), found)
+    assert text.index("## Published") < text.index("\n## Reports\n")
+    assert "### 2026-02-01-speed-cpu\n" in text and "\n#### More\n" in text
+    assert "2026-01-01-speed-cpu" not in text and "not a report" not in text

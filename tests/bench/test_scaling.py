@@ -1,4 +1,4 @@
-"""docs/scaling.md shows what the model says, and the model says what it should."""
+"""docs/scaling.md shows the tables of benchmarks/scaling.py, whose model is right."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from scaling import (
     Cluster,
     all_reduce_seconds,
     images_per_second,
-    piped_images_per_second,
+    pipeline_images_per_second,
     shared_cores_seconds,
 )
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling.md").read_text()
 
 
-@pytest.mark.parametrize("table", ["replicas_table", "pipelines_table"])
-def test_the_page_shows_the_table_that_the_model_makes(table):
+@pytest.mark.parametrize("table", ["format_replicas_table", "format_pipelines_table"])
+def test_the_page_shows_the_tables_of_the_script(table):
     assert getattr(scaling, table)() in PAGE
 
 
@@ -35,7 +35,7 @@ def test_single_device_speeds_are_those_of_the_reports(network):
 @pytest.mark.parametrize(
     ("name", "parameters"), [(network.name, network.parameters) for network in NETWORKS]
 )
-def test_networks_have_the_parameters_that_are_exchanged(name, parameters):
+def test_the_networks_have_the_given_number_of_parameters(name, parameters):
     import numpy as np
 
     from millrace.apps.cnn.models.catalog import build_layers
@@ -47,34 +47,36 @@ def test_networks_have_the_parameters_that_are_exchanged(name, parameters):
     assert num_parameters(weights) == parameters
 
 
-def test_one_device_exchanges_nothing_and_more_devices_never_less():
+def test_the_exchange_takes_no_time_on_one_device_and_more_on_more_devices():
     assert all_reduce_seconds(1e8, 1, H200_CLUSTER) == 0
     times = [all_reduce_seconds(1e8, n, H200_CLUSTER) for n in scaling.DEVICES]
     assert times == sorted(times)
 
 
-def test_an_all_reduce_takes_what_its_closed_form_says():
+def test_the_time_of_an_all_reduce_matches_the_closed_form():
     cluster = Cluster(2, Link(bytes_per_second=10.0), Link(bytes_per_second=1.0))
-    # 2 devices: each passes on half of 40 bytes twice, at 10 bytes/s.
+    # 2 devices: each sends half of 40 bytes twice, at 10 bytes/s.
     assert all_reduce_seconds(40, 2, cluster) == pytest.approx(4.0)
-    # 4 nodes: besides, a part of 20 bytes goes round in 6 steps of 5 bytes, at 1 byte/s.
+    # 4 nodes: in addition, 20 bytes go around in 6 steps of 5 bytes, at 1 byte/s.
     assert all_reduce_seconds(40, 8, cluster) == pytest.approx(4.0 + 30.0)
 
 
-def test_accumulation_hides_the_exchange_and_one_device_is_as_measured():
+def test_accumulation_hides_the_exchange():
     network = NETWORKS[0]
     assert images_per_second(network, 1) == pytest.approx(network.images_per_second)
-    seldom = images_per_second(network, 1024, accumulation=64)
-    assert images_per_second(network, 1024) < seldom
-    assert seldom < 1024 * network.images_per_second
+    accumulated = images_per_second(network, 1024, accumulation=64)
+    assert images_per_second(network, 1024) < accumulated
+    assert accumulated < 1024 * network.images_per_second
 
 
-def test_a_pipeline_without_links_loses_what_filling_and_emptying_takes():
+def test_with_free_links_a_pipeline_loses_only_its_fill_and_drain():
     network = NETWORKS[0]
     free = Cluster(8, Link(), Link())
-    found = piped_images_per_second(network, 4, (0, 0, 0, 0), accumulation=16, cluster=free)
+    speed = pipeline_images_per_second(
+        network, 4, (0, 0, 0, 0), accumulation=16, cluster=free
+    )
     ideal = 4 * network.images_per_second
-    assert found == pytest.approx(ideal * 16 / (16 + 3))
+    assert speed == pytest.approx(ideal * 16 / (16 + 3))
 
 
 def test_processes_that_share_cores_take_turns():

@@ -1,4 +1,4 @@
-"""The protocol with PyTorch's process, and PyTorch itself where there is one."""
+"""The protocol with the PyTorch process, and PyTorch itself if it is installed."""
 
 import importlib.util
 import json
@@ -10,19 +10,19 @@ import textwrap
 import jax
 import pytest
 
-from millrace.bench import cnn, session
-from millrace.bench.building import configuration
+from millrace.bench import applications, session
+from millrace.bench.applications import find_torch_model
 from millrace.bench.session import Session
-from millrace.bench.spec import Entry
+from millrace.bench.spec import Entry, parse_command
 from millrace.bench.torch_peer import PeerFailed, TorchPeer, TorchProcess, require_torch
-from millrace.bench.torch_process import values_of, warm_up
+from millrace.bench.torch_process import measure_calls, warm_up
 from millrace.cli import main
 
 WORK = {"kind": "training", "model": "a", "batch": 4}
 
 
 def fake_python(folder, body):
-    """A program that is called like Python and answers as `body` says."""
+    """Return a program that runs like Python and answers requests with `body`."""
     script = folder / "fake.py"
     script.write_text(
         "import json, sys\n"
@@ -53,19 +53,19 @@ else:
 def test_each_variant_is_prepared_then_measured(tmp_path):
     python = fake_python(tmp_path, GOOD)
     peer = TorchPeer(python, "cpu", {"first": WORK, "second": WORK})
-    said = []
-    peer.prepare(said.append)
+    logged = []
+    peer.prepare(logged.append)
     assert peer.facts == {"torch": "9.9"}
     first = peer.measure("first", 3, 0.1)["compiled"]
     assert (first["median"], first["lowest"], first["highest"]) == (2.0, 1.0, 3.0)
-    found = peer.measure("second", 3, 0.1)
-    assert found["eager"]["median"] == 2.0
-    assert found["compiled"] == {"error": "RuntimeError: no compiler"}
+    second = peer.measure("second", 3, 0.1)
+    assert second["eager"]["median"] == 2.0
+    assert second["compiled"] == {"error": "RuntimeError: no compiler"}
     peer.close()
-    assert any("no compiler" in line for line in said)
+    assert any("no compiler" in line for line in logged)
 
 
-def test_what_failed_beside_others_is_tried_once_more_alone(tmp_path):
+def test_a_failed_preparation_is_repeated_before_measuring(tmp_path):
     body = """
     if request["do"] == "facts":
         tries, answer = 0, {"torch": "9.9"}
@@ -82,7 +82,7 @@ def test_what_failed_beside_others_is_tried_once_more_alone(tmp_path):
     peer.close()
 
 
-def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
+def test_a_process_that_dies_is_an_error_with_its_last_line(tmp_path):
     python = fake_python(tmp_path, "sys.exit('no torch here')")
     with pytest.raises(PeerFailed, match="ended with 1 no torch here"):
         TorchProcess(python, "cpu")
@@ -94,7 +94,7 @@ def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path):
 
 
 class Calls:
-    """Calls that take what they are told to, the last of it for ever."""
+    """Calls that take the given times; the last time repeats."""
 
     def __init__(self, *seconds):
         self._seconds, self.counts = list(seconds), []
@@ -111,7 +111,7 @@ def test_pytorch_is_warm_when_two_values_in_a_row_agree():
     assert warm_up(Calls(1.0), seconds=10.0) == 1.0
 
 
-def test_a_warm_up_ends_though_no_two_values_agree():
+def test_a_warm_up_ends_even_if_no_two_values_agree():
     slower = Calls(*(2.0**n for n in range(20) for _ in range(5)))
     warm_up(slower, seconds=100.0)
     assert slower.counts == [5] * 5  # 5, 10, 20, 40 and 80 s
@@ -125,12 +125,12 @@ def test_a_warm_up_ends_though_no_two_values_agree():
     assert 10 < len(counts) <= 21
 
 
-def test_a_value_of_pytorch_s_is_of_several_calls_however_long_they_take():
+def test_a_pytorch_value_covers_several_calls_even_if_they_are_slow():
     slow = Calls(3.0)
-    assert values_of(slow, repeat=4, seconds=1.0) == [3.0] * 4
+    assert measure_calls(slow, repeat=4, seconds=1.0) == [3.0] * 4
     assert min(slow.counts) >= 5
     quick = Calls(1 / 128)
-    values_of(quick, repeat=4, seconds=4.0)
+    measure_calls(quick, repeat=4, seconds=4.0)
     assert quick.counts[-4:] == [128] * 4
 
 
@@ -141,7 +141,7 @@ def get_num_threads(): return 1
 """
 
 
-def test_pytorch_without_torchvision_will_do(tmp_path, monkeypatch):
+def test_torchvision_is_optional(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "torchvision.py").write_text("raise ImportError('no torchvision')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -151,17 +151,17 @@ def test_pytorch_without_torchvision_will_do(tmp_path, monkeypatch):
     process.close()
 
 
-def test_where_there_is_no_pytorch_nothing_is_measured(tmp_path, monkeypatch, capsys):
+def test_without_pytorch_nothing_is_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(Session, "run", lambda _: pytest.fail("too late"))
     with pytest.raises(SystemExit) as left:
         main(["bench", "vcd_test", "--peer", "torch", "--out", str(tmp_path / "out")])
     assert left.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
+    error = " ".join(capsys.readouterr().err.split())
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    assert f"no PyTorch for {platform}" in said and "no torch here" in said
-    assert f"{sys.executable} -m pip install torch torchvision" in said
+    assert f"no PyTorch for {platform}" in error and "no torch here" in error
+    assert f"{sys.executable} -m pip install torch torchvision" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -170,33 +170,35 @@ DIGITS = "cnn validate --dataset digits --synthetic-data --num-batches 3"
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch):
-    """Measure inference beside a PyTorch that answers as `body` says."""
-    monkeypatch.setattr(session, "measure_limits", lambda _: {})
+    """Measure inference next to a PyTorch that answers with `body`."""
+    monkeypatch.setattr(session, "measure_roofline", lambda _: {})
 
     def run(body):
         spec, out = tmp_path / "spec.yml", tmp_path / "out"
         spec.write_text(json.dumps({"infer": {"command": DIGITS, "batch_sizes": [2]}}))
-        words = ["--spec", spec, "--out", out, "--seconds", 0.02, "--repeat", 1]
-        words += ["--peer", "torch", "--torch-python", fake_python(tmp_path, body)]
+        arguments = ["--spec", spec, "--out", out, "--seconds", 0.02, "--repeat", 1]
+        arguments += ["--peer", "torch", "--torch-python", fake_python(tmp_path, body)]
         with pytest.raises(SystemExit) as left:
-            main(["bench", *map(str, words)])
+            main(["bench", *map(str, arguments)])
         (entry,) = json.loads((out / "results.json").read_text())["entries"]
         return left.value.code, entry, (out / "results.md").read_text()
 
     return run
 
 
-def test_an_entry_without_a_counterpart_says_so(compare, capsys):
+def test_an_entry_without_a_pytorch_model_says_so(compare, capsys):
     status, entry, text = compare(GOOD)
     assert status == 0
-    assert entry["no_ratio"] == "torchvision has no such network"
-    reason = "not compared with PyTorch: torchvision has no such network"
+    assert entry["no_ratio"] == "torchvision does not have this network"
+    reason = "not compared with PyTorch: torchvision does not have this network"
     assert f"infer_b2: {reason}" in capsys.readouterr().err
     assert f"infer_b2 is {reason}." in text
 
 
-def test_an_entry_whose_peer_fails_says_why_and_is_the_status(compare, capsys, monkeypatch):
-    monkeypatch.setattr(cnn, "torch_model", lambda _: "resnet18")
+def test_an_entry_whose_peer_fails_says_why_and_sets_the_status(
+    compare, capsys, monkeypatch
+):
+    monkeypatch.setattr(applications, "find_torch_model", lambda _: "resnet18")
     status, entry, text = compare("""
     answer = {"torch": "9.9"}
     if request["do"] != "facts":
@@ -206,16 +208,16 @@ def test_an_entry_whose_peer_fails_says_why_and_is_the_status(compare, capsys, m
     why = "ImportError: no torchvision"
     assert entry["no_ratio"] == f"eager: {why}; compiled: {why}"
     assert f"infer_b2 is not compared with PyTorch: eager: {why}; compiled" in text
-    said = capsys.readouterr().err
-    assert f"infer_b2: not compared with PyTorch: eager: {why}" in said
-    assert "0.000" not in said
+    log = capsys.readouterr().err
+    assert f"infer_b2: not compared with PyTorch: eager: {why}" in log
+    assert "0.000" not in log
 
 
 @pytest.mark.parametrize("size", ["18", "34", "50", "101", "152"])
-def test_every_resnet_has_its_counterpart(size):
+def test_every_resnet_has_a_torchvision_model(size):
     command = f"cnn train --model resnet --model-size {size} --dataset imagenet"
-    config = configuration(Entry(name="x", command=f"{command} --batch-norm"))
-    assert cnn.torch_model(config) == f"resnet{size}"
+    config = parse_command(Entry(name="x", command=f"{command} --batch-norm"))
+    assert find_torch_model(config) == f"resnet{size}"
 
 
 HERE = importlib.util.find_spec("torchvision") is not None
@@ -223,8 +225,8 @@ PYTHON = os.environ.get("MILLRACE_TORCH_PYTHON", sys.executable if HERE else "")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="no torchvision; MILLRACE_TORCH_PYTHON names one")
-@pytest.mark.parametrize("kind", ["training", "inference", "autoencoder"])
+@pytest.mark.skipif(not PYTHON, reason="no torchvision; set MILLRACE_TORCH_PYTHON")
+@pytest.mark.parametrize("kind", ["training", "inference", "autoencoder", "vcd"])
 def test_pytorch_does_the_same_work(kind):
     work = {
         "kind": kind,
@@ -240,11 +242,19 @@ def test_pytorch_does_the_same_work(kind):
         "dropout": 0.5,
         "rated": 5,
         "refeeding": "joint",
+        "samples": 20,
+        "pixels": 16,
+        "hidden": 8,
+        "z_dim": 3,
+        "hmc_steps": 2,
+        "leapfrog_steps": 3,
     }
     process = TorchProcess(PYTHON, "cpu")
     request = {"name": "x", "compiled": False}
     process.ask(do="prepare", settings={**work, "device": "cpu"}, **request)
-    found = process.ask(do="measure", repeat=2, seconds=0.2, **request)
+    figures = process.ask(do="measure", repeat=2, seconds=0.2, **request)
     process.close()
-    assert len(found["samples_per_second"]) == 2
-    assert ("latency_ms" in found) == ("latency_calls" in found) == (kind == "inference")
+    assert len(figures["samples_per_second"]) == 2
+    assert (
+        ("latency_ms" in figures) == ("latency_calls" in figures) == (kind == "inference")
+    )
