@@ -650,7 +650,6 @@ def test_the_summary_has_all_documented_keys_even_after_a_failure(outcome, tmp_p
         "samples",
         "samples_per_second",
         "compile_seconds",
-        "input_wait",
         "metrics",
         "versions",
     } <= set(load_summary(tmp_path / "run"))
