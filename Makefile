@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  || { echo "millrace needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[dev,docs]'
+	  --constraint constraints.txt --editable '.[dev,docs,images]'
 	@touch $@
 
 demo: $(INSTALLED)  ## train a small CNN on the embedded digits

@@ -1,5 +1,6 @@
 """Recognizes how the files of an image dataset are laid out. Imports nothing heavy."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,8 @@ MANIFEST = "dataset.json"
 """The file that describes a dataset written by ``millrace data pack``."""
 VALIDATION_NAMES = ("val", "validation", "test")
 """Names of a validation split, in the order of preference."""
+
+_TFRECORD = re.compile(r"\d$|\.tfrecords?$")
 
 LAYOUTS = (
     "train/<class>/*.jpg and val/<class>/*.jpg (or .jpeg, .png, .webp)",
@@ -33,7 +36,8 @@ def find_layout(folder: Path) -> Layout | None:
         return "webdataset"
     if find_shards(folder, ("train",), ".parquet"):
         return "huggingface"
-    if find_shards(folder, ("train",)):
+    # Other datasets have files that begin with train as well, such as MNIST.
+    if any(_TFRECORD.search(path.name) for path in find_shards(folder, ("train",))):
         return "tfrecord"
     return None
 

@@ -257,14 +257,18 @@ def pack(
         num_written = 0
         clear_leftovers(folder, ".*.partial")
         for split, images in splits.items():
+            shards = list(_plan_shards(split, len(images)))
+            missing = [shard for shard in shards if shard[0] not in done]
+            if not missing:
+                continue
             pool = WorkerPool(PackJob(images.reader, encoding), num_workers)
             try:
-                for name, indices in _plan_shards(split, len(images)):
-                    if name not in done:
-                        shard = _write_shard(folder / name, images, indices, pool, progress)
-                        done[name] = shard
-                        num_written += shard.num_samples
-                        _write_progress(folder, plan, done)
+                for name, indices in missing:
+                    shard = _write_shard(folder / name, images, indices, pool, progress)
+                    done[name] = shard
+                    num_written += shard.num_samples
+                    _check_limit(images, _shards_of(split, done))
+                    _write_progress(folder, plan, done)
                     progress(split, indices.stop, len(images))
             finally:
                 pool.close()
@@ -361,8 +365,6 @@ def _write_shard(
         for index, result in _encode_ahead(images, indices, pool):
             if isinstance(result, str):
                 skipped[images.name(index)] = result
-                if len(skipped) > images.max_corrupt:
-                    raise TooManyCorrupt(skipped, len(images), images.max_corrupt)
                 continue
             file.write(result)
             digest.update(result)
@@ -372,6 +374,13 @@ def _write_shard(
                 progress(_split(path.name), index + 1, len(images))
     write_atomically(index_path(path), "".join(lines))
     return Shard(path.name, len(lines), position, digest.hexdigest(), skipped)
+
+
+def _check_limit(images: ImageSource, shards: list[Shard]) -> None:
+    """Raise TooManyCorrupt if too many samples of a split were left out."""
+    skipped = {name: why for shard in shards for name, why in shard.skipped.items()}
+    if len(skipped) > images.max_corrupt:
+        raise TooManyCorrupt(skipped, len(images), images.max_corrupt)
 
 
 def _encode_ahead(

@@ -6,6 +6,7 @@ import numpy as np
 
 from millrace.data.catalog import Dataset
 from millrace.data.image_source import ImageSource
+from millrace.data.packed import PackedImages
 from millrace.data.source import ArraySource, Source
 
 _BATCH_SIZE = 64
@@ -20,7 +21,8 @@ def verify(
         sources: Training and validation samples.
         expected: The entry in the catalog.
         num_samples: Samples to read of each split, evenly spaced, if they have to be
-            decoded; None reads all. Arrays in memory are always checked completely.
+            decoded; None reads all, and checks the checksums of packed files. Arrays in
+            memory are always checked completely.
     """
     splits = ("training", "validation")
     counts = (expected.num_training, expected.num_validation)
@@ -48,6 +50,9 @@ def _verify_split(
             f"{split} labels range from {label.min()} to {label.max()}; expected 0 to "
             f"{expected.num_classes - 1}."
         )
+    if isinstance(source, PackedImages) and num_samples is None:
+        for path in source.damaged_files():
+            yield f"{path} is damaged: its checksum does not match."
     if isinstance(source, ImageSource):
         for name, reason in source.corrupt.items():
             yield f"{name} cannot be read: {reason}."

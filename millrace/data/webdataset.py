@@ -89,6 +89,7 @@ def _scan(path: str) -> _Samples:
                 samples.names.append(name)
                 samples.spans.append((image.offset_data, image.size))
                 samples.labels.append(_read_label(archive, members[_LABEL], path))
+            _check_end(archive, path)
     except tarfile.TarError as error:
         raise DatasetError(
             f"{path} is not an uncompressed tar file, or is damaged: {error}."
@@ -96,6 +97,14 @@ def _scan(path: str) -> _Samples:
     if not samples.names:
         raise DatasetError(f"{path} has no images, which are members such as NAME.jpg.")
     return samples
+
+
+def _check_end(archive: tarfile.TarFile, path: str) -> None:
+    """Check that all members have been read; ``tarfile`` ignores half a header."""
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise DatasetError(f"{path} is incomplete: it has no end mark.")
 
 
 def _group(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:

@@ -17,6 +17,7 @@ TIMED = ("time", "samples_per_second", "input_wait")
 
 _NOTICE_SECONDS = 10.0
 _NOTICE_SHARE = 0.1
+_LEAST_SECONDS = 0.2
 
 
 class Writer(Protocol):
@@ -259,11 +260,16 @@ class InputWait:
         """Start the clock, right before the first execution."""
         self._started = time.perf_counter()
 
-    def take_share(self) -> float:
-        """Return the share of the time since the last call that was spent waiting."""
+    def take_share(self) -> float | None:
+        """Return the share of the time since the last call that was spent waiting.
+
+        None if that was so short that it says nothing; the time counts next time.
+        """
         now = time.perf_counter()
         seconds = now - self._started
-        share = self._waited / seconds if seconds > 0 else 0.0
+        if seconds < _LEAST_SECONDS:
+            return None
+        share = self._waited / seconds
         self._total += seconds
         self._total_waited += self._waited
         self._waited, self._started = 0.0, now

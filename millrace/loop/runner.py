@@ -382,7 +382,8 @@ class Runner:
         self._metrics |= values
         values["samples_per_second"] = self._throughput.per_second()
         if self._input_wait is not None:
-            values["input_wait"] = round(self._input_wait.take_share(), 4)
+            if (share := self._input_wait.take_share()) is not None:
+                values["input_wait"] = round(share, 4)
             self._notice_wait(self._input_wait)
         self._write_event(self._drained, values)
 

@@ -25,6 +25,9 @@ from millrace.plan import Plan
 _METRICS_RATIO = 4
 """Maximum width of the metrics next to the progress bar, relative to the bar."""
 
+_LEAST_WAIT = 0.01
+"""Share of the time that devices wait for data below which it is not printed."""
+
 
 class Phase(NamedTuple):
     """An activity of the run, with start and end in seconds on its clock."""
@@ -155,7 +158,10 @@ class Console:
         """Print a log event as a line, unless a progress bar shows it."""
         if self.live:
             return
-        metrics = {k: v for k, v in event.items() if k not in ("update", "epoch", "time")}
+        hidden = {"update", "epoch", "time"}
+        if event.get("input_wait", 0.0) < _LEAST_WAIT:
+            hidden.add("input_wait")
+        metrics = {k: v for k, v in event.items() if k not in hidden}
         texts = [f"{name} {format_number(value)}" for name, value in metrics.items()]
         place = f"epoch {event['epoch']:g}  update {event['update']}"
         self.line("  ".join([place, *texts]))

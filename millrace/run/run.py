@@ -78,6 +78,7 @@ class Run:
             "samples": 0,
             "samples_per_second": 0.0,
             "compile_seconds": 0.0,
+            "input_wait": 0.0,
             "metrics": {},
             "versions": versions(),
         }
