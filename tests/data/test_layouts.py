@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import sys
+import tarfile
 import warnings
 
 import numpy as np
@@ -126,6 +127,9 @@ def make_files(folder, *names):
         (["dataset_dict.json", "train/data.arrow"], "huggingface"),
         (["dataset.json", "train-0", "train-0.idx"], "packed"),
         (["data_batch_1.bin", "test_batch.bin"], None),
+        (["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte"], None),
+        (["train.bin", "test.bin"], None),
+        (["train.tfrecords"], "tfrecord"),
         (["train/1.jpg"], None),
         (["val/a/1.jpg"], None),
         (["train-0.idx", "training.txt", "train.json"], None),
@@ -211,6 +215,17 @@ def test_a_compressed_or_damaged_tar_file_is_an_error(tmp_path, damage):
         }[damage]
     )
     with pytest.raises(DatasetError, match=r"train-0\.tar is not an uncompressed tar file"):
+        load_images(tmp_path, SMALL, needs_validation=False)
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_tar_file_cut_off_between_two_members_is_an_error(tmp_path, left):
+    members = [*sample_members("a", JPEG, 0), *sample_members("b", JPEG, 1)]
+    path = write_tar(tmp_path / "train-0.tar", members)
+    with tarfile.open(path) as archive:
+        start = archive.getmember("b.jpg").offset
+    path.write_bytes(path.read_bytes()[: start + left])  # bytes of the next header
+    with pytest.raises(DatasetError, match=r"train-0\.tar is incomplete"):
         load_images(tmp_path, SMALL, needs_validation=False)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from image_files import SMALL, write_folders
 
+from millrace.data import packed
 from millrace.data.catalog import CATALOG
 from millrace.data.imagenet import load_images
 from millrace.data.source import ArraySource
@@ -67,6 +68,33 @@ def test_all_differences_are_listed():
         "training samples have no label.",
         "training images have the shape (2, 2, 1); expected (4, 4, 3).",
     ]
+
+
+@pytest.mark.parametrize(("num_samples", "notices"), [(4, False), (None, True)])
+def test_the_checksums_of_packed_files_are_checked_if_all_is_read(
+    tmp_path, num_samples, notices
+):
+    splits = load_images(write_folders(tmp_path / "folders"), SMALL)
+    packed.pack(
+        {"train": splits.training, "validation": splits.validation},
+        tmp_path / "packed",
+        packed.Encoding(),
+        num_classes=3,
+        source="here",
+        num_workers=1,
+        progress=lambda *_: None,
+    )
+    index = tmp_path / "packed" / "train-00000-of-00001"
+    content = bytearray(index.read_bytes())
+    content[8] ^= 1  # a checksum of a length, which is not read if there is an index
+    index.write_bytes(content)
+    expected = dataclasses.replace(
+        EXPECTED, num_training=15, num_validation=15, image_shape=(16, 16, 3), num_classes=3
+    )
+    sources = load_images(tmp_path / "packed", SMALL)[:2]
+    found = verify(sources, expected, num_samples=num_samples)
+    damaged = f"{index} is damaged: its checksum does not match."
+    assert found == ([damaged] if notices else [])
 
 
 @pytest.mark.parametrize("num_samples", [4, None])

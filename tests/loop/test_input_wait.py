@@ -52,8 +52,15 @@ def test_each_share_is_of_the_time_since_the_last_and_the_total_is_kept(wait):
     assert wait.share == pytest.approx(0.5, abs=0.1)
 
 
-def test_pauses_are_excluded_even_if_they_fail(wait):
+def test_a_moment_says_nothing_and_counts_later(wait):
     get_data(wait, 0.1)
+    assert wait.take_share() is None
+    time.sleep(0.1)
+    assert wait.take_share() == pytest.approx(0.5, abs=0.15)
+
+
+def test_pauses_are_excluded_even_if_they_fail(wait):
+    get_data(wait, 0.25)
     with pytest.raises(OSError), wait.paused():
         time.sleep(0.4)
         raise OSError
@@ -93,7 +100,8 @@ def run(path, dataset):
     return directory.read_metrics(), result.progress, warnings
 
 
-def test_a_slow_dataset_shows_in_the_log_and_the_summary(tmp_path):
+def test_a_slow_dataset_shows_in_the_log_and_the_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_SECONDS", 0.02)
     events, progress, warnings = run(tmp_path / "r", Slow(0.05))
     # The last call is drained without more data: there is nothing left to wait for.
     assert all(event["input_wait"] > 0.5 for event in events[:-1])
