@@ -367,7 +367,7 @@ def test_ctrl_c_reaches_only_the_main_process_and_ends_in_order():
         start_new_session=True,
     )
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert output.split()[0] == "16"  # its workers still work
     wait_until(lambda: not any(is_running(worker) for worker in workers))
