@@ -362,12 +362,14 @@ def test_workers_end_when_the_main_process_is_killed(then):
 def test_ctrl_c_reaches_only_the_main_process_and_ends_in_order():
     process, workers = start_script(
         "try:\n"
+        "    print('ready', flush=True)\n"
         "    for _ in batches: pass\n"
         "except KeyboardInterrupt:\n"
         "    print(len(next(iter(source.stream(16)))['label']), flush=True)\n"
         "    print(len(find_workers()), flush=True)\n",
         start_new_session=True,
     )
+    assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (0, "")
