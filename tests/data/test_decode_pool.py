@@ -371,7 +371,7 @@ def test_ctrl_c_reaches_only_the_main_process_and_ends_in_order():
     )
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert output.split()[0] == "16"  # its workers still work
     wait_until(lambda: not any(is_running(worker) for worker in workers))
@@ -381,7 +381,7 @@ def test_ctrl_c_reaches_only_the_main_process_and_ends_in_order():
 @pytest.mark.parametrize("last_line", ["", "raise SystemExit(0)"])
 def test_exiting_python_ends_the_workers_without_errors(last_line):
     process, workers = start_script(last_line)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     wait_until(lambda: not any(is_running(worker) for worker in workers))
 
