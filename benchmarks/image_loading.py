@@ -1,16 +1,18 @@
-"""Images per second and per core-second of our loader and of a PyTorch DataLoader.
+"""Images per second and per core-second of our loader and of others.
 
-Both read the same class folders with random resized crops to 224 pixels and flips, in
-batches of 256, with the same number of worker processes. Each measurement is a new process;
-rounds alternate between the two. Core-seconds are those of all processes of a loader after
-its start.
+All read the same class folders with random resized crops to 224 pixels and flips, in
+batches of 256, with the same number of worker processes (threads for SPDL). Each
+measurement is a new process; rounds alternate between the loaders. Core-seconds are those
+of all processes of a loader after its start.
 
-Target: 1.3 times the images per core-second of the DataLoader. It uses torchvision where
-that is installed, and otherwise the same steps in Pillow.
+Target: 1.3 times the images per core-second of a PyTorch DataLoader. It uses torchvision
+where that is installed, and otherwise the same steps in Pillow. With --also, grain and SPDL
+are measured too; they decode and crop with our function, so that only the loaders differ.
 """
 
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from typing import Any
 
 _BATCH = 256
 _WARMUP = 4
+_BATCHES_PER_WORKER = 40
 
 
 def open_ours(path: str, workers: int) -> tuple[Iterator[Any], str]:
@@ -56,6 +59,68 @@ def open_torch(path: str, workers: int) -> tuple[Iterator[Any], str]:
         persistent_workers=True,
     )
     return itertools.chain.from_iterable(itertools.repeat(loader)), decoder
+
+
+def open_grain(path: str, workers: int) -> tuple[Iterator[Any], str]:
+    """Return endless batches of grain with our decoder, and what decodes them."""
+    import grain
+    from absl import flags
+
+    from millrace.data.decoding import decoder_name
+
+    flags.FLAGS.mark_as_parsed()  # grain reads flags
+
+    samples = grain.MapDataset.source(find_files(path)).shuffle(0).repeat()
+    batches = samples.random_map(decode_randomly, seed=0).batch(_BATCH, drop_remainder=True)
+    options = grain.multiprocessing.MultiprocessingOptions(workers, 4)
+    return iter(batches.to_iter_dataset().mp_prefetch(options)), f"grain: {decoder_name()}"
+
+
+def open_spdl(path: str, workers: int) -> tuple[Iterator[Any], str]:
+    """Return endless batches of SPDL with our decoder, and what decodes them."""
+    import random
+
+    import numpy as np
+    from spdl.pipeline import PipelineBuilder
+
+    from millrace.data.decoding import decoder_name
+
+    files = find_files(path)
+
+    def stack(samples: list[tuple[Any, int]]) -> tuple[Any, Any]:
+        images, labels = zip(*samples, strict=True)
+        return np.stack(images), np.array(labels)
+
+    numbers = np.random.default_rng(0)
+    pipeline = (
+        PipelineBuilder()
+        .add_source(random.choice(files) for _ in itertools.count())
+        .pipe(lambda file: decode_randomly(file, numbers), concurrency=workers)
+        .aggregate(_BATCH, drop_last=True)
+        .pipe(stack)
+        .add_sink(4)
+        .build(num_threads=workers + 1)
+    )
+    pipeline.start()
+    return iter(pipeline.get_iterator()), f"SPDL: {decoder_name()}"
+
+
+def find_files(path: str) -> list[tuple[str, int]]:
+    """Return the images and their labels."""
+    folders = sorted(Path(path, "train").iterdir())
+    return [(str(f), n) for n, folder in enumerate(folders) for f in folder.iterdir()]
+
+
+def decode_randomly(sample: tuple[str, int], numbers: Any) -> tuple[Any, int]:
+    """Read, decode, crop and flip an image with our function."""
+    import numpy as np
+
+    from millrace.data.decoding import NUM_DRAWS, Crop, decode_into
+
+    out = np.empty((224, 224, 3), np.uint8)
+    draws = numbers.random(NUM_DRAWS, np.float32).tolist()
+    decode_into(out, Path(sample[0]).read_bytes(), Crop(), draws)
+    return out, sample[1]
 
 
 class PillowFolder:
@@ -116,9 +181,12 @@ def cpu_seconds() -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
+LOADERS = {"ours": open_ours, "torch": open_torch, "grain": open_grain, "spdl": open_spdl}
+
+
 def measure_here(which: str, path: str, workers: int, batches: int) -> None:
     """Measure one loader; print the figures as JSON."""
-    stream, decoder = (open_ours if which == "ours" else open_torch)(path, workers)
+    stream, decoder = LOADERS[which](path, workers)
     for _ in range(_WARMUP):
         next(stream)
     cpu, started = cpu_seconds(), time.perf_counter()
@@ -128,7 +196,9 @@ def measure_here(which: str, path: str, workers: int, batches: int) -> None:
     images = batches * _BATCH
     figures = {"per_second": images / wall, "per_core_second": images / cpu}
     print(json.dumps({**figures, "decoder": decoder}), flush=True)
-    os._exit(0)  # neither loader needs to end in order
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)  # no loader needs to end in order
 
 
 def measure(python: str, *arguments: Any) -> dict[str, Any]:
@@ -141,15 +211,19 @@ def measure(python: str, *arguments: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure both in turn and publish the ratio."""
+    """Measure all in turn and publish the ratio."""
     from harness import Result, add_sizes, build_parser, publish
 
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("path", help="folder with train/CLASS/*.jpg")
     parser.add_argument("--torch-python", default=sys.executable, help="has PyTorch")
-    add_sizes(parser, {"num_workers": 2, "num_batches": 8})
+    parser.add_argument("--also", nargs="*", default=[], choices=["grain", "spdl"])
+    add_sizes(parser, {"num_workers": 2, "num_batches": 80})
     given = parser.parse_args()
+    # Some loaders have several batches per worker ready when the clock starts.
+    given.num_batches = max(given.num_batches, _BATCHES_PER_WORKER * given.num_workers)
     pythons = {"ours": sys.executable, "torch": given.torch_python}
+    pythons |= dict.fromkeys(given.also, sys.executable)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
     for _ in range(given.rounds):
         for name, python in pythons.items():

@@ -280,7 +280,7 @@ def _reserve_memory(size: int) -> int:
     except OSError as error:
         raise DataWorkerError(
             f"Cannot reserve {size / 2**20:,.0f} MiB of memory for batches: "
-            f"{error.strerror}. Use a smaller batch, or a smaller --pipeline-num-parallel."
+            f"{error.strerror}. Use a smaller batch, or fewer workers (--num-workers)."
         ) from error
     os.set_inheritable(descriptor, True)
     return descriptor

@@ -1,11 +1,12 @@
 """Decode, crop and resize one encoded image into a row of a batch.
 
-A JPEG is decoded by libjpeg-turbo (simplejpeg, or else OpenCV) and resized by OpenCV where
-they are installed: together they take two thirds of the time of Pillow, and neither holds
-the interpreter lock. Everything else, and every JPEG that they object to, goes through
-Pillow, which alone decides whether a file is damaged.
+A JPEG is decoded by libjpeg-turbo (its own library, else simplejpeg, else OpenCV) and
+resized by OpenCV where they are installed: together they take half of the time of Pillow,
+and neither holds the interpreter lock. Everything else, and every JPEG that they object to,
+goes through Pillow, which alone decides whether a file is damaged.
 """
 
+import functools
 import io
 import math
 import struct
@@ -18,14 +19,19 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from millrace.data.jpeg_header import Encoded, JpegHeader, parse_jpeg_header, shorten
+from millrace.data.turbojpeg import TurboJpeg, load
+
 cv2: Any = None
+turbojpeg: TurboJpeg | None = None
 simplejpeg: Any = None
-try:
+try:  # the extra "images" may not be installed, or only a part of it
     import cv2  # pyright: ignore[reportMissingImports]
 
     cv2.setNumThreads(1)  # workers are parallel already
+    turbojpeg = load()
     import simplejpeg  # pyright: ignore[reportMissingImports]
-except ImportError:  # the extra "images" is not installed, or only a part of it
+except ImportError:
     pass
 
 # `open_image` rejects images with too many pixels itself, and names the file.
@@ -43,13 +49,14 @@ DECODE_ERRORS = (
 _ATTEMPTS = 10  # a random box fits an image of 4:3 at the first attempt 4 times in 5
 NUM_DRAWS = 1 + 4 * _ATTEMPTS
 """Random numbers that one image may need: for the flip and for each attempt at a box."""
-_SHORT_SIDE_RATIO = 256 / 224  # short side after resizing, relative to the crop
+SHORT_SIDE_RATIO = 256 / 224
+"""Short side after resizing for validation, relative to the crop."""
 # Below, a blur before the resize changes pixels by less than the rounding of the resize.
 _MIN_BLUR_SCALE = 1.15
-_MARGIN_ROWS = 32  # decoded below the crop: chroma of the last row depends on the next MCU
-
-Encoded = bytes | memoryview
-"""The bytes of an image file."""
+# Three pixels cannot blur more than that, and five not much more than needed up to here:
+# 2 times the longest aspect of a random crop.
+_MAX_SMALL_BLUR_SCALE, _MAX_BLUR_SCALE = 2.2, 2.7
+_NEWTON_STEPS = 6
 Box = tuple[int, int, int, int]
 """Left and upper edge, width and height, in pixels."""
 
@@ -69,6 +76,8 @@ class Crop(NamedTuple):
     """Share of the area that a random crop covers; uniform."""
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """Width over height of a random crop; uniform."""
+    is_random: bool = True
+    """Whether training images are cropped at random, or at the center."""
 
     def choose_box(self, width: int, height: int, draws: list[float] | None) -> Box:
         """Return the part of an image to take: random with `draws`, else the center.
@@ -76,8 +85,8 @@ class Crop(NamedTuple):
         A random box that does not fit is drawn again; after 10 attempts the whole image is
         taken.
         """
-        if draws is None:
-            side = max(1, round(min(width, height) / _SHORT_SIDE_RATIO))
+        if draws is None or not self.is_random:
+            side = max(1, round(min(width, height) / SHORT_SIDE_RATIO))
             return self._snap((width - side) // 2, (height - side) // 2, side, side)
         (low, high), (narrow, wide) = self.area, self.aspect
         for start in range(1, NUM_DRAWS, 4):
@@ -124,6 +133,8 @@ def decoder_name() -> str:
     """Return the library that decodes JPEGs."""
     if cv2 is None:
         return "Pillow"
+    if turbojpeg is not None:
+        return "libjpeg-turbo (crops)"
     return "OpenCV" if simplejpeg is None else "libjpeg-turbo (simplejpeg)"
 
 
@@ -194,47 +205,6 @@ def _open(content: Encoded | np.ndarray, formats: tuple[str, ...] | None) -> Ima
 # ---------------------------------------------------------------- libjpeg-turbo and OpenCV
 
 
-class JpegHeader(NamedTuple):
-    """What the header of a JPEG says."""
-
-    height: int
-    width: int
-    num_components: int
-    is_sequential: bool
-    """Whether rows are decoded as they are read: neither progressive nor with restarts."""
-    height_at: int
-    """Where in the file the height is."""
-
-
-def parse_jpeg_header(content: Encoded) -> JpegHeader | None:
-    """Parse the header of a JPEG; return None for anything unusual."""
-    position, has_restarts = 2, False
-    header = None
-    if content[:2] != b"\xff\xd8":
-        return None
-    try:
-        while True:
-            if content[position] != 0xFF:
-                return None
-            marker = content[position + 1]
-            if marker == 0xFF:  # padding
-                position += 1
-                continue
-            if marker == 0xDA:  # the pixels begin
-                break
-            if marker in (0xC0, 0xC1, 0xC2):  # baseline, extended, progressive
-                at = position + 5
-                height, width, components = struct.unpack_from(">HHB", content, at)
-                header = JpegHeader(height, width, components, marker == 0xC0, at)
-            has_restarts |= marker == 0xDD
-            position += 2 + (content[position + 2] << 8) + content[position + 3]
-    except (IndexError, struct.error):
-        return None
-    if header is None or not (header.height and header.width):
-        return None
-    return header._replace(is_sequential=header.is_sequential and not has_restarts)
-
-
 def _decode_quickly(
     content: Encoded | np.ndarray, crop: Crop, draws: list[float] | None
 ) -> tuple[np.ndarray, Box] | None:
@@ -256,37 +226,31 @@ def _decode_quickly(
         return None
     box = crop.choose_box(header.width, header.height, draws)
     scale = crop.reduction(box[2], box[3])
+    x = y = 0
     try:
-        pixels = (_decode_opencv if simplejpeg is None else _decode_turbo)(
-            content, header, box, scale
-        )
+        if turbojpeg is not None:
+            pixels, (x, y) = turbojpeg.decode(content, header, box, scale)
+        elif simplejpeg is not None:
+            pixels = _decode_simplejpeg(content, header, box, scale)
+        else:
+            pixels = _decode_opencv(content, header, scale)
     except ValueError:
         return None
     left, top, width, height = (edge // scale for edge in box)
-    return pixels, (left, top, width, height)
+    return pixels, (left - x, top - y, width, height)
 
 
-def _decode_turbo(content: Encoded, header: JpegHeader, box: Box, scale: int) -> np.ndarray:
-    """Decode as few rows as the box needs.
-
-    Files store rows from top to bottom, so a header that promises fewer of them makes the
-    decoder stop early, with the same pixels in the rows that it does decode.
-    """
-    height = header.height
-    needed = box[1] + box[3] + _MARGIN_ROWS
-    if header.is_sequential and needed < height:
-        patched = bytearray(content)
-        struct.pack_into(">H", patched, header.height_at, needed)
-        content, height = memoryview(patched), needed
+def _decode_simplejpeg(
+    content: Encoded, header: JpegHeader, box: Box, scale: int
+) -> np.ndarray:
+    """Decode as few rows as the box needs."""
+    content, height = shorten(content, header, box[1] + box[3])
     # Not strict: it then ignores what Pillow ignores as well, and the rows that are left.
     size = {"min_height": -(-height // scale), "min_width": -(-header.width // scale)}
     return simplejpeg.decode_jpeg(content, strict=False, **(size if scale > 1 else {}))
 
 
-def _decode_opencv(
-    content: Encoded, header: JpegHeader, box: Box, scale: int
-) -> np.ndarray:
-    del box
+def _decode_opencv(content: Encoded, header: JpegHeader, scale: int) -> np.ndarray:
     reduced = {
         1: cv2.IMREAD_COLOR,
         2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -304,41 +268,51 @@ def _decode_opencv(
 def _resize_into(out: np.ndarray, pixels: np.ndarray, box: Box, *, flip: bool) -> None:
     """Resize a part of an image, antialiased like Pillow's bilinear filter.
 
-    OpenCV's bilinear resize skips pixels when it shrinks an image. Between 1 and 2, which
-    is all that is left after a reduced decode, a blur of three pixels before it makes up
-    for that: with [a, 1 - 2a, a] and a = (scale² - 1) / 12, the variances of blur and
-    bilinear kernel add up to that of Pillow's triangle, which is `scale` pixels wide.
+    OpenCV's bilinear resize skips pixels when it shrinks an image. A blur before it makes
+    up for that, if it is shrunk by little, as is usual after a reduced decode.
     """
     left, top, width, height = box
     part = pixels[top : top + height, left : left + width]
     size = out.shape[0]
     horizontal, vertical = width / size, height / size
     largest = max(horizontal, vertical)
-    if largest >= 2:  # a reduced decode left it: not a JPEG, or a long box
+    if largest > _MAX_BLUR_SCALE:  # not a JPEG, or a long box
         resized = cv2.resize(part, (size, size), interpolation=cv2.INTER_AREA)
         out[:] = resized[:, ::-1] if flip else resized
         return
     if largest > _MIN_BLUR_SCALE:
-        part = _blur(part, horizontal, vertical)
+        (columns, sigma_x), (rows, sigma_y) = map(_choose_blur, (horizontal, vertical))
+        part = cv2.GaussianBlur(
+            *(part, (columns, rows), sigma_x),
+            sigmaY=sigma_y,
+            borderType=cv2.BORDER_REPLICATE,
+        )
     if flip:
         cv2.flip(cv2.resize(part, (size, size)), 1, dst=out)
     else:
         cv2.resize(part, (size, size), dst=out)
 
 
-def _blur(pixels: np.ndarray, horizontal: float, vertical: float) -> np.ndarray:
-    """Blur before an image is shrunk by these factors, between 1 and 2."""
-    sigmas = []
-    for scale in (horizontal, vertical):
-        outer = (scale * scale - 1) / 12
-        # The standard deviation for which OpenCV samples this kernel from a Gaussian: it
-        # has fixed-point code for Gaussians, but not for any kernel.
-        ratio = outer / (1 - 2 * outer)
-        sigmas.append(math.sqrt(-1 / (2 * math.log(ratio))) if ratio > 1e-6 else 0.0)
-    size = (3 if sigmas[0] else 1, 3 if sigmas[1] else 1)
-    return cv2.GaussianBlur(
-        pixels, size, sigmas[0], sigmaY=sigmas[1], borderType=cv2.BORDER_REPLICATE
-    )
+@functools.lru_cache(maxsize=4096)
+def _choose_blur(scale: float) -> tuple[int, float]:
+    """Return the size and the standard deviation of the blur before shrinking by `scale`.
+
+    Pillow's filter is a triangle of variance scale² / 6, and a bilinear resize one of 1/6:
+    the blur has the difference. It is a Gaussian because OpenCV has fixed-point code for
+    that, but not for any kernel; it samples one at whole pixels.
+    """
+    variance = (scale * scale - 1) / 6
+    if variance < 1e-6:
+        return 1, 0.0
+    # Both kernels by the weight q of the neighbors, relative to the center.
+    if scale <= _MAX_SMALL_BLUR_SCALE:  # [q, 1, q]
+        size, q = 3, variance / (2 - 2 * variance)
+    else:  # [q⁴, q, 1, q, q⁴]
+        size, q = 5, 0.5
+        for _ in range(_NEWTON_STEPS):
+            excess = 2 * q + 8 * q**4 - variance * (1 + 2 * q + 2 * q**4)
+            q -= excess / (2 + 32 * q**3 - variance * (2 + 8 * q**3))
+    return size, math.sqrt(-1 / (2 * math.log(q)))
 
 
 # ------------------------------------------------------------------------------- Pillow

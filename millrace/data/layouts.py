@@ -1,5 +1,7 @@
 """Recognizes how the files of an image dataset are laid out. Imports nothing heavy."""
 
+import itertools
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,6 +42,29 @@ def find_layout(folder: Path) -> Layout | None:
     if any(_TFRECORD.search(path.name) for path in find_shards(folder, ("train",))):
         return "tfrecord"
     return None
+
+
+def count_images(folder: Path, *, at_most: int) -> int | None:
+    """Count the training images in class folders or in a packed dataset.
+
+    Args:
+        folder: The folder of the dataset.
+        at_most: Stop counting files here.
+
+    Returns:
+        The number of images, or None for other layouts.
+    """
+    layout = find_layout(folder)
+    if layout == "packed":
+        try:
+            shards = json.loads((folder / MANIFEST).read_bytes())["shards"]["train"]
+            return sum(shard[1] for shard in shards)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None  # the reader of the dataset has a better message
+    if layout != "folders":
+        return None
+    images = (path for path in (folder / "train").glob("*/*") if path.is_file())
+    return sum(1 for _ in itertools.islice(images, at_most))
 
 
 def has_subfolders(folder: Path) -> bool:

@@ -1,16 +1,18 @@
-"""Reads safetensors files: a JSON header, then raw arrays; nothing is executed.
+"""Safetensors files: a JSON header, then raw arrays; nothing is executed.
 
 The header is untrusted: every size in it is checked before it is used.
 """
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.config import shown
+from millrace.durable import replacing
 
 _TYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"},
@@ -22,6 +24,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_DIMS = 32  # the limit of NumPy 1
 _MAX_ITEMS = 2**59  # times eight bytes each, the size of an array still fits 64 bits
 _PREFIX = 8  # bytes that hold the length of the header
+_ALIGNMENT = 8  # of the first array, for readers that map the file
+_METADATA = "__metadata__"
 
 
 class SafetensorsError(ValueError):
@@ -58,6 +62,41 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     return {name: _view(data, tensor) for name, tensor in tensors.items()}
 
 
+def write_safetensors(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays by name to a file, which is replaced as a whole.
+
+    Args:
+        path: The file.
+        arrays: Arrays of any type that NumPy has.
+        metadata: Texts by name, kept in the header.
+    """
+    kinds = {np.dtype(code): kind for kind, code in _TYPES.items()}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, array in arrays.items():
+        if (kind := kinds.get(array.dtype)) is None:
+            raise ValueError(f"{name} has the type {array.dtype}, unknown to safetensors.")
+        start, end = end, end + array.nbytes
+        entry = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with replacing(path, binary=True) as file:
+        file.write(len(text).to_bytes(_PREFIX, "little") + text)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Return the texts that the header of a file has by name."""
+    with Path(path).open("rb") as file:
+        length = int.from_bytes(file.read(_PREFIX), "little")
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    return header.get(_METADATA, {})
+
+
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
     """Return the header, and the offset at which the arrays start."""
     length = int.from_bytes(file.read(_PREFIX), "little")
@@ -72,7 +111,7 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]
         raise SafetensorsError(f"{path} is not a safetensors file: {error}.") from error
     if not isinstance(header, dict):
         raise SafetensorsError(f"{path} is not a safetensors file: no header.")
-    header.pop("__metadata__", None)
+    header.pop(_METADATA, None)
     return header, _PREFIX + length
 
 

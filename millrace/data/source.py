@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from millrace.card import Card, with_card
+
 PIXEL_MEAN, PIXEL_STD = 127, 60
 """Distribution of synthetic pixels, before truncation."""
 PIXEL_TRUNCATION = 2
@@ -29,6 +31,7 @@ class Source(Protocol):
         ...
 
 
+@with_card
 class ArraySource:
     """Samples held in memory, as named arrays or lists with the samples along dim 0.
 
@@ -52,6 +55,13 @@ class ArraySource:
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        rows = {"samples": f"{len(self):,}"}
+        for name, array in self.arrays.items():
+            rows[name] = f"{array.dtype}[{', '.join(map(str, array.shape[1:]))}]"
+        return Card("ArraySource", rows)
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         # `take` is a third faster than `array[indices]` for samples as large as images.

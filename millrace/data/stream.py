@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from millrace.card import Card, with_card
 from millrace.data.source import Source
 
 Transform = Callable[[Any, np.random.Generator], Any]
@@ -21,6 +22,7 @@ random numbers with the samples along the last dim. It can be given a part of a 
 """
 
 
+@with_card
 class Stream:
     """Training batches without end, in a new order each epoch.
 
@@ -63,6 +65,16 @@ class Stream:
         self._position = 0
         self._order: tuple[int, np.ndarray] | None = None
         self._rows = slice(0, batch_size)
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        source = self.source
+        rows = {
+            "source": source if hasattr(source, "card") else type(source).__name__,
+            "batch_size": self.batch_size,
+            "batches_per_epoch": self.batches_per_epoch,
+        }
+        return Card("Stream", rows)
 
     def seek(self, position: int) -> None:
         """Make the next iteration start with batch number `position`."""

@@ -1,6 +1,6 @@
 """Compares a dataset on disk with its entry in the catalog."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -12,8 +12,16 @@ from millrace.data.source import ArraySource, Source
 _BATCH_SIZE = 64
 
 
+Progress = Callable[[str, int, int], None]
+"""Called with the split, and the samples of it that have been read and will be."""
+
+
 def verify(
-    sources: tuple[Source, Source], expected: Dataset, *, num_samples: int | None = 256
+    sources: tuple[Source, Source],
+    expected: Dataset,
+    *,
+    num_samples: int | None = 256,
+    progress: Progress = lambda split, done, total: None,
 ) -> list[str]:
     """Return the differences from the catalog, one sentence each.
 
@@ -23,24 +31,35 @@ def verify(
         num_samples: Samples to read of each split, evenly spaced, if they have to be
             decoded; None reads all, and checks the checksums of packed files. Arrays in
             memory are always checked completely.
+        progress: Called several times while samples are read.
     """
     splits = ("training", "validation")
     counts = (expected.num_training, expected.num_validation)
     return [
         difference
         for split, source, count in zip(splits, sources, counts, strict=True)
-        for difference in _verify_split(split, source, count, expected, num_samples)
+        for difference in _verify_split(
+            split, source, count, expected, num_samples, progress
+        )
     ]
 
 
 def _verify_split(
-    split: str, source: Source, count: int, expected: Dataset, num_samples: int | None
+    split: str,
+    source: Source,
+    count: int,
+    expected: Dataset,
+    num_samples: int | None,
+    progress: Progress,
 ) -> Iterator[str]:
     if len(source) != count:
         yield f"{expected.name} has {len(source):,} {split} samples; expected {count:,}."
     differences: dict[str, None] = {}  # each sentence once, in order
-    labels = []
+    labels, done = [], 0
+    total = min(len(source), num_samples or len(source))
     for batch in _batches(source, num_samples):
+        done += len(next(iter(batch.values())))
+        progress(split, min(done, total), total)
         differences |= dict.fromkeys(_verify_batch(split, batch, expected))
         labels.append(batch.get("label", np.empty(0, np.int32)))
     yield from differences

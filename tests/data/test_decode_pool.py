@@ -27,7 +27,7 @@ from worker_jobs import (
 )
 
 from millrace.data.decode_pool import DataWorkerError
-from millrace.data.image_source import num_cores
+from millrace.data.image_source import usual_num_workers
 from millrace.data.stream import EvaluationBatches
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ def test_evaluation_is_the_same_with_workers_and_with_threads():
 
 def test_small_datasets_are_decoded_in_threads_and_large_ones_in_processes():
     assert MadeImages(5000).num_workers == 0
-    assert MadeImages(5001).num_workers == num_cores()
+    assert MadeImages(5001).num_workers == usual_num_workers()
     assert MadeImages(10, num_workers=3).num_workers == 3
 
 
@@ -274,7 +274,7 @@ def test_memory_that_cannot_be_reserved_is_a_plain_error(monkeypatch):
     with made_images(num_workers=1, size=512) as source:
         message = r"Cannot reserve 36 MiB .*: No space left on device\. Use a smaller batch"
         with pytest.raises(DataWorkerError, match=message):
-            next(iter(source.stream(8)))
+            next(iter(source.stream(8, ahead=4)))
 
 
 def test_a_python_that_cannot_be_started_is_a_plain_error(monkeypatch):

@@ -40,6 +40,20 @@ def test_a_stream_resumes_with_the_same_images_for_any_number_of_workers(tmp_pat
             np.testing.assert_array_equal(batch["label"], expected["label"])
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "ahead"), [(256, 4), (128, 8), (100, 11), (1024, 4)]
+)
+def test_every_worker_has_four_tasks_however_small_a_batch_is(batch_size, ahead):
+    source = MadeImages(2000, num_workers=16)
+    stream = source.stream(batch_size)
+    assert stream.ahead == ahead
+    # A process that reads a part of every batch needs more of them.
+    assert stream.share(slice(0, batch_size // 4)).ahead == -(-1024 // (batch_size // 4))
+    assert source.stream(batch_size, min_ahead=20).ahead == 20
+    assert source.stream(batch_size, ahead=2).ahead == 2
+    assert MadeImages(2000, num_workers=0).stream(batch_size).ahead == 4
+
+
 def test_an_image_is_prepared_differently_in_every_epoch(tmp_path):
     write_folders(tmp_path, num_classes=1)
     stream = ImageFolder(tmp_path / "train", SMALL).stream(5, shuffle=False)
@@ -250,3 +264,9 @@ def test_the_advice_for_a_slow_stream_names_what_is_not_done_yet(monkeypatch):
     monkeypatch.setattr(image_source, "decoder_name", lambda: "OpenCV")
     advice = source.stream(4).share(slice(0, 2)).advice
     assert advice.startswith("Use a machine with more cores, or store pixels (data pack")
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (4, 3), (16, 15)])
+def test_a_core_is_left_to_the_process_that_feeds_the_devices(monkeypatch, cores, workers):
+    monkeypatch.setattr(image_source, "num_cores", lambda: cores)
+    assert image_source.usual_num_workers() == workers

@@ -6,7 +6,12 @@ import struct
 import numpy as np
 import pytest
 
-from millrace.data.safetensors import SafetensorsError, read_safetensors
+from millrace.data.safetensors import (
+    SafetensorsError,
+    read_metadata,
+    read_safetensors,
+    write_safetensors,
+)
 
 
 def write(path, header, data=b""):
@@ -109,3 +114,37 @@ def test_a_missing_file_is_an_error(tmp_path):
         read_safetensors(tmp_path / "nowhere")
     with pytest.raises(SafetensorsError, match="directory"):
         read_safetensors(tmp_path)
+
+
+def test_a_written_file_is_read_with_its_metadata(tmp_path):
+    random = np.random.default_rng(0)
+    arrays = {
+        "kernel": random.standard_normal((4, 3)).astype(np.float32).T,  # not contiguous
+        "half": random.standard_normal(5).astype(np.float16),
+        "count": np.array(3),
+        "empty": np.zeros((0, 2), np.float32),
+    }
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, arrays, {"größe": "8 µm"})
+    assert read_metadata(path) == {"größe": "8 µm"}
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    loaded = read_safetensors(path)
+    assert set(loaded) == set(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array)
+        assert loaded[name].dtype == array.dtype
+
+
+def test_the_library_reads_a_written_file(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7)}
+    write_safetensors(tmp_path / "x", arrays, {"format": "pt"})
+    loaded = library.load_file(tmp_path / "x")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_a_type_that_the_format_lacks_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="words has the type <U1"):
+        write_safetensors(tmp_path / "x", {"words": np.array(["a"])})
+    assert not list(tmp_path.iterdir())
