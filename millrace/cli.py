@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import millrace
-from millrace.commands.registry import COMMANDS
+from millrace.commands.registry import APPLICATIONS, COMMANDS
+from millrace.commands.usage import (
+    format_application,
+    format_unknown_command,
+    format_usage,
+)
 from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import add_launcher_replicas, is_follower
 from millrace.distributed.signals import INTERRUPTED, exit_on_signals, interruptible
@@ -54,21 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str]) -> int:
-    applications = {name.split()[0] for name in COMMANDS if " " in name}
-    first = args[1:2] if args[:1] and args[0] in applications else args[:1]
-    if not args or first in (["-h"], ["--help"]):
-        print(_format_usage())
+    first = args[0] if args else ""
+    if not args or first in ("-h", "--help", "--help-all"):
+        print(format_usage())
         return 0 if args else 2
-    if args[0] in ("-V", "--version"):
+    if first in ("-V", "--version"):
         print(f"millrace {millrace.__version__}")
         return 0
-    length = 1 if args[0] in COMMANDS else 2
+    if first.startswith("-") and first.endswith(("complete", "completion")):
+        from millrace.commands.completion import run_completion
+
+        return run_completion(args)
+    if first in APPLICATIONS and (args[1:2] or ["--help"])[0] in ("-h", "--help"):
+        print(format_application(first))
+        return 0
+    length = 1 if first in COMMANDS else 2
     name, rest = " ".join(args[:length]), args[length:]
     if name not in COMMANDS:
-        raise ConfigurationError(
-            f"Unknown command {name!r}. Available commands: {', '.join(COMMANDS)}. "
-            "See millrace --help."
-        )
+        raise ConfigurationError(format_unknown_command(args))
     command = COMMANDS[name]
     if name == "launch":  # most arguments belong to the command that it starts
         return command.load_function()(rest)
@@ -78,6 +86,7 @@ def _run(args: list[str]) -> int:
         add_launcher_replicas(config_type, rest),
         program=f"millrace {name}",
         named_configs=command.named_configs_path(),
+        command=name.replace(" ", "-"),
     )
     if not command.needs_run:
         return _run_without_directory(command.load_function(), config)
@@ -112,16 +121,3 @@ def _run_without_directory(function: Callable[[Any], int | None], config: Any) -
             message = f"{type(error).__name__}: {message} (--debug shows the traceback)"
         print(f"millrace: {message}", file=sys.stderr)
         return 1
-
-
-def _format_usage() -> str:
-    lines = [
-        "Train with the whole loop compiled into one program on the device.",
-        "",
-        "usage: millrace <application> <verb> [options]",
-        "       millrace <command> [options]",
-        "",
-        "commands (add --help for their options):",
-    ]
-    lines += [f"  {name:<22} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(lines)

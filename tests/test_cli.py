@@ -44,7 +44,7 @@ TRAIN = [
     *("--logs-per-epoch", "4", "--validations-per-epoch", "0.5"),
 ]
 REPLICAS = [
-    *("cnn", "train", "--micro-batch-size", "8", "--num-replicas", "4"),
+    *("cnn", "train", "--micro-batch-size", "8", "--num-replicas", "4", "--epochs", "1"),
     *("--virtual-devices", "4", "--tensorboard", "--updates-per-execution", "11"),
 ]
 
@@ -164,7 +164,7 @@ def in_process(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["cnn", "train", "--help"]])
-def test_help_takes_less_than_a_second(args):
+def test_help_takes_a_fraction_of_a_second(args):
     """Measures CPU time: wall time depends on who else uses the machine."""
 
     def used() -> float:
@@ -173,7 +173,7 @@ def test_help_takes_less_than_a_second(args):
 
     before = used()
     ended = run(*args)
-    assert used() - before < 1
+    assert used() - before < 0.4  # 0.13 on an idle machine
     assert ended.returncode == 0
     assert ended.stderr == ""
 
@@ -206,13 +206,15 @@ def test_help_lists_the_commands_and_their_options():
     assert "cnn train" in run("--help").stdout
     options = run("cnn", "train", "--help").stdout
     assert "--num-replicas INT" in options
+    assert "--num-epochs, --epochs INT" in options
     assert "Folder for everything the run writes" in " ".join(options.split())
 
 
-def test_help_of_an_application_lists_its_verbs():
-    ended = run("cnn", "--help")
+def test_an_application_alone_shows_its_commands_and_examples():
+    ended = run("cnn")
     assert ended.returncode == 0
-    assert "train" in ended.stdout
+    assert "  train  " in ended.stdout and "schedule" not in ended.stdout
+    assert "millrace cnn predict runs/first" in ended.stdout
 
 
 def test_the_version_is_printed():
@@ -225,8 +227,8 @@ def test_the_version_is_printed():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("cnn trian", "'cnn trian'"),
-        ("cnn", "cnn train"),
+        ("cnn trian", "Unknown command 'cnn trian'. Did you mean 'cnn train'?"),
+        ("recommend", "Did you mean 'autoencoder recommend'?"),
         ("frobnicate", "'frobnicate'"),
         ("cnn train --num-epoches 3", "Did you mean --num-epochs?"),
         ("cnn train --micro-batch-size lots", "--micro-batch-size must be an integer"),
@@ -234,8 +236,11 @@ def test_the_version_is_printed():
         ("cnn train --precision 8.8", "16.16, 16.32, 32.32"),
         ("cnn train --config nope", "digits_demo"),
         ("cnn train --config digits_demo --config-path none.yml", "none.yml: No such file"),
-        ("cnn train stray", "stray"),
-        ("cnn train --resume", "run_dir"),
+        ("cnn train stray", "Unexpected argument stray. See millrace cnn train --help."),
+        ("cnn train cifar10", "Did you mean --dataset cifar10?"),
+        ("cnn train digits_demo", "Did you mean --config digits_demo?"),
+        ("cnn train --lr-s 3", "It could be --lr-schedule, --lr-schedule-params"),
+        ("cnn train --resume", "--resume RUN"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(line, message, tmp_path):
@@ -315,7 +320,7 @@ def test_a_run_prints_its_plan_and_where_its_results_are(trained):
         "1 x cpu",
         "24,058 parameters",
         "global batch   32 = micro batch 32 x accumulation 1 x replicas 1",
-        "352 = 44 per epoch x 8 epochs, 11 per execution",
+        "352 = 44 per epoch x 8 epochs",
         "32.32",
         "completed",
         str(trained.path / "report.html"),
@@ -405,7 +410,7 @@ def test_virtual_devices_run_replicas_on_any_machine(finished):
 
 
 def test_updates_per_execution_can_be_set(finished):
-    assert "44 per epoch x 1 epochs, 11 per execution" in finished["replicas"].errors
+    assert "44 per epoch x 1 epochs" in finished["replicas"].errors
 
 
 # Stopping and resuming
@@ -419,7 +424,6 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint_and_a_report(finished):
     summary = load_summary(interrupted.path)
     assert summary["status"] == "interrupted"
     assert 0 < summary["updates"] < 352
-    assert summary["updates"] % 11 == 0
     checkpoints = sorted(path.name for path in (interrupted.path / "checkpoints").iterdir())
     assert checkpoints[-1] == f"update-{summary['updates']:09d}"
     assert "interrupted" in (interrupted.path / "report.html").read_text()
@@ -492,7 +496,7 @@ def tiny_training(*, learning_rate=0.1, validate=None, fp_exceptions=False):
         )
         program = training_program(loss_fn, optax.sgd(learning_rate), plan)
         data = ArraySource({"x": np.linspace(1, 2, 8, dtype=np.float32)})
-        with run.checkpoints(best="validation_accuracy", keep=3) as checkpoints:
+        with run.checkpoints(keep=3) as checkpoints:
             state = program.init(jnp.float32(0), {}, seed=0)
             run.train(
                 program,

@@ -562,7 +562,7 @@ def test_an_option_may_have_a_meaning_without_a_value():
 
 def test_docstrings_under_fields_are_the_help(capsys, runs):
     with pytest.raises(SystemExit) as left:
-        train("--help", named_configs=runs)
+        train("--help-all", named_configs=runs)
     assert left.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Train a model." in text
@@ -701,7 +701,7 @@ def test_an_invalid_number_is_refused_by_name_and_value(option, value):
 
 
 def test_resume_without_a_run_directory_names_what_is_missing():
-    with pytest.raises(ConfigurationError, match=r"resume needs run_dir"):
+    with pytest.raises(ConfigurationError, match=r"--resume RUN"):
         parse(CnnConfig, ["--resume"], program="x")
 
 

@@ -11,6 +11,7 @@ from millrace.config.building import (
     as_plain,
     build,
     configure,
+    flag,
     flat_options,
     option_name,
     option_value,
@@ -25,8 +26,9 @@ from millrace.config.checks import (
     one_of,
     shown,
 )
-from millrace.config.command_line import field_docs, parse
+from millrace.config.command_line import parse
 from millrace.config.files import load_named, load_yaml, writing
+from millrace.config.help import common_options, field_docs, format_help
 
 __all__ = [
     "ConfigurationError",
@@ -34,10 +36,13 @@ __all__ = [
     "as_plain",
     "build",
     "check_keys",
+    "common_options",
     "configure",
     "did_you_mean",
     "field_docs",
+    "flag",
     "flat_options",
+    "format_help",
     "load_named",
     "load_yaml",
     "number",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from millrace.config.checks import ConfigurationError, did_you_mean
-from millrace.config.files import read_named
+from millrace.config.files import find_run_config, load_yaml, read_named
 from millrace.config.values import convert
 
 T = TypeVar("T")
@@ -73,52 +73,167 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def configure(
-    config_type: type[T], options: Mapping[str, Any], named_configs: Path | None = None
+    config_type: type[T],
+    options: Mapping[str, Any],
+    named_configs: Path | None = None,
+    *,
+    command: str | None = None,
 ) -> tuple[T, dict[str, Any]]:
     """Build a configuration from options; also return the values that were set.
 
+    A run that is resumed keeps its own options, and `options` override them.
+
     Args:
-        config_type: A frozen dataclass.
-        options: Values by option name or alias. ``config`` names an entry to start from,
-            and ``config_path`` its file.
+        config_type: A frozen dataclass. It may define ``check_given(given)``, which raises
+            if options that were given contradict each other.
+        options: Values by option name or alias. ``config`` names an entry or a run to start
+            from, and ``config_path`` the file of the entry. A class may define
+            ``start_from_named(named, given) -> named``, which changes the options of the
+            entry.
         named_configs: Default YAML file of named configurations.
+        command: The command, such as ``cnn-train``: a run of another one is refused.
     """
     given = {option_name(config_type, key): value for key, value in options.items()}
+    if (check := getattr(config_type, "check_given", None)) is not None:
+        check(given)
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
-    named = _load_named_options(config_type, path, str(name)) if name else {}
-    values = _override(config_type, named, given)
+    named = _load_named_options(config_type, path, str(name), command) if name else {}
+    if name and (start := getattr(config_type, "start_from_named", None)) is not None:
+        named = start(named, given)
+    values = _separate_resume(_override(config_type, named, given))
+    if values.get("resume") is True and values.get("run_dir") is not None:
+        saved = load_saved_options(config_type, Path(values["run_dir"]), command)
+        values = saved | _normalize_given(config_type, values)
+        return build(config_type, values, expand=not saved), values
     return build(config_type, values), values
 
 
-def _load_named_options(config_type: Any, path: Path | None, name: str) -> dict[str, Any]:
-    """Return the options of a named entry; errors name the file and the line."""
-    values, positions = read_named(path, name)
-    # A command may share a file with another one whose options it lacks.
-    ignored = getattr(config_type, "named_without", ())
+def _separate_resume(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ``resume RUN`` by ``resume True`` and ``run_dir RUN``."""
+    if (resume := values.get("resume")) is None:
+        return dict(values)
+    run_dir = values.get("run_dir")
+    resume = convert(bool | Path, resume, flag("resume"))
+    if not isinstance(resume, Path):
+        return {**values, "resume": resume}
+    if run_dir is not None and Path(run_dir) != resume:
+        raise ConfigurationError(
+            f"--resume names the run {resume}, but --run-dir is {run_dir}. Give the run "
+            "once: --resume RUN."
+        )
+    return {**values, "resume": True, "run_dir": resume}
+
+
+def load_saved_options(
+    config_type: Any, run: Path, command: str | None = None
+) -> dict[str, Any]:
+    """Return the options in the ``config.yml`` of a run that apply to a later command.
+
+    Options about one start of the run, marked ``transient``, are left out, as are those of
+    other versions. Without the file, there are none.
+
+    Args:
+        config_type: The configuration dataclass of the command.
+        run: The run directory.
+        command: The command, such as ``cnn-train``: a run of another one is refused.
+    """
+    if not (path := run / "config.yml").is_file():
+        return {}
+    saved = load_yaml(path)
+    if command is not None and saved.get("command") != command:
+        raise ConfigurationError(
+            f"{run} holds a run of {saved.get('command')}, not of {command}."
+        )
+    known = flat_options(config_type)
+    named = {option_name(config_type, key): value for key, value in saved.items()}
+    return {
+        name: value
+        for name, value in named.items()
+        if name in known and not known[name].metadata.get("transient")
+    }
+
+
+def _normalize_given(config_type: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return given options as ``config.yml`` has them, without others they stand for."""
+    converted = dict(_convert_option(config_type, *item) for item in given.items())
+    expand = getattr(config_type, "expand_options", None)
+    if expand is None:
+        return converted
+    known = flat_options(config_type)
+    may_change = {n for n, option in known.items() if option.metadata.get("may_change")}
+    try:
+        expanded = expand(dict(converted))
+    except ConfigurationError:
+        # What it misses may be among the options of the run. What may change is checked.
+        expanded = converted | expand(
+            {n: converted[n] for n in converted.keys() & may_change}
+        )
+    # What a recipe fills in without being asked is not given.
+    usual = expand({})
+    return {
+        name: value
+        for name, value in expanded.items()
+        if name in converted or (name in may_change and value != usual.get(name))
+    }
+
+
+def _load_named_options(
+    config_type: Any, path: Path | None, name: str, command: str | None
+) -> dict[str, Any]:
+    """Return the options of a named entry or a run; errors name the file and the line."""
+    run_config = find_run_config(path, name)
+    values, positions = read_named(path, name if run_config is None else str(run_config))
+    skipped = set(getattr(config_type, "named_without", ()))
+    if (of_run := values.pop("command", None)) is not None:
+        skipped |= _options_of_one_run(config_type)
+        if command is not None and of_run != command:
+            names = [str(each).replace("-", " ", 1) for each in (of_run, command)]
+            raise ConfigurationError(
+                f"--config {name} has the options of {names[0]}, not of {names[1]}."
+            )
     named = {}
     for key, value in values.items():
-        if key in ignored:
+        if option_name(config_type, key) in skipped:
             continue
         try:
-            option_name, _ = _convert_option(config_type, key, value)
+            known_name, _ = _convert_option(config_type, key, value)
         except ConfigurationError as error:
             raise ConfigurationError(f"{positions.get(key, path)}: {error}") from error
-        named[option_name] = value
+        named[known_name] = value
     return named
 
 
-def build(config_type: type[T], values: Mapping[str, Any]) -> T:
+def _options_of_one_run(config_type: Any) -> set[str]:
+    """Return the options in ``config.yml`` that a new run must not take over.
+
+    Shorthands are among them: the options that they stand for are in the file as well.
+    """
+    return {
+        name
+        for name, option in flat_options(config_type).items()
+        if option.metadata.get("transient") or option.metadata.get("shorthand")
+    }
+
+
+def build(config_type: type[T], values: Mapping[str, Any], *, expand: bool = True) -> T:
     """Build a configuration from plain values; check names and types.
 
     A class may define ``expand_options(values) -> values``, which replaces options that
     stand for others before anything is built.
+
+    Args:
+        config_type: A frozen dataclass.
+        values: Values by option name or alias.
+        expand: Whether to call ``expand_options``; the options of a saved run have been
+            expanded already.
     """
     options = flat_options(config_type)
     converted = dict(_convert_option(config_type, *item) for item in values.items())
-    if (expand := getattr(config_type, "expand_options", None)) is not None:
-        converted = expand(converted)
+    expand_options = getattr(config_type, "expand_options", None)
+    if expand and expand_options is not None:
+        converted = expand_options(converted)
     missing = [
-        name.upper() if option.metadata.get("positional") else flag(name)
+        positional_name(name, option) or flag(name)
         for name, option in options.items()
         if name not in converted and option.default is _MISSING
     ]
@@ -208,6 +323,15 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value)
+
+
+def positional_name(name: str, option: Option) -> str | None:
+    """Return the name of an argument without a flag in ``--help``; None if it has one.
+
+    ``positional`` is True for an argument that has no flag, or names one that also has.
+    """
+    positional = option.metadata.get("positional")
+    return name.upper() if positional is True else positional
 
 
 def flag(name: str) -> str:

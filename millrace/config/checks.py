@@ -39,15 +39,24 @@ def one_of(option: str, name: str, choices: Mapping[str, T]) -> T:
     return choices[name]
 
 
-def check_keys(option: str, params: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Raise if a dictionary does not have exactly these `keys`."""
+def check_keys(
+    option: str,
+    params: Mapping[str, Any],
+    keys: Collection[str],
+    optional: Collection[str] = (),
+) -> None:
+    """Raise if a dictionary does not have all of `keys`, or any but `optional` besides."""
     missing = [key for key in keys if key not in params]
-    unknown = [str(key) for key in params if key not in keys]
+    unknown = [str(key) for key in params if key not in (*keys, *optional)]
     if missing or unknown:
+        needs = f"needs the keys {', '.join(keys)}" if keys else ""
+        may_have = f"may have the keys {', '.join(optional)}" if optional else ""
         raise ConfigurationError(
-            f"{option} needs the keys {', '.join(keys)}; "
+            f"{option} {' and '.join(filter(None, (needs, may_have))) or 'has no keys'}; "
             f"got {', '.join(map(str, params)) or 'none'}."
-            + "".join(did_you_mean(key, missing or keys) for key in unknown[:1])
+            + "".join(
+                did_you_mean(key, missing or [*keys, *optional]) for key in unknown[:1]
+            )
         )
 
 

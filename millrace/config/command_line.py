@@ -1,21 +1,25 @@
-"""Read options from a command line, and show them in ``--help``."""
+"""Read options from a command line."""
 
 import argparse
-import ast
-import copy
 import dataclasses
-import inspect
-import itertools
+import functools
 import re
-import textwrap
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from millrace.config.building import Option, configure, flag, flat_options, section_types
+from millrace.config.building import (
+    Option,
+    configure,
+    flag,
+    flat_options,
+    positional_name,
+)
 from millrace.config.checks import ConfigurationError, did_you_mean, shown
-from millrace.config.values import convert, type_name, without_none
+from millrace.config.files import exists, load_yaml
+from millrace.config.help import config_flags, format_help
+from millrace.config.values import choices, convert, type_name, without_none
 
 T = TypeVar("T")
 
@@ -27,17 +31,6 @@ _ARGPARSE_MESSAGES = (
     (r"the following arguments are required: (.*)", r"\1 is required."),
 )
 """Patterns of argparse messages, and their replacements."""
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the name of an option and its short form, but no other aliases."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = action.option_strings
-        long = [name for name in names if name.startswith("--")]
-        visible = copy.copy(action)
-        visible.option_strings = [name for name in names if name not in long[1:]]
-        return super()._format_action_invocation(visible)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +48,7 @@ def parse(
     *,
     program: str,
     named_configs: Path | None = None,
+    command: str | None = None,
 ) -> tuple[T, dict[str, Any]]:
     """Build a configuration from a command line; also return the values that were set.
 
@@ -63,12 +57,28 @@ def parse(
         argv: Arguments of the command.
         program: Name of the command, for ``--help``.
         named_configs: Default YAML file of named configurations, for ``--config``.
+        command: The command in ``config.yml`` of its runs, such as ``cnn-train``.
     """
     parser = _build_parser(config_type, program, named_configs)
     flags, unknown = parser.parse_known_args([_hyphenate(arg) for arg in argv])
-    if unknown:
+    if unknown and unknown[0].startswith("-"):
         raise ConfigurationError(_format_unknown(unknown[0], parser))
-    return configure(config_type, vars(flags), named_configs)
+    if unknown:
+        raise ConfigurationError(
+            _format_unexpected(unknown[0], config_type, program, named_configs)
+        )
+    options = _merge_positionals(config_type, vars(flags))
+    return configure(config_type, options, named_configs, command=command)
+
+
+def _merge_positionals(config_type: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with those that were given without their flag."""
+    for name, option in flat_options(config_type).items():
+        if (title := positional_name(name, option)) in options:
+            if name in options:
+                raise ConfigurationError(f"Give {title} or {flag(name)}, not both.")
+            options[name] = options.pop(title)
+    return options
 
 
 def _hyphenate(arg: str) -> str:
@@ -81,84 +91,88 @@ def _hyphenate(arg: str) -> str:
 
 def _format_unknown(arg: str, parser: argparse.ArgumentParser) -> str:
     name = arg if arg.isprintable() and len(arg) <= 80 else shown(arg)
-    if not arg.startswith("-"):
-        return f"Unexpected argument {name}. See {parser.prog} --help."
     options = [option for action in parser._actions for option in action.option_strings]
     hint = did_you_mean(arg.split("=")[0], options) or f" See {parser.prog} --help."
     return f"Unknown option {name}.{hint}"
 
 
+def _format_unexpected(
+    arg: str, config_type: Any, program: str, named_configs: Path | None
+) -> str:
+    """Return a message about an argument without an option; it says what to type."""
+    name = arg if arg.isprintable() and len(arg) <= 80 else shown(arg)
+    found = [
+        f"{flag(option_name)} {arg}"
+        for option_name, option in flat_options(config_type).items()
+        if arg in choices(option.hint) and not option.metadata.get("positional")
+    ]
+    if named_configs is not None and arg in load_yaml(named_configs):
+        found.append(f"--config {arg}")
+    if not found and exists(Path(arg)):
+        found = [f"{flag(n)} {arg}" for n in _path_options(config_type, Path(arg))]
+    hint = f" Did you mean {' or '.join(found[:3])}?" if found else ""
+    return f"Unexpected argument {name}.{hint or f' See {program} --help.'}"
+
+
+def _path_options(config_type: Any, path: Path) -> list[str]:
+    """Return the options that a path without an option was probably meant for."""
+    options = flat_options(config_type)
+    if (path / "config.yml").is_file():
+        names = ("checkpoint", "restore_path", "run_dir")
+    elif path.is_dir():
+        names = ("dataset_path", "run_dir")
+    else:
+        names = ("training_data_file", "pretrained")
+    return [name for name in names if name in options][:1]
+
+
 def _build_parser(
     config_type: Any, program: str, named_configs: Path | None
 ) -> argparse.ArgumentParser:
-    options = flat_options(config_type)
-    positionals = [n.upper() for n, o in options.items() if o.metadata.get("positional")]
-    parser = _Parser(
-        prog=program,
-        usage=" ".join([program, *positionals, "[options]"]),
-        description=inspect.getdoc(config_type),
-        argument_default=argparse.SUPPRESS,
-        formatter_class=_Help,
-    )
-    if named_configs is not None:
-        parser.add_argument(
-            *("-c", "--config", "--config-name", "--config-file"),
-            dest="config",
-            metavar="NAME",
-            help="start from this named configuration, or from a .yml or .json file with a "
-            "single configuration",
+    parser = _Parser(prog=program, add_help=False, argument_default=argparse.SUPPRESS)
+    for names, full in ((("-h", "--help"), False), (("--help-all",), True)):
+        text = functools.partial(
+            format_help, config_type, program, named_configs, full=full
         )
-        parser.add_argument(
-            "--config-path",
-            metavar="FILE",
-            help=f"YAML file of named configurations (default: {named_configs.name})",
-        )
-    docs = field_docs(config_type)
-    for title, section in _group_options(config_type).items():
-        group = parser.add_argument_group(title) if title else parser
-        for name, option in section.items():
-            _add_option(group, name, option, docs.get(name, ""))
+        parser.add_argument(*names, action=_PrintAndExit, const=text)
+    for entry in config_flags(config_type, named_configs):
+        dest = "config" if "--config" in entry.names else "config_path"
+        parser.add_argument(*entry.names, dest=dest)
+    for name, option in flat_options(config_type).items():
+        if not option.metadata.get("hidden"):
+            _add_option(parser, name, option)
     return parser
 
 
-def _add_option(group: Any, name: str, option: Option, doc: str) -> None:
-    help_text = " ".join(doc.split())
-    # An empty list or dictionary is not worth showing.
-    if option.default is not dataclasses.MISSING and option.default not in (None, [], {}):
-        help_text += f" (default: {option.default})"
+class _PrintAndExit(argparse.Action):
+    """Prints the text that `const` returns, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(self.const(), end="")
+        parser.exit()
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
     settings = _get_argparse_settings(option.hint, flag(name))
-    if option.metadata.get("positional"):
-        names, settings["metavar"] = (name,), name.upper()
+    title = positional_name(name, option)
+    if option.metadata.get("positional") is True:
+        names, settings["metavar"] = (name,), title
+        if option.default is not dataclasses.MISSING:
+            settings.setdefault("nargs", "?")
     else:
+        if title is not None:
+            # Without a type: argparse would convert its mark for a missing argument.
+            parser.add_argument(title, nargs="?")
         names = (flag(name), *option.metadata.get("aliases", ()))
         settings["dest"] = name
         if (bare := option.metadata.get("bare")) is not None:
             settings |= {"nargs": "?", "const": bare}
-    group.add_argument(*names, help=help_text.replace("%", "%%"), **settings)
+    parser.add_argument(*names, **settings)
     for negation in option.metadata.get("negations", ()):
-        meaning = f"Same as {flag(name)} False."
-        group.add_argument(
-            negation, dest=name, action="store_const", const=False, help=meaning
-        )
-
-
-def _group_options(config_type: Any) -> dict[str, dict[str, Option]]:
-    """Group options by heading: first the command's own, then bases and sections."""
-    left = dict(flat_options(config_type))
-    groups: dict[str, dict[str, Option]] = {}
-    for cls in (*config_type.__mro__, *section_types(config_type).values()):
-        names = dict.fromkeys(  # a section may redefine a field of its base
-            name
-            for base in ((cls,) if cls in config_type.__mro__ else cls.__mro__)
-            for name in inspect.get_annotations(base)
-            # A section may have an option of its own name, such as data in data.
-            if name in left and (left[name].section is None) == (cls in config_type.__mro__)
-        )
-        if names:
-            title = (inspect.getdoc(cls) or "").split("\n")[0].rstrip(".")
-            title = "" if cls is config_type else title
-            groups[title] = {name: left.pop(name) for name in names}
-    return groups
+        parser.add_argument(negation, dest=name, action="store_const", const=False)
 
 
 def _get_argparse_settings(hint: Any, option: str) -> dict[str, Any]:
@@ -181,31 +195,3 @@ def _get_argparse_settings(hint: Any, option: str) -> dict[str, Any]:
         (item,) = typing.get_args(inner)
         return {"nargs": "*", "type": converter(item), "metavar": type_name(item)}
     return {"type": converter(hint), "metavar": type_name(inner)}
-
-
-def field_docs(config_type: Any) -> dict[str, str]:
-    """Return the docstring under the field of each option, bases and sections included."""
-    docs: dict[str, str] = {}
-    for section in section_types(config_type).values():
-        docs |= field_docs(section)
-    for cls in reversed(config_type.__mro__):
-        if dataclasses.is_dataclass(cls):
-            docs |= _class_field_docs(cls)
-    return docs
-
-
-def _class_field_docs(cls: Any) -> dict[str, str]:
-    # Python drops strings under fields, so they are read from the source code.
-    source = textwrap.dedent(inspect.getsource(cls))
-    (tree,) = ast.parse(source).body
-    docs = {}
-    body = typing.cast(ast.ClassDef, tree).body
-    for statement, following in itertools.pairwise(body):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-        ):
-            docs[statement.target.id] = str(following.value.value)
-    return docs

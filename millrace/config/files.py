@@ -19,17 +19,33 @@ def load_named(path: str | Path | None, name: str) -> dict[str, Any]:
     return read_named(path, name)[0]
 
 
+def find_run_config(path: Path | None, name: str) -> Path | None:
+    """Return the ``config.yml`` of the run directory `name`; None if it is an entry.
+
+    Args:
+        path: YAML file of named entries, which come first.
+        name: Value of ``--config``.
+    """
+    config = Path(name) / "config.yml"
+    if not exists(config) or (path is not None and name in _read(Path(path))[0]):
+        return None
+    return config
+
+
 def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return entry `name` of the YAML file at `path`, and the position of each key."""
-    if path is None:
-        raise ConfigurationError("--config needs --config-path FILE with this command.")
-    path = Path(path)
-    values, node = _read(path)
+    is_file = Path(name).suffix in _CONFIG_FILES
+    if path is None and not is_file:
+        raise ConfigurationError(
+            f"--config {name} is neither a run directory nor a .yml file. An entry of a "
+            "file needs --config-path FILE as well."
+        )
+    values, node = ({}, None) if path is None else _read(Path(path))
     entries = {str(key): entry for key, entry in values.items()}
-    if name not in entries and Path(name).suffix in _CONFIG_FILES:
+    if name not in entries and is_file:
         # The reference implementation of vcd uses -c configs/NAME_config.json.
         known = Path(name).stem.removesuffix("_config")
-        if known not in entries or _exists(Path(name)):
+        if known not in entries or exists(Path(name)):
             values, node = _read(Path(name))
             return _normalize_keys(values), _find_positions(node, Path(name))
         name = known
@@ -43,8 +59,9 @@ def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict
     entry = entries[name] or {}
     if not isinstance(entry, dict):
         raise ConfigurationError(f"Entry {name} of {path} is not a mapping of options.")
+    assert path is not None and node is not None, "otherwise there are no entries"
     nodes = [value for key, value in node.value if key.value == name]
-    return _normalize_keys(entry), _find_positions(nodes[-1] if nodes else None, path)
+    return _normalize_keys(entry), _find_positions(nodes[-1] if nodes else None, Path(path))
 
 
 def _normalize_keys(entry: dict[Any, Any]) -> dict[str, Any]:
@@ -61,7 +78,7 @@ def _find_positions(node: yaml.Node | None, path: Path) -> dict[str, str]:
     }
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Whether a file exists; False for a name that no file can have."""
     try:
         return path.exists()

@@ -179,6 +179,20 @@ def type_name(hint: Any) -> str:
     return (names | {bool: "BOOL"}).get(origin, "VALUE")
 
 
+def choices(hint: Any) -> list[str]:
+    """Return the values that a type allows, as text; empty if they are not listed."""
+    inner = without_none(hint)
+    if typing.get_origin(inner) is list:
+        (inner,) = typing.get_args(inner)
+    parts = typing.get_args(inner) if _is_union(inner) else (inner,)
+    literals = [part for part in parts if typing.get_origin(part) is Literal]
+    return [str(choice) for part in literals for choice in typing.get_args(part)]
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (Union, types.UnionType)
+
+
 def _is_settable(hint: Any) -> bool:
     """Whether a value of this type can be given on a command line."""
     return hint is not type and typing.get_origin(hint) is not collections.abc.Callable

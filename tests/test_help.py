@@ -1,0 +1,93 @@
+"""``--help`` of every command is short; ``--help-all`` is complete."""
+
+import pytest
+
+from millrace.commands.registry import COMMANDS
+from millrace.config import common_options, flat_options, format_help
+from millrace.config.building import flag
+from millrace.config.help import SHOWN_ALIASES, group_options
+
+TWO_SCREENS = 100
+
+
+def get_help(name: str, *, full: bool) -> str:
+    command = COMMANDS[name]
+    path = command.named_configs_path()
+    return format_help(command.load_config_type(), f"millrace {name}", path, full=full)
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_on_two_screens(name):
+    lines = get_help(name, full=False).splitlines()
+    assert len(lines) <= TWO_SCREENS
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_of_training_is_short_and_says_how_to_see_more():
+    text = get_help("cnn train", full=False)
+    assert len(text.splitlines()) <= 90
+    assert text.splitlines()[-1].startswith("--help-all shows all 1")
+    for option in ("--num-epochs, --epochs INT", "--model", "--config NAME", "--resume"):
+        assert option in text
+    assert "--half-partials" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_common_options_exist(name):
+    config_type = COMMANDS[name].load_config_type()
+    listed = getattr(config_type, "common_options", ())
+    assert set(listed) == common_options(config_type) or not listed
+    assert len(set(listed)) == len(listed)
+
+
+def test_every_shown_alias_belongs_to_an_option():
+    aliases = {
+        alias
+        for command in COMMANDS.values()
+        for option in flat_options(command.load_config_type()).values()
+        for alias in option.metadata.get("aliases", ())
+    }
+    assert set(SHOWN_ALIASES) <= aliases
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_all_options_are_in_the_full_help(name):
+    text = get_help(name, full=True)
+    for option, entry in flat_options(COMMANDS[name].load_config_type()).items():
+        if entry.metadata.get("hidden"):
+            assert f"{flag(option)} " not in text
+        elif not entry.metadata.get("positional"):
+            assert f"  {flag(option)}" in text or f", {flag(option)}" in text, option
+
+
+def test_options_without_effect_come_last():
+    groups = group_options(COMMANDS["cnn train"].load_config_type())
+    *others, last = groups
+    assert "without effect" in last and "nanoo" in groups[last]
+    effects = [option.metadata for title in others for option in groups[title].values()]
+    assert not any(metadata.get("without_effect") for metadata in effects)
+
+
+def test_a_user_application_shows_few_options_of_its_sections():
+    from dataclasses import dataclass
+
+    from millrace.plan import Plan
+    from millrace.run.options import RunOptions
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine:
+        """Mine."""
+
+        width: int = 3
+        """Width of the network."""
+        plan: Plan = Plan()
+        run: RunOptions = RunOptions()
+
+    shown = common_options(Mine)
+    assert {"width", "micro_batch_size", "run_dir"} <= shown
+    assert not {"wandb_tags", "device_mapping"} & shown
