@@ -1,10 +1,12 @@
 """The plan: how training is replicated, accumulated, rounded, offloaded and pipelined."""
 
+import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+from millrace.card import Card, format_html, format_text
 from millrace.config import ConfigurationError
 
 
@@ -134,12 +136,17 @@ _SWITCHES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How weight updates are computed.
 
     The model and the loss know nothing about it.
     """
+
+    common_options: ClassVar = (
+        *("micro_batch_size", "num_replicas", "gradient_accumulation_count", "precision"),
+    )
+    """Options that ``--help`` shows; ``--help-all`` shows the others."""
 
     micro_batch_size: int = field(default=1, metadata={"aliases": ("--batch-size",)})
     """Samples that one replica processes in one forward and backward pass."""
@@ -190,6 +197,22 @@ class Plan:
     events of the run allow)."""
     fp_exceptions: bool = False
     """Stop at the first loss or gradient that is not finite."""
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows: what differs from the defaults."""
+        rows = {
+            field.name: repr(value)
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            and not (value == [] and field.default_factory is list)
+        }
+        return Card(type(self).__name__, rows)
+
+    def __repr__(self) -> str:
+        return format_text(self.card())
+
+    def _repr_html_(self) -> str:
+        return format_html(self.card())
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -3,7 +3,9 @@
 XLA:CPU is slow inside a loop: see ``dense_convolution`` and ``grouped_convolution``.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,22 @@ from millrace.nn.grouped_convolution import grouped_conv2d
 
 _MAX_CHANNELS_TO_FOLD = 4
 """Only the first convolution of a network has this few (3 for RGB images)."""
+
+
+_IS_PORTABLE: ContextVar[bool] = ContextVar("is_portable", default=False)
+
+
+@contextlib.contextmanager
+def portable_convolutions() -> Iterator[None]:
+    """Trace convolutions as single operations of XLA, for a program that runs elsewhere.
+
+    Otherwise, the device of this process decides how a convolution is computed.
+    """
+    token = _IS_PORTABLE.set(True)
+    try:
+        yield
+    finally:
+        _IS_PORTABLE.reset(token)
 
 
 class EmptyOutputError(ValueError):
@@ -59,20 +77,15 @@ def conv2d(
             f"the kernel of {kernel.shape[0]} x {kernel.shape[1]}, so the output would be "
             'empty. Use larger images or padding "SAME".'
         )
+    if _IS_PORTABLE.get():
+        return _xla_conv2d(x, kernel, strides, pads, groups)
     if jax.default_backend() != "cpu":
         if groups == 1 and _is_worth_folding(x.shape[-1], strides):
             return space_to_depth_conv2d(x, kernel, strides, pads)
         is_pointwise = kernel.shape[:2] == strides == (1, 1) and not any(map(any, pads))
         if as_product and is_pointwise and groups == 1:
             return jnp.tensordot(x, kernel[0, 0], 1)
-        return lax.conv_general_dilated(
-            x,
-            kernel,
-            strides,
-            pads,
-            dimension_numbers=LAYOUT,
-            feature_group_count=groups,
-        )
+        return _xla_conv2d(x, kernel, strides, pads, groups)
     # Eigen has no 16-bit convolutions; XLA would convert around every one of them.
     wide, wide_kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     if groups == 1:
@@ -80,6 +93,14 @@ def conv2d(
     else:
         y = grouped_conv2d(wide, wide_kernel, strides, pads, groups)
     return y.astype(x.dtype)
+
+
+def _xla_conv2d(
+    x: Images, kernel: Array, strides: Pair, pads: Pads, groups: int
+) -> Outputs:
+    return lax.conv_general_dilated(
+        x, kernel, strides, pads, dimension_numbers=LAYOUT, feature_group_count=groups
+    )
 
 
 def _check_operands(x: Array, kernel: Array, groups: int) -> None:

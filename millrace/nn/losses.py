@@ -44,6 +44,21 @@ def correct(
     return (logits.argmax(-1) == labels).astype(jnp.float32)
 
 
+def correct_in_top(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], count: int
+) -> Float[Array, " batch"]:
+    """Return 1 for each sample whose label has one of the `count` largest logits, else 0.
+
+    A class with the same logit as the label counts as larger if it comes first, as in
+    ``argmax``.
+    """
+    own = jnp.take_along_axis(logits, labels[:, None], -1)
+    comes_first = jnp.arange(logits.shape[-1]) < labels[:, None]
+    ahead = (logits > own) | ((logits == own) & comes_first)
+    # A label with a logit that is not a number has none of the largest.
+    return (ahead.sum(-1) < count).astype(jnp.float32) * jnp.isfinite(own[:, 0])
+
+
 @dataclass(frozen=True)
 class LayeredLoss:
     """A loss function ``(params, model_state, batch, key) -> (loss, (model_state, info))``.

@@ -4,11 +4,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Num
 
 from millrace.nn.layers import Call, Layer, Tree
 
 Activations = Float[Array, "batch *pixels channels"]
+
+NUM_UPDATES = "num_updates"
+"""Entry of a model state that counts the averaged updates; only training needs it."""
 
 
 class NormFactory(Protocol):
@@ -46,6 +49,7 @@ def batch_norm(
     stable: bool = False,
     zero_scale: bool = False,
     groups: ReplicaGroups | None = None,
+    ema: float | None = None,
 ) -> Layer:
     """Normalize by batch statistics and keep a moving average of them.
 
@@ -57,6 +61,8 @@ def batch_norm(
         stable: Compute the variance in a second pass over the data.
         zero_scale: Start with a scale of 0, as at the end of a residual branch.
         groups: Compute the statistics over groups of replicas.
+        ema: Decay of a moving average of the weights, if there is one. The statistics are
+            then averaged over the same updates, whatever the momentum.
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}.")
@@ -64,6 +70,8 @@ def batch_norm(
     def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
         statistics = {"mean": jnp.zeros(channels), "var": jnp.ones(channels)}
+        if ema is not None:
+            statistics[NUM_UPDATES] = jnp.zeros(())
         return _init_affine(channels, zero_scale), statistics
 
     def apply(
@@ -72,14 +80,24 @@ def batch_norm(
         if not call.training:
             return _normalize(x, model_state, params, epsilon), model_state
         batch = _moments(x, stable, groups)
-        moved = {
-            key: momentum * model_state[key]
-            + (1 - momentum) * lax.stop_gradient(batch[key])
-            for key in model_state
-        }
+        kept, moved = momentum, {}
+        if ema is not None:
+            moved[NUM_UPDATES] = model_state[NUM_UPDATES] + 1
+            kept = warmed_up_decay(ema, moved[NUM_UPDATES])
+        for key, value in batch.items():
+            moved[key] = kept * model_state[key] + (1 - kept) * lax.stop_gradient(value)
         return _normalize(x, batch, params, epsilon), moved
 
     return Layer(name, init, apply)
+
+
+def warmed_up_decay(decay: float, num_updates: Num[Array, ""]) -> Float32[Array, ""]:
+    """Return the decay of a moving average in update `num_updates`, which starts at 1.
+
+    It grows to `decay`, so that the average forgets the initial values soon.
+    """
+    count = num_updates.astype(jnp.float32)
+    return jnp.minimum(jnp.float32(decay), (1 + count) / (10 + count))
 
 
 def group_norm(

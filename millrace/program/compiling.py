@@ -5,7 +5,10 @@ import functools
 import logging
 import math
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,11 +161,41 @@ def compile_for(
     return compiled
 
 
+def _interruptibly(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+    """Compile on another thread: Python handles signals only when the main thread is not
+    in C++.
+
+    After an interrupt, the thread continues until XLA returns; see ``is_compiling``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compile()
+    result: Future[jax.stages.Compiled] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="millrace-compile", daemon=True)
+    _compile_threads.add(thread)
+    thread.start()
+    return result.result()
+
+
+_compile_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def is_compiling() -> bool:
+    """Whether a compilation that was interrupted still runs."""
+    return any(thread.is_alive() for thread in list(_compile_threads))
+
+
 def _compile(
     lowered: jax.stages.Lowered, options: dict[str, Any], requested: Options
 ) -> jax.stages.Compiled:
     try:
-        return lowered.compile(compiler_options=options)
+        return _interruptibly(lambda: lowered.compile(compiler_options=options))
     except jax.errors.JaxRuntimeError as error:
         unknown = next((name for name in options if f"'{name}'" in str(error)), None)
         if unknown is None or "No such compile option" not in str(error):

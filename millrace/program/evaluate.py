@@ -23,6 +23,7 @@ from millrace.program.replicas import (
     replicated,
 )
 from millrace.program.step import TrainState
+from millrace.program.training_loop import repeat_update
 
 MetricFn = Callable[[Any, Any, Any], dict[str, Array]]
 """``(params, model_state, batch) -> {name: one value per sample}``."""
@@ -82,39 +83,71 @@ class EvaluationProgram:
         params, model_state = self.place_state((state.params, state.model_state))
         return state._replace(params=params, model_state=model_state)
 
-    def run(self, state: TrainState, chunk: Any) -> dict[str, np.ndarray]:
+    @property
+    def runs_parts(self) -> bool:
+        """Whether one compiled program evaluates any number of the batches of a chunk."""
+        return self._mesh.devices.flat[0].platform == "cpu"
+
+    def run(self, state: TrainState, chunk: Any) -> dict[str, float]:
         """Return the sums of the metrics over the real samples of a chunk, and "count".
 
         Args:
             state: The weights to evaluate; the state stays usable.
             chunk: ``{"batch": ..., "valid": ...}``, leaves (batches, samples, ...).
         """
+        values = self.sum_batches(state, chunk)
+        return {name: float(value.sum(dtype=np.float64)) for name, value in values.items()}
+
+    def sum_batches(
+        self, state: TrainState, chunk: Any, part: tuple[int, int] | None = None
+    ) -> dict[str, np.ndarray]:  # (batches,)
+        """Return the sums of the metrics over the real samples of each batch.
+
+        Args:
+            state: The weights to evaluate; the state stays usable.
+            chunk: ``{"batch": ..., "valid": ...}``, leaves (batches, samples, ...).
+            part: The first batch and their number; by default all. Only a program with
+                `runs_parts` accepts it.
+        """
+        assert part is None or self.runs_parts
         state = self.validate_state(state)
+        size = jax.tree.leaves(chunk)[0].shape[0]
+        first, count = part or (0, size)
         given = (state.params, state.model_state, chunk)
+        if self.runs_parts:
+            place = np.array([first, count], np.int32)
+            given = (*given, put_on_devices(place, replicated(self._mesh)))
         shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(given))
         key = (shapes, jax.tree.structure(given))
         if key not in self._compiled:
             self._compiled[key] = self._compile(*given)
         with jax.transfer_guard("disallow"):
             sums = self._compiled[key](*given)
-        return jax.device_get(sums)
+        fetched = jax.device_get(sums)
+        return {name: np.asarray(values)[:count] for name, values in fetched.items()}
 
-    def _compile(self, params: Any, model_state: Any, chunk: Any) -> Callable[..., Any]:
-        def sums(params: Any, model_state: Any, chunk: Any) -> dict[str, Array]:
+    def _compile(
+        self, params: Any, model_state: Any, chunk: Any, *part: Array
+    ) -> Callable[..., Any]:
+        def sums(
+            params: Any, model_state: Any, chunk: Any, *part: Array
+        ) -> dict[str, Array]:
             compute = narrow(params, self._plan.types.compute)
 
+            @jax.jit  # traced only once
             def add_batch(_: None, item: Any) -> tuple[None, dict[str, Array]]:
                 batch = narrow(item["batch"], self._plan.types.compute)
                 values = self._metric_fn(compute, model_state, batch)
                 return None, _masked_sums(values, item["valid"])
 
-            _, per_batch = lax.scan(add_batch, None, chunk)
-            total = jax.tree.map(lambda v: v.sum(0), per_batch)
-            return lax.psum(total, REPLICA_AXIS)
+            _, per_batch = repeat_update(add_batch, None, chunk, *part)
+            # Batches are added on the host, so that the result does not depend on the part.
+            return lax.psum(per_batch, REPLICA_AXIS)
 
         same, split = PartitionSpec(), PartitionSpec(None, REPLICA_AXIS)
-        mapped = map_over_mesh(self._mesh, sums, (same, same, split), same)
-        return compile_for(self._mesh, mapped, params, model_state, chunk)
+        specs = (same, same, split, *[same for _ in part])
+        mapped = map_over_mesh(self._mesh, sums, specs, same)
+        return compile_for(self._mesh, mapped, params, model_state, chunk, *part)
 
 
 def _check_usable(leaves: Sequence[Any]) -> None:

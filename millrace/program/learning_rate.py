@@ -22,6 +22,7 @@ def learning_rate_schedule(
     *,
     global_batch_size: int,
     updates_per_epoch: int,
+    learning_rate: float | None = None,
     factor: float = 1.0,
     warmup: Mapping[str, Any] | None = None,
     staircase: bool = False,
@@ -45,6 +46,8 @@ def learning_rate_schedule(
               multiplied by the global batch. The update at a boundary has the old value.
         global_batch_size: Samples per update.
         updates_per_epoch: Converts epochs to updates, rounded down.
+        learning_rate: The initial learning rate, whatever the global batch; replaces
+            ``initial_learning_rate``. A stepped schedule has it in ``values``.
         factor: Multiplies every learning rate.
         warmup: ``warmup_epochs``, over which the rate rises linearly, and
             ``warmup_mode``: shift (the schedule starts afterwards) or mask (the rise
@@ -54,8 +57,13 @@ def learning_rate_schedule(
     """
     assert updates_per_epoch >= 1
     kind = one_of("--lr-schedule", name, _KINDS)
-    check_keys(f"--lr-schedule-params of {name}", params, kind.keys)
-    rate = kind.build(params, _Units(global_batch_size, updates_per_epoch, factor))
+    keys = kind.keys
+    if learning_rate is not None:
+        number("--learning-rate", learning_rate)
+        keys = tuple(key for key in keys if key != _INITIAL)
+    check_keys(f"--lr-schedule-params of {name}", params, keys)
+    units = _Units(global_batch_size, updates_per_epoch, factor, learning_rate)
+    rate = kind.build(params, units)
     if warmup is not None:
         rate = _add_warmup(rate, warmup, updates_per_epoch)
     if staircase:
@@ -69,9 +77,12 @@ class _Units(NamedTuple):
     global_batch_size: int
     updates_per_epoch: int
     factor: float
+    learning_rate: float | None
 
     def initial(self, params: Mapping[str, Any]) -> float:
         """Return the initial learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate * self.factor
         per_sample = _number(params, "initial_learning_rate")
         return per_sample * self.global_batch_size * self.factor
 

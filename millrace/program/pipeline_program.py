@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import Mesh
 
 from millrace.config import ConfigurationError
@@ -40,7 +39,7 @@ from millrace.program.state_layout import (
     without_optimizer,
 )
 from millrace.program.step import Step, TrainState
-from millrace.program.training_loop import TrainingProgram
+from millrace.program.training_loop import TrainingProgram, repeat_update
 from millrace.schedule.table import Table, build_table, check_count
 from millrace.schedule.timeline import Span
 
@@ -177,8 +176,13 @@ class PipelineProgram(TrainingProgram):
         def one_update(state: TrainState, batches: Any) -> tuple[TrainState, Any]:
             return update.apply(state, pipeline.compute_gradients(state, batches))
 
-        def updates(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
-            state, info = lax.scan(one_update, own_row(state), chunk)
+        # Jitted, so that it is traced only once.
+        one_update = jax.jit(one_update)
+
+        def updates(
+            state: TrainState, chunk: Any, *part: jax.Array
+        ) -> tuple[TrainState, Any]:
+            state, info = repeat_update(one_update, own_row(state), chunk, *part)
             return as_row(state), info
 
         return updates

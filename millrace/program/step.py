@@ -1,5 +1,6 @@
 """One weight update: a global batch in, new weights out."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float32, Int, Int32, UInt32
 
+from millrace.card import Card, with_card
 from millrace.nn.layers import KEPT
 from millrace.plan import Plan
 from millrace.program.accumulate import (
@@ -39,6 +41,7 @@ LossFn = Callable[[Any, Any, Any, Array], tuple[Array, tuple[Any, Any]]]
 _FORWARD, _ROUNDING = 0, 1  # folded into an update's key, one for each use
 
 
+@with_card
 class TrainState(NamedTuple):
     """Everything that training changes, as plain data to save, restore and compare."""
 
@@ -54,6 +57,23 @@ class TrainState(NamedTuple):
     def carried(self) -> Any:
         """The former name of `model_state`."""
         return self.model_state
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows; it reads nothing but the update."""
+        update: Any = "?"
+        with contextlib.suppress(RuntimeError, TypeError):  # donated, or being traced
+            update = int(jax.device_get(self.update))
+        sizes = {
+            "parameters": self.params,
+            "model_state": self.model_state,
+            "optimizer_state": self.optimizer_state,
+        }
+        rows = {name: f"{_count(tree):,}" for name, tree in sizes.items()}
+        return Card("TrainState", {"update": update} | rows)
+
+
+def _count(tree: Any) -> int:
+    return sum(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(tree))
 
 
 class Weights(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from millrace.card import Card, with_card
 from millrace.program import offload
 from millrace.program import step as steps
 from millrace.program.accumulate import path_name
@@ -31,12 +32,16 @@ from millrace.program.step import LossFn, Step, TrainState
 _log = logging.getLogger("millrace")
 
 _STAGED_BYTES = 64 << 20
-"""Batches staged on the devices for one call: enough to hide its overhead of 0.1 ms."""
+"""Batches staged on the devices at once: enough to hide the overhead of a call, 0.1 ms."""
 
 _BY_UPDATE = PartitionSpec(None, None, REPLICA_AXIS)
 """A chunk as (updates, micro-batches, samples, ...)."""
 
+_MAX_PART_UPDATES = 2048
+_MAX_CACHED_PARTS = 4096
 
+
+@with_card
 class TrainingProgram:
     """A compiled loop of weight updates, built by ``training_program``."""
 
@@ -56,7 +61,18 @@ class TrainingProgram:
         self._step = step
         self._mesh = self._make_mesh(devices)
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._parts: dict[tuple[int, int], jax.Array] = {}
         self._host_memory = self._find_host_memory()
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        rows = {
+            "loss_fn": getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__),
+            "plan": self.plan,
+            "devices": f"{len(self.devices)} x {self.devices[0].device_kind}",
+            "compile_seconds": f"{self.compile_seconds:.1f}",
+        }
+        return Card(type(self).__name__, rows)
 
     def _make_mesh(self, devices: Sequence[Any] | None) -> Mesh:
         mesh = replica_mesh(self.plan.num_replicas, devices)
@@ -171,7 +187,31 @@ class TrainingProgram:
 
     # --- calls ---
 
-    def updates_per_call(self, execution: int, bytes_per_element: int) -> int:
+    @property
+    def runs_parts(self) -> bool:
+        """Whether one compiled program makes any number of the updates of a chunk.
+
+        On a GPU it does not: a loop whose length is unknown to the compiler returns to the
+        host before every update.
+        """
+        return self._mesh.devices.flat[0].platform == "cpu" or self._is_streamed
+
+    @property
+    def _is_streamed(self) -> bool:
+        return self._host_memory is not None
+
+    def updates_per_chunk(self, updates: int, bytes_per_element: int) -> int:
+        """Choose how many updates have their batches staged at once, for calls of parts.
+
+        Fewer than the limit allows, so that the first call need not wait for long.
+        """
+        per_update = bytes_per_element * self._accumulation_count
+        limit = _STAGED_BYTES // 4 // max(1, per_update)
+        return max(1, min(updates, limit, _MAX_PART_UPDATES))
+
+    def updates_per_call(
+        self, execution: int, bytes_per_element: int, at_most: int | None = None
+    ) -> int:
         """Choose how many updates one call makes, from the size of their batches.
 
         The largest divisor of the execution whose batches take at most 64 MiB, so that
@@ -180,6 +220,7 @@ class TrainingProgram:
         """
         per_update = bytes_per_element * self._accumulation_count
         limit = max(1, min(execution, _STAGED_BYTES // max(1, per_update)))
+        limit = min(limit, at_most or limit)
         best = max(n for n in range(1, limit + 1) if execution % n == 0)
         return best if best * 2 > limit else limit
 
@@ -187,22 +228,47 @@ class TrainingProgram:
         """Compile for a chunk of this shape, unless that has been done."""
         self._runner(state, chunk)
 
-    def run(self, state: TrainState, chunk: Any) -> tuple[TrainState, dict]:
-        """Make all updates of a chunk; `state` is donated and cannot be used again.
+    def run(
+        self, state: TrainState, chunk: Any, part: tuple[int, int] | None = None
+    ) -> tuple[TrainState, dict]:
+        """Make the updates of a chunk; `state` is donated and cannot be used again.
 
         Args:
             state: From ``init`` or the previous call.
             chunk: Batches on the devices, sharded as `chunk_sharding`. Leaves are
                 (updates x accumulation count, samples of all replicas, ...).
+            part: The first update to make and how many; by default all. Only a program
+                with `runs_parts` accepts it.
 
         Returns:
-            The new state, and info with one value per update in each leaf.
+            The new state, and info with one value per update in each leaf. With a part,
+            the leaves may be longer; what follows the updates of the part is undefined.
         """
+        assert part is None or self.runs_parts
         state = self.validate_state(state)
         runner = self._runner(state, chunk)
+        first, count = part or (0, self._num_updates(chunk))
+        arguments: tuple[Any, ...] = (state, chunk)
+        if self._is_streamed:
+            arguments = (state, chunk, range(first, first + count))
+        elif self.runs_parts:
+            arguments = (state, chunk, self._place_part(first, count))
         # An implicit copy between host and device is slow and silent: make it an error.
         with jax.transfer_guard("disallow"):
-            return runner(state, chunk)
+            return runner(*arguments)
+
+    def _num_updates(self, chunk: Any) -> int:
+        return jax.tree.leaves(chunk)[0].shape[0] // self._accumulation_count
+
+    def _place_part(self, first: int, count: int) -> jax.Array:
+        """Return a part on the devices; most parts come again and again."""
+        if (first, count) not in self._parts:
+            if len(self._parts) >= _MAX_CACHED_PARTS:
+                self._parts.clear()
+            self._parts[first, count] = put_on_devices(
+                np.array([first, count], np.int32), replicated(self._mesh)
+            )
+        return self._parts[first, count]
 
     @property
     def _accumulation_count(self) -> int:
@@ -214,7 +280,7 @@ class TrainingProgram:
         if key not in self._compiled:
             self._check_chunk(chunk)
             started = time.perf_counter()
-            build = self._build_streamed if self._host_memory else self._build_resident
+            build = self._build_streamed if self._is_streamed else self._build_resident
             self._compiled[key] = build(state, chunk)
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
@@ -239,23 +305,27 @@ class TrainingProgram:
 
     def _build_resident(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         """Compile all updates of a call into one program."""
+        part = (self._place_part(0, self._num_updates(chunk)),) if self.runs_parts else ()
         program = map_over_mesh(
             self._mesh,
             self._scan_updates(state, chunk),
-            (self._state_spec, _BY_UPDATE),
+            (self._state_spec, _BY_UPDATE, *[PartitionSpec() for _ in part]),
             (self._state_spec, PartitionSpec()),
         )
 
-        def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
-            return program(state, self._group_by_update(chunk))
+        def run(state: TrainState, chunk: Any, *part: jax.Array) -> tuple[TrainState, Any]:
+            return program(state, self._group_by_update(chunk), *part)
 
         # Donated, or the old and the new state would both be in memory.
-        return self._compile(run, state, chunk, donate=(0,))
+        return self._compile(run, state, chunk, *part, donate=(0,))
 
     def _scan_updates(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
-        """Return a function that makes all updates of a chunk on one device."""
+        """Return a function that makes the updates of a chunk on one device.
+
+        Its arguments are a state, a chunk and, if the program runs parts, the part.
+        """
         del state, chunk
-        return lambda state, chunk: lax.scan(self._one_update, state, chunk)
+        return functools.partial(repeat_update, self._one_update)
 
     @functools.cached_property
     def _one_update(self) -> Callable[..., Any]:
@@ -275,12 +345,11 @@ class TrainingProgram:
         """
         compute_gradients = self._compile_gradients(state, chunk)
         stream = self._make_stream(state, compute_gradients.out_info)
-        count = jax.tree.leaves(chunk)[0].shape[0] // self._accumulation_count
-        indices = [self._device_index(i) for i in range(count)]
+        indices = [self._device_index(i) for i in range(self._num_updates(chunk))]
 
-        def run(state: TrainState, chunk: Any) -> tuple[TrainState, Any]:
+        def run(state: TrainState, chunk: Any, updates: range) -> tuple[TrainState, Any]:
             infos = []
-            for index in indices:
+            for index in indices[updates.start : updates.stop]:
                 result = compute_gradients(self._without_optimizer(state), chunk, index)
                 state, info = stream.apply(state, result)
                 del result  # free the gradients before the next ones are computed
@@ -341,3 +410,45 @@ class TrainingProgram:
 
     def _device_index(self, value: int) -> jax.Array:
         return put_on_devices(np.int32(value), replicated(self._mesh))
+
+
+def repeat_update(
+    one_update: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    chunk: Any,
+    part: jax.Array | None = None,
+) -> tuple[Any, Any]:
+    """Make the updates of a chunk in a loop.
+
+    Args:
+        one_update: ``(state, batches) -> (state, info)``, jitted.
+        state: The state before the first update.
+        chunk: Leaves are (updates, ...).
+        part: The first update and their number; by default all of the chunk.
+
+    Returns:
+        The new state, and the stacked infos; with a part, padded with zeros.
+    """
+    if part is None:
+        return lax.scan(one_update, state, chunk)
+    first, count = part[0], part[1]
+    size = jax.tree.leaves(chunk)[0].shape[0]
+    # Scanning nothing returns empty infos, which have the types. Unlike jax.eval_shape, it
+    # sees the same arguments as the loop, so that the update is traced only once.
+    _, empty = lax.scan(one_update, state, jax.tree.map(lambda x: x[:0], chunk))
+    infos = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), empty)
+
+    def add_update(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        state, infos = carry
+        batches = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, first + index, keepdims=False), chunk
+        )
+        state, info = one_update(state, batches)
+        infos = jax.tree.map(
+            lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
+            infos,
+            info,
+        )
+        return state, infos
+
+    return lax.fori_loop(0, count, add_update, (state, infos))

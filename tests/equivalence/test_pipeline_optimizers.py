@@ -13,6 +13,7 @@ from millrace.nn.layers import dense, init_layers, relu
 from millrace.nn.losses import LayeredLoss
 from millrace.plan import Plan
 from millrace.program import offload, state_layout
+from millrace.program.optimizers import build_optimizer
 from millrace.program.training import training_program
 
 pytestmark = pytest.mark.devices(4)
@@ -103,9 +104,12 @@ OPTIMIZERS = {
     "loss": lambda: optax.chain(
         optax.polyak_sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
     ),
+    "muon_ema": lambda: build_optimizer(
+        "muon", {}, learning_rate=lambda _: 1e-2, weight_decay=0.1, clip_norm=0.2, ema=0.8
+    ),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
 }
-OFTEN = ("multi_steps_clip", "masked_clip", "by_position", "dadapt", "loss")
+OFTEN = ("multi_steps_clip", "masked_clip", "by_position", "dadapt", "muon_ema")
 # tests/program/test_partitioned_update.py covers most others.
 USUAL = {"pipeline_splits": ["second", "last"], "device_mapping": [0, 1, 0]}
 PIPELINES = {
@@ -161,7 +165,10 @@ def test_an_optimizer_gives_the_same_weights(name):
         "clip",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("clip_updates", "multi_steps_clip", "by_position", "dadapt")
+            for name in (
+                *("clip_updates", "multi_steps_clip", "by_position", "dadapt"),
+                "muon_ema",
+            )
         ),
     ],
 )

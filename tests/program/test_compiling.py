@@ -1,8 +1,11 @@
 """Compiler options, and the programs compiled with them."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import jax
@@ -186,3 +189,24 @@ def test_no_persistent_cache_leaves_nothing_on_disk(tmp_path):
         check=True,
     )
     assert done.stdout == "True\n"
+
+
+def test_an_interrupt_does_not_wait_for_the_compiler():
+    compiled = threading.Event()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compiling_module._interruptibly(lambda: compiled.wait(20))
+        assert compiling_module.is_compiling()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        compiled.set()
+    deadline = time.monotonic() + 10
+    while compiling_module.is_compiling() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not compiling_module.is_compiling()

@@ -40,6 +40,43 @@ RMSPROP = {"momentum": 0.9, "base_decay_exponent": -10, "epsilon": 0.001}
 OPTIMIZERS = {"sgd": {"momentum": 0.9}, "lars": LARS, "rmsprop": RMSPROP}
 
 
+def muon_dimensions(params):
+    """Kernels of convolutions as matrices of all inputs by outputs; None for Adam."""
+    dimensions = {
+        2: optax.contrib.MuonDimensionNumbers((0,), 1),
+        4: optax.contrib.MuonDimensionNumbers((0, 1, 2), 3),
+    }
+    return jax.tree.map(lambda p: dimensions.get(p.ndim), params)
+
+
+DECAY = 0.05
+OPTAX = {
+    # name, its parameters, and what somebody would write in optax
+    "nesterov": (
+        *("sgd", {"momentum": 0.9, "nesterov": True}),
+        lambda rate: optax.chain(
+            optax.trace(0.9, nesterov=True),
+            optax.add_decayed_weights(DECAY),
+            optax.scale_by_learning_rate(rate),
+        ),
+    ),
+    "adam": (*("adam", {}), lambda rate: optax.adamw(rate, weight_decay=DECAY)),
+    "adamw": (
+        *("adamw", {"b1": 0.8, "b2": 0.99, "epsilon": 1e-6}),
+        lambda rate: optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=DECAY),
+    ),
+    "lamb": (*("lamb", {}), lambda rate: optax.lamb(rate, weight_decay=DECAY)),
+    "lion": (*("lion", {}), lambda rate: optax.lion(rate, weight_decay=DECAY)),
+    "muon": (
+        *("muon", {"momentum": 0.9}),
+        lambda rate: optax.contrib.muon(
+            rate, beta=0.9, weight_decay=DECAY, adam_weight_decay=DECAY,
+            muon_weight_dimension_numbers=muon_dimensions, consistent_rms=0.2,
+        ),
+    ),
+}  # fmt: skip
+
+
 def changing(count):
     return jnp.array(RATES, jnp.float32)[count]
 
@@ -363,6 +400,65 @@ def test_a_program_gives_the_weights_of_the_plain_loop(name):
         assert largest_difference(state.params, expected) < rounding()
 
 
+@pytest.mark.parametrize("name", OPTAX)
+def test_an_optimizer_of_optax_is_that_of_optax(name):
+    kind, params, in_optax = OPTAX[name]
+    found = train(make(kind, params, weight_decay=DECAY), random_tree(0), gradients())
+    expected = train(in_optax(changing), random_tree(0), gradients())
+    assert_close(found, expected)
+    # An epsilon of 1e-8 next to gradients of 1 must not hide another learning rate.
+    assert largest_difference(found, random_tree(0)) > 0.01
+
+
+def test_gradients_are_clipped_by_their_norm_before_anything_else():
+    """L2 regularization is added afterwards, as in PyTorch."""
+    every = gradients()
+    norms = [np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(x))) for x in every]
+    limit = float(np.median(norms))
+    scaled = [
+        jax.tree.map(lambda g, n=norm: g * min(1, limit / n), gradient)
+        for gradient, norm in zip(every, norms, strict=True)
+    ]
+    found = train(
+        make("sgd", clip_norm=limit, l2_regularization=0.1), random_tree(0), every
+    )
+    expected = oracle(sgd, {"momentum": 0.9}, random_tree(0), scaled, l2=0.1)
+    assert_close(found, expected)
+
+
+def test_muon_decays_kernels_only_if_asked():
+    zeros = [jax.tree.map(np.zeros_like, random_tree(0))] * 2
+    options = {"weight_decay": 0.1, "decay_kernels_only": True}
+    found = train(make("muon", {}, **options), random_tree(0), zeros)
+    factor = (1 - 0.1 * RATES[0]) * (1 - 0.1 * RATES[1])
+    for layer, variables in random_tree(0).items():
+        for name, start in variables.items():
+            expected = factor * start if name == "kernel" else start
+            np.testing.assert_allclose(found[layer][name], expected, rtol=1e-6)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "muon", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lamb", "lion"))],
+)
+def test_a_program_with_replicas_and_offloading_gives_the_weights_of_optax(
+    name, monkeypatch
+):
+    kind, params, in_optax = OPTAX[name]
+    monkeypatch.setattr(offload, "_BUCKET_BYTES", 1)
+    expected, _, _ = plain_loop(in_optax(lambda count: 0.01), make_data())
+    optimizer = make(kind, params, learning_rate=lambda _: 0.01, weight_decay=DECAY)
+    plan = Plan(
+        micro_batch_size=GLOBAL_BATCH // 4,
+        gradient_accumulation_count=2,
+        num_replicas=2,
+        optimizer_state_offloading=True,
+    )
+    state, _, _ = train_with(plan, optimizer=optimizer)
+    assert largest_difference(state.params, expected) < rounding()
+
+
 def check_error(message, *arguments, **options) -> None:
     with pytest.raises(ConfigurationError, match="^" + re.escape(message) + "$"):
         make(*arguments, **options)
@@ -370,8 +466,8 @@ def check_error(message, *arguments, **options) -> None:
 
 def test_an_unknown_optimizer_suggests_the_nearest():
     check_error(
-        "--optimizer must be one of sgd, lars, rmsprop; got 'rmprop'. "
-        "Did you mean rmsprop?",
+        "--optimizer must be one of sgd, lars, rmsprop, adam, adamw, lamb, lion, muon; got "
+        "'rmprop'. Did you mean rmsprop?",
         "rmprop",
         {},
     )
@@ -391,9 +487,15 @@ def test_missing_and_unknown_keys_are_errors_that_list_the_keys():
         {"momentum": 0.9, "weight_decay": 0, "eta": 0.001, "epsilon": 0},
     )
     check_error(
-        "--optimizer-params of sgd needs the keys momentum; got none.",
+        "--optimizer-params of sgd needs the keys momentum and may have the keys nesterov; "
+        "got none.",
         "sgd",
         {},
+    )
+    check_error(
+        "--optimizer-params of adamw may have the keys b1, b2, epsilon; got beta1, b2.",
+        "adamw",
+        {"beta1": 0.9, "b2": 0.99},
     )
 
 
