@@ -4,6 +4,7 @@ The training loop handles these signals itself and saves a checkpoint. Everywher
 raise ``KeyboardInterrupt`` (``interruptible``) or end the process (``exit_on_signals``).
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -32,6 +33,30 @@ class _Received:
 
     depth = 0
     any = False
+    last: int | None = None
+    """Its number; it is kept when the context ends."""
+
+
+def last_signal() -> int | None:
+    """Return the last stop signal that was handled in ``handle_signals``."""
+    return _Received.last
+
+
+def end_with_signal_while(busy: Callable[[], bool]) -> None:
+    """End the process with the last signal at its exit, if it is still busy then.
+
+    A thread that was interrupted in C++ would hold up the exit, or crash in it.
+    """
+    number = _Received.last
+
+    def end() -> None:
+        if number is not None and busy():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    atexit.register(end)
 
 
 @contextlib.contextmanager
@@ -47,6 +72,7 @@ def handle_signals(
         return
     if not _Received.depth:
         _Received.any = False
+        _Received.last = None
     _Received.depth += 1
     previous = install_handler(handler, numbers)
     try:
@@ -71,6 +97,7 @@ def install_handler(
         if number == SIGHUP and _Received.any:
             return
         _Received.any = True
+        _Received.last = number
         handler(number, frame)
 
     return {

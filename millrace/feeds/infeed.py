@@ -3,12 +3,13 @@
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from millrace.card import Card, with_card
 from millrace.feeds.device import DeviceDataset
 from millrace.feeds.reader import Pass, Reader, Request, Staged
 from millrace.feeds.stager import Chunk, SampleSlice
@@ -29,6 +30,7 @@ class Seekable(Protocol):
         """Make the next iteration start with element `position`."""
 
 
+@with_card
 class Infeed:
     """Feeds a compiled loop from any iterable of pytrees of NumPy arrays.
 
@@ -82,6 +84,12 @@ class Infeed:
         self._stopped: list[Reader] = []
         """Readers that were stopped while they waited for the dataset."""
 
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        dataset = self.dataset
+        shown = dataset if hasattr(dataset, "card") else type(dataset).__name__
+        return Card("Infeed", {"dataset": shown, "position": self._position})
+
     @property
     def position(self) -> int:
         """The number of elements that loops have used; checkpoints save it."""
@@ -127,6 +135,8 @@ class Infeed:
         sharding: Any = None,
         *,
         only_full: bool = False,
+        partial: int | None = None,
+        give_up: Callable[[], bool] | None = None,
     ) -> Chunk | None:
         """Return the current chunk, waiting for it if necessary; None at the end.
 
@@ -136,14 +146,18 @@ class Infeed:
                 partial chunk may come when the loop would otherwise wait.
             sharding: Where the chunk goes; the default device if not given.
             only_full: Drop the last chunk of the dataset if it is not full.
+            partial: Accept a chunk that is not full, but padded, instead of waiting long
+                for a full one; its size is a multiple of this.
+            give_up: Returns whether to stop waiting; ``GaveUp`` is raised then, and the
+                infeed stays as it is.
         """
         capacities = (capacity,) if isinstance(capacity, int) else capacity
-        request = Request(capacities, sharding, only_full)
+        request = Request(capacities, sharding, only_full, partial)
         if request != self._request:
             self._stop_reading()
             self._request = request
         if self._staged is None:
-            self._staged = self._next_chunk(request)
+            self._staged = self._next_chunk(request, give_up)
         return None if self._staged is None else self._staged.chunk
 
     def took(self, count: int) -> None:
@@ -171,7 +185,9 @@ class Infeed:
         elif isinstance(self.dataset, Seekable):
             self._pass = None
 
-    def _next_chunk(self, request: Request) -> Staged | None:
+    def _next_chunk(
+        self, request: Request, give_up: Callable[[], bool] | None
+    ) -> Staged | None:
         if isinstance(self.dataset, DeviceDataset):
             if self._sizes is None:
                 self._sizes = itertools.cycle(request.capacities or (1,))
@@ -182,7 +198,7 @@ class Infeed:
             samples = _own_samples(request.sharding, self)
             elements = self._current_pass(samples)
             self._reader = Reader(elements, request, samples, self._depth)
-        result = self._reader.get()
+        result = self._reader.get(give_up)
         if isinstance(result, BaseException):
             self._stop_reading()
             self._failed = True

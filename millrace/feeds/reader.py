@@ -20,8 +20,14 @@ _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _PARTIAL_CHUNK_SECONDS = 0.005
 """How long a loop waits for a full chunk before it accepts a partial one."""
+_PADDED_CHUNK_SECONDS = 0.1
+"""The same for a partial chunk that takes as much memory as a full one."""
 
 _ENDED = "ended"
+
+
+class GaveUp(Exception):
+    """A loop stopped waiting for data."""
 
 
 class Request(NamedTuple):
@@ -32,6 +38,14 @@ class Request(NamedTuple):
     sharding: Any
     only_full: bool
     """Whether to drop the last chunk of the dataset if it is not full."""
+    partial: int | None = None
+    """Accept a chunk that is not full, of a multiple of this size, instead of waiting."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a full chunk before a partial one is accepted."""
+        is_any_size = self.capacities is None
+        return _PARTIAL_CHUNK_SECONDS if is_any_size else _PADDED_CHUNK_SECONDS
 
 
 class Staged(NamedTuple):
@@ -192,13 +206,21 @@ class Reader:
         _readers.add(self)
         self._thread.start()
 
-    def get(self) -> Staged | BaseException | None:
-        """Wait for the next chunk; the exception or None when there are no more."""
-        deadline = time.monotonic() + _PARTIAL_CHUNK_SECONDS
+    def get(
+        self, give_up: Callable[[], bool] | None = None
+    ) -> Staged | BaseException | None:
+        """Wait for the next chunk; the exception or None when there are no more.
+
+        Args:
+            give_up: Returns whether to stop waiting and raise ``GaveUp``.
+        """
+        deadline = time.monotonic() + self._request.patience
         with self._changed:
             while not self._ready:
                 if self._outcome is not None:
                     return None if self._outcome is _ENDED else self._outcome
+                if give_up is not None and give_up():
+                    raise GaveUp
                 if self.stop.is_set():
                     raise RuntimeError("The infeed was closed while a loop was using it.")
                 stager = self._stager
@@ -213,8 +235,10 @@ class Reader:
         return Staged(stager.place(on_host), on_host)
 
     def _has_partial_chunk(self) -> bool:
-        any_size = self._request.capacities is None and self._placing is None
-        return any_size and self._stager is not None and self._stager.count > 0
+        multiple = 1 if self._request.capacities is None else self._request.partial
+        if multiple is None or self._placing is not None or self._stager is None:
+            return False
+        return self._stager.count > 0 and self._stager.count % multiple == 0
 
     def retire(self) -> list[Element]:
         """Stop without waiting for the dataset; return the unused elements."""
@@ -290,7 +314,7 @@ class Reader:
         try:
             value = _cut(element, self._samples)
             if self._stager is None:
-                capacities, sharding, _ = self._request
+                capacities, sharding = self._request[:2]
                 self._stager = Stager(value, capacities, sharding, self._samples)
             self._stager.add(value, element.number)
         except BaseException:

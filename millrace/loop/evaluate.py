@@ -1,6 +1,7 @@
 """Evaluate every sample of a dataset once, between updates or while training continues."""
 
 import contextvars
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,10 +13,14 @@ from millrace.data.source import DatasetError, Source
 from millrace.data.stream import EvaluationBatches
 from millrace.distributed import coordination
 from millrace.feeds.infeed import Infeed
+from millrace.loop.activity import report_progress, run_stoppable
+from millrace.loop.pace import Pace
 from millrace.program.evaluate import EvaluationProgram
 
 _MAX_CHUNK_BYTES = 64 << 20
-"""Data staged for one call of the program; two more chunks may be read ahead."""
+"""Data staged at once; two more chunks may be read ahead."""
+_MAX_BATCHES = 64
+"""Batches staged at once, which is a call where the program does not run parts."""
 
 
 def evaluate(
@@ -49,7 +54,7 @@ def evaluate(
     if is_local and not single_process:
         step = coordination.num_processes()
         batches = batches.every(step, first=coordination.process_id())
-    capacity = max(1, min(len(batches), _MAX_CHUNK_BYTES // batch_bytes))
+    capacity = max(1, min(len(batches), _MAX_CHUNK_BYTES // batch_bytes, _MAX_BATCHES))
     sums = _sum_metrics(program, program.validate_state(state), batches, capacity)
     if is_local:
         assert sums["count"] == batches.num_valid, f"{sums} of {batches.num_valid} samples"
@@ -64,13 +69,27 @@ def evaluate(
 def _sum_metrics(
     program: EvaluationProgram, state: Any, batches: EvaluationBatches, capacity: int
 ) -> dict[str, float]:
+    """Return the sums over all batches, which are added one by one in their order."""
     sums: dict[str, float] = {"count": 0.0}
+    done, pace = 0, Pace()
     with Infeed(batches) as infeed:
         while (chunk := infeed.chunk(capacity, program.chunk_sharding)) is not None:
-            # The last chunk is padded with zeros, which are not marked as "valid".
-            for name, value in program.run(state, chunk.data).items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-            infeed.took(chunk.stop - chunk.start)
+            report_progress(done, len(batches))
+            part, count = None, chunk.stop - chunk.start
+            if program.runs_parts:
+                count = min(count, pace.updates)
+                part = chunk.start, count
+            pace.start()
+            call = functools.partial(program.sum_batches, state, chunk.data, part)
+            # The first call compiles, which may take long.
+            for name, values in (call() if done else run_stoppable(call)).items():
+                # Without parts, the last chunk is padded with zeros, which are not valid.
+                for value in values.tolist():
+                    sums[name] = sums.get(name, 0.0) + value
+            if done:  # the first call compiles
+                pace.add(count)
+            infeed.took(count)
+            done += count
     return sums
 
 

@@ -22,12 +22,16 @@ class EventSchedule(NamedTuple):
     updates_per_epoch: int
     total_updates: int
     updates_per_execution: int
-    """Updates the device makes without the host. It divides every period and the run."""
+    """Updates between two points at which there may be events. It divides every period and
+    the run."""
     periods: dict[str, int]
     """Updates between two events of a kind; 0 for events only at the end."""
     warnings: list[str]
     first: Mapping[str, int] = {}
     """The update of the first event, for kinds that do not start after one period."""
+    is_fixed: bool = False
+    """Whether the host acts only at the end of executions, as the plan asks. Otherwise it
+    acts several times per second."""
 
     def due(self, event: str, update: int) -> bool:
         """Whether an event follows update number `update`; all follow the last one."""
@@ -35,6 +39,27 @@ class EventSchedule(NamedTuple):
         if update == self.total_updates:
             return True
         return period > 0 and update >= first and (update - first) % period == 0
+
+    @property
+    def updates_between_stops(self) -> int:
+        """Updates between two points at which a call may have to end."""
+        if self.is_fixed:
+            return self.updates_per_execution
+        stops = [period for event, period in self.periods.items() if event != "log"]
+        return math.gcd(self.total_updates, *stops, *self.first.values())
+
+    def next_stop(self, update: int) -> int:
+        """Return the first update after `update` at which a call has to end.
+
+        Log events need none, because a call returns the metrics of all its updates.
+        """
+        stops = [self.total_updates]
+        for event, period in self.periods.items():
+            if period and event != "log":
+                first = self.first.get(event, period)
+                periods = max(0, (update - first) // period + 1)
+                stops.append(first + periods * period)
+        return min(stops)
 
 
 def check_update_count(total_updates: int) -> int:
@@ -113,7 +138,10 @@ def schedule_events(
                 f"The first {event} comes after {first[event] / updates_per_epoch:g} "
                 f"epochs instead of {epochs:g}, between two executions."
             )
-    return EventSchedule(updates_per_epoch, total, execution, periods, warnings, first)
+    is_fixed = updates_per_execution is not None
+    return EventSchedule(
+        updates_per_epoch, total, execution, periods, warnings, first, is_fixed
+    )
 
 
 def _check_execution(requested: int, longest: int) -> None:

@@ -1,6 +1,7 @@
-"""Detect losses and gradients that are not finite, and name the update."""
+"""Detect losses that are not finite or explode, and name the update."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,25 @@ _MAX_SKIPPED = 24
 at most 2^24."""
 
 
+_EXPLODED = 100.0
+"""A loss this many times larger than the first ones, for long, has exploded."""
+_FIRST_UPDATES = 10
+_SMALL_LOSS = 1.0
+"""First losses below this count as this much: a loss may start close to 0."""
+_MIN_PATIENCE, _MAX_PATIENCE = 5, 100
+
+
+_MAX_BAD_BATCHES = 1
+"""Updates in a row with a non-finite loss that may come from the data. Weights that are not
+finite never recover."""
+
+
 class NonFiniteError(FloatingPointError):
     """A loss or gradient was not finite in a run that stops on it."""
+
+
+class DivergenceError(NonFiniteError):
+    """The loss exploded in a run that stops on it."""
 
 
 def _advice(plan: Plan) -> str:
@@ -35,7 +53,9 @@ class NonFiniteCheck:
         plan: With its fp_exceptions, the first non-finite loss or gradient stops the run.
         update: Updates made before the first call.
         updates_per_epoch: Adds the epoch to messages.
-        stop_on_divergence: Whether to stop the run if the loss stays non-finite.
+        stop_on_divergence: Whether to stop if the loss stays non-finite or explodes.
+        total_updates: Number of updates of the run; a loss has exploded if it is large for
+            a twentieth of them.
     """
 
     def __init__(
@@ -45,7 +65,14 @@ class NonFiniteCheck:
         updates_per_epoch: int | None = None,
         *,
         stop_on_divergence: bool = False,
+        total_updates: int | None = None,
     ) -> None:
+        self.divergence: dict[str, float] | None = None
+        """The update, the loss there and the first loss of a run that has diverged."""
+        self._first_losses: list[float] = []
+        self._large_in_a_row = 0
+        patience = (total_updates or 0) // 20
+        self._patience = min(_MAX_PATIENCE, max(_MIN_PATIENCE, patience))
         self._plan = plan
         self._update = update
         self._updates_per_epoch = updates_per_epoch
@@ -53,17 +80,59 @@ class NonFiniteCheck:
         self._non_finite_in_a_row = 0
         self._warned = False
 
-    def check(self, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Fetch the info of a call, check it and return it."""
-        values = {name: np.asarray(jax.device_get(value)) for name, value in info.items()}
+    def check(
+        self, info: Mapping[str, Any], updates: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Fetch the info of a call, check it and return it.
+
+        Args:
+            info: The info; leaves are (updates, ...).
+            updates: Number of updates in it; what follows is ignored.
+        """
+        values = {
+            name: np.asarray(jax.device_get(value))[:updates]
+            for name, value in info.items()
+        }
         finite = np.isfinite(values["loss"])
         if self._plan.fp_exceptions:
             finite &= values["gradients_finite"] > 0
         self._count_in_a_row(finite)
         if not finite.all():
             self._report(values["loss"], int(np.argmin(finite)))
+        self._check_size(values["loss"])
         self._update += len(finite)
         return values
+
+    def _check_size(self, losses: np.ndarray) -> None:
+        """Report a loss that stays far above the first ones."""
+        missing = _FIRST_UPDATES - len(self._first_losses)
+        if missing > 0:
+            self._first_losses += np.abs(losses[:missing]).astype(float).tolist()
+        first = float(np.median(self._first_losses))
+        if not math.isfinite(first) or self.divergence is not None:
+            return
+        is_large = ~(np.abs(losses) <= _EXPLODED * max(first, _SMALL_LOSS))
+        for index, large in enumerate(is_large):
+            self._large_in_a_row = self._large_in_a_row + 1 if large else 0
+            if self._large_in_a_row == self._patience:
+                self._report_explosion(self._update + index + 1, float(losses[index]))
+                return
+
+    def _report_explosion(self, update: int, loss: float) -> None:
+        first = float(np.median(self._first_losses))
+        self.divergence = {"update": update, "loss": loss, "first_loss": first}
+        text = (
+            f"The loss is {loss:.4g} at update {update}{self._place(update)}; it was "
+            f"{first:.4g} at the start: training has diverged."
+        )
+        if self._stop_on_divergence:
+            raise DivergenceError(f"{text} {_advice(self._plan)}")
+        _log.warning("%s Training continues. %s", text, _advice(self._plan))
+
+    def _place(self, update: int) -> str:
+        if not self._updates_per_epoch:
+            return ""
+        return f" (epoch {update / self._updates_per_epoch:.2f})"
 
     def _count_in_a_row(self, finite: np.ndarray) -> None:
         """Count the updates since the last one with a finite loss."""
@@ -73,18 +142,21 @@ class NonFiniteCheck:
         else:
             self._non_finite_in_a_row += len(finite)
 
-    def _report(self, losses: np.ndarray, first: int) -> None:
-        update = self._update + first + 1
-        what = f"The loss is {losses[first]:g}"
-        if np.isfinite(losses[first]):
+    def _report(self, losses: np.ndarray, first_index: int) -> None:
+        update = self._update + first_index + 1
+        what = f"The loss is {losses[first_index]:g}"
+        if np.isfinite(losses[first_index]):
             what = "A gradient is not finite"
-        where = f"{what} at update {update}"
-        if self._updates_per_epoch:
-            where += f" (epoch {update / self._updates_per_epoch:.2f})"
+        where = f"{what} at update {update}{self._place(update)}"
         if self._plan.fp_exceptions:
             raise NonFiniteError(f"{where}; fp_exceptions stops there.")
-        allowed = _MAX_SKIPPED if self._plan.loss_scaling == "dynamic" else 0
-        if self._stop_on_divergence and self._non_finite_in_a_row > allowed:
+        allowed = _MAX_SKIPPED if self._plan.loss_scaling == "dynamic" else _MAX_BAD_BATCHES
+        has_diverged = self._non_finite_in_a_row > allowed
+        if has_diverged and self.divergence is None:
+            first = float(np.median(self._first_losses or [math.nan]))
+            loss = float(losses[first_index])
+            self.divergence = {"update": update, "loss": loss, "first_loss": first}
+        if self._stop_on_divergence and has_diverged:
             raise NonFiniteError(f"{where}: training has diverged. {_advice(self._plan)}")
         if not self._warned:
             self._warned = True

@@ -67,6 +67,9 @@ class Display(Protocol):
     def advance(self, done: int, metrics: dict[str, float], speed: float) -> None:
         """Show the newest metrics after `done` updates."""
 
+    def progress(self, done: int, total: int | None) -> None:
+        """Show how much of an activity other than training is done."""
+
     def event(self, event: dict[str, Any]) -> None:
         """Show a log event."""
 
@@ -156,6 +159,8 @@ class TrainingResult(NamedTuple):
     interrupted: bool
     progress: dict[str, Any]
     """updates, samples, samples_per_second, compile_seconds, metrics."""
+    signal: int | None = None
+    """The signal that ended training, if one did."""
 
     @property
     def updates(self) -> int:

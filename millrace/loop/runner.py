@@ -3,18 +3,16 @@
 import collections
 import contextlib
 import dataclasses
-import logging
-import math
-import signal
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from millrace.checkpoint.store import Checkpoints
-from millrace.distributed.coordination import CoordinatedStop
-from millrace.distributed.signals import handle_signals
+from millrace.distributed import coordination
 from millrace.feeds.device import DeviceDataset
 from millrace.feeds.infeed import Infeed
+from millrace.feeds.reader import GaveUp
+from millrace.loop.activity import ActivityStopped, listening
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.nan_guard import NonFiniteCheck
@@ -28,11 +26,10 @@ from millrace.loop.progress import (
     TrainingResult,
     Writer,
 )
-from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
+from millrace.loop.staging import Call, Calls
+from millrace.loop.stopping import StopRequest
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
-
-_log = logging.getLogger("millrace")
 
 _VALIDATION = "validation_"
 """Prefix of validation metrics in log events."""
@@ -40,12 +37,9 @@ _VALIDATION = "validation_"
 Validate = Callable[[TrainState], dict[str, float]]
 
 
-class _Call(NamedTuple):
-    """A call of the program whose info has not been fetched yet."""
-
-    updates: int
-    ends_execution: bool
-    info: Any
+_POLL_SECONDS = 0.005
+_POLLED_CALL_SECONDS = 0.1
+"""Calls that take longer are awaited so that a second signal is answered at once."""
 
 
 class Runner:
@@ -61,8 +55,8 @@ class Runner:
         checkpoints: Where to save and resume; no checkpoints if not given.
         validate: Returns the validation metrics of a state. Training continues during an
             `AsyncValidation`, which is closed at the end of the run.
-        stop_on_divergence: Whether a loss that stays non-finite ends the run. Otherwise it
-            is a warning.
+        stop_on_divergence: Whether a loss that stays non-finite or explodes ends the run.
+            Otherwise it is a warning.
         on_compiled: Called before the first update; an error it raises ends the run.
     """
 
@@ -100,14 +94,14 @@ class Runner:
         self._earlier_seconds = 0.0
         # JAX returns from a call before the device has finished it. Its info waits here,
         # oldest first, until it is drained: fetched, checked and reported.
-        self._pending: collections.deque[_Call] = collections.deque()
+        self._pending: collections.deque[Call] = collections.deque()
         self._drained = 0
         self._since_log = MetricSums()
+        self._non_finite_check: NonFiniteCheck | None = None
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
-        self._stop_requested = False
-        self._signaled = False
-        self._stop_point = CoordinatedStop(schedule.updates_per_execution)
+        self._stop = StopRequest()
+        self._validation_skipped = False
 
     def run(self, state: TrainState, *, resume: bool = False) -> TrainingResult:
         """Train from `state`, or from the newest checkpoint, to the end of the schedule."""
@@ -119,20 +113,27 @@ class Runner:
             done,
             self._schedule.updates_per_epoch,
             stop_on_divergence=self._stop_on_divergence,
+            total_updates=self._schedule.total_updates,
         )
         total = self._schedule.total_updates
+        self._calls = Calls(
+            self._program,
+            self._infeed,
+            execution=self._schedule.updates_between_stops,
+            total=total,
+            fixed=self._schedule.is_fixed,
+        )
         self._console.start(total, done, self.elapsed())
         try:
             self._console.status("waiting for the first data")
             self._infeed.peek()
             self._console.status("compiling")
-            execution = self._schedule.updates_per_execution
-            capacities = compile_calls(self._program, state, self._infeed, execution)
+            self._calls.compile(state, done)
             if self._on_compiled is not None:
                 self._on_compiled()
             self._console.status("training")
-            with self._stop_on_signals():
-                state, done = self._train(state, done, capacities)
+            with self._stop.on_signals():
+                state, done = self._train(state, done, resumed=resume)
                 if self._checkpoints is not None:
                     # The run can be resumed as soon as this returns.
                     self._console.status("saving a checkpoint")
@@ -149,19 +150,23 @@ class Runner:
                 self._input_wait.close()
             if self._async is not None:
                 self._async.close()
-        return TrainingResult(state, done < total, self.progress())
+        interrupted = done < total or self._validation_skipped
+        return TrainingResult(state, interrupted, self.progress(), self._stop.signal)
 
     def stop(self) -> None:
         """Ask for the end after the current execution, with a checkpoint.
 
         With several processes, all must call it at the same update.
         """
-        self._stop_requested = True
+        self._stop.request()
 
     def progress(self) -> dict[str, Any]:
         """Return the progress so far, as ``summary.json`` reports it however a run ends."""
         done = self._drained
+        check = self._non_finite_check
+        diverged = check.divergence if check is not None else None
         return {
+            **({"diverged": diverged} if diverged else {}),
             "updates": done,
             "samples": done * self._program.plan.batching.global_batch_size,
             "samples_per_second": self._throughput.per_second(),
@@ -187,10 +192,6 @@ class Runner:
             self._directory.truncate_metrics(0)
             return state
         saved = SavedProgress.read(restored.manifest)
-        # A run that is extended may have ended inside an execution of the longer one.
-        execution = math.gcd(self._schedule.updates_per_execution, saved.update)
-        self._schedule = self._schedule._replace(updates_per_execution=execution)
-        self._stop_point = CoordinatedStop(execution)
         samples_per_element = self._program.plan.batching.samples_per_step
         self._infeed.seek(saved.position_in(samples_per_element))
         self._truncate_metrics(saved)
@@ -226,47 +227,55 @@ class Runner:
             self._write_event(saved.update, scores)
 
     def _train(
-        self, state: TrainState, done: int, capacities: tuple[int, ...]
+        self, state: TrainState, done: int, *, resumed: bool
     ) -> tuple[TrainState, int]:
+        if resumed and done:
+            self._make_up_for_validation(state, done)
         self._throughput.start()
         if self._input_wait is not None:
             self._input_wait.start()
-        micro_batches = self._program.plan.batching.gradient_accumulation_count
-        first_end = done + self._schedule.updates_per_execution
-        while done < self._schedule.total_updates and not self._should_stop(done):
-            for number, capacity in enumerate(capacities, 1):
-                state, info = self._program.run(state, self._next_chunk(capacities))
-                updates = capacity // micro_batches
-                done += updates
-                self._pending.append(_Call(updates, number == len(capacities), info))
-                # Draining the older call here overlaps with the one just queued.
-                while len(self._pending) >= MAX_IN_FLIGHT:
-                    self._drain()
-            if done == first_end:
+        self._calls.pace.start()
+        ended = True
+        while done < self._schedule.total_updates and not (
+            ended and self._stop.should_stop()
+        ):
+            try:
+                chunk = self._next_chunk()
+            except GaveUp:
+                break
+            at_most = self._schedule.next_stop(done) - done
+            state, call = self._calls.run(state, chunk, done, at_most)
+            done += call.updates
+            ended = call.ends_execution
+            self._pending.append(call)
+            # Draining the older call here overlaps with the one just queued.
+            while len(self._pending) >= self._calls.max_in_flight:
+                self._drain()
+            if not ended:
+                continue
+            if self._stop.is_first_point:
                 # Throughput is measured from here, so nothing may be in flight: on a GPU,
                 # a call returns only when most of its work is done.
                 self._drain_all()
+            self._stop.pass_point()
             self._handle_events(state, done)
         self._drain_all()
         # A signal may have come since the loop last looked.
-        if self._should_stop(done):
+        if self._stop.should_stop():
             self._save(state, done)
         self._collect_validation(wait=True)
         return state, done
 
-    def _should_stop(self, done: int) -> bool:
-        """Whether to end after `done` updates, as the program or a signal asks."""
-        signaled = self._stop_point.should_stop(done, requested=self._signaled)
-        return self._stop_requested or signaled
-
-    def _next_chunk(self, capacities: tuple[int, ...]) -> Any:
+    def _next_chunk(self) -> Any:
         newest = self._pending[-1].info if self._pending else None
         waiting = contextlib.nullcontext()
         if self._input_wait is not None:
             waiting = self._input_wait.waiting(newest)
         try:
             with waiting:
-                return next_chunk(self._program, self._infeed, capacities)
+                # With fixed executions, one that has begun is finished.
+                give_up = None if self._schedule.is_fixed else self._stop.is_cut_short
+                return self._calls.next_chunk(give_up)
         except Exception:
             self._drain_all()  # report what was computed before the data failed
             raise
@@ -276,41 +285,72 @@ class Runner:
         validates = self._validate is not None or self._async is not None
         validate = validates and self._schedule.due("validate", done)
         save = self._schedule.due("checkpoint", done)
+        if validate or save:
+            # All log events up to here must be written before the checkpoint counts them.
+            self._drain_all()
         # A checkpoint contains the metrics so far, and only one validation can be pending.
         self._collect_validation(wait=validate or save)
         if not validate and not save:
             return
-        # All log events up to here must be written before the checkpoint counts them.
-        self._drain_all()
         wait = self._input_wait
         not_waiting = contextlib.nullcontext() if wait is None else wait.paused()
         with self._throughput.paused(), not_waiting:
             if validate:
                 self._start_validation(state, done)
             # Looked at only now: Ctrl-C may have come during the validation.
-            if save or self._should_stop(done):
+            if save or self._stop.should_stop():
                 self._save(state, done)
+        self._calls.pace.start()
 
     def _start_validation(self, state: TrainState, done: int) -> None:
         whole_state = self._program.unpack_state(state)
         if self._async is not None:
-            self._async.start(whole_state, done)
+            with listening(show=lambda *_: None, should_stop=self._stop.is_cut_short):
+                self._async.start(whole_state, done)
         elif self._validate is not None:
             self._console.status("validating")
-            self._log_validation(done, self._validate(whole_state))
-            self._console.status("training")
+            try:
+                with listening(should_stop=self._stop.is_cut_short):
+                    metrics = self._validate(whole_state)
+            except ActivityStopped:
+                self._validation_skipped = True
+            else:
+                self._log_validation(done, metrics)
+                self._console.status("training")
+
+    def _make_up_for_validation(self, state: TrainState, done: int) -> None:
+        """Validate the restored weights if the run was interrupted before it did."""
+        validates = self._validate is not None or self._async is not None
+        is_logged = any(
+            event["update"] == done and any(map(_is_validation, event))
+            for event in self._directory.read_metrics()
+        )
+        is_logged = coordination.broadcast("validation-is-logged", is_logged)
+        if not validates or is_logged or not self._schedule.due("validate", done):
+            return
+        self._start_validation(state, done)
+        self._collect_validation(wait=True)
+        if self._checkpoints is not None and self._validated_at == done:
+            self._checkpoints.add_scores(done, self._metrics)
 
     def _collect_validation(self, *, wait: bool) -> None:
         """Log the metrics of an asynchronous validation that is done."""
-        if self._async is not None:
+        if self._async is None:
+            return
+        try:
             collected = self._async.collect(wait=wait)
-            if collected is not None:
-                self._log_validation(*collected)
+        except ActivityStopped:
+            self._validation_skipped = True
+            return
+        if collected is not None:
+            self._log_validation(*collected)
 
     def _log_validation(self, update: int, metrics: dict[str, float]) -> None:
         values = _with_prefix(metrics)
         self._metrics |= values
         self._validated_at = update
+        if self._checkpoints is not None and self._checkpoints.best_by is not None:
+            self._checkpoints.best_by.check(self._metrics)
         self._write_event(update, values)
 
     def _save(self, state: TrainState, done: int) -> None:
@@ -344,7 +384,10 @@ class Runner:
         metrics_before = dict(self._metrics)
 
         def wait_for_scores() -> dict[str, Any]:
-            metrics = metrics_before | _with_prefix(pending.metrics.result())
+            try:
+                metrics = metrics_before | _with_prefix(pending.metrics.result())
+            except ActivityStopped:
+                return {}
             return {"metrics": metrics, "scores": metrics}
 
         return wait_for_scores
@@ -356,7 +399,11 @@ class Runner:
     def _drain(self) -> None:
         """Wait for the oldest call in flight, and report its updates."""
         call = self._pending.popleft()
-        values = self._non_finite_check.check(call.info)
+        if (self._calls.pace.call_seconds or 1.0) > _POLLED_CALL_SECONDS:
+            _wait_for(call.info)
+        assert self._non_finite_check is not None
+        values = self._non_finite_check.check(call.info, call.updates)
+        self._calls.pace.add(call.updates)
         samples = call.updates * self._program.plan.batching.global_batch_size
         self._throughput.add(samples, execution_ends=call.ends_execution)
         for index in range(call.updates):
@@ -412,24 +459,13 @@ class Runner:
     def _epoch(self, update: int) -> float:
         return round(update / self._schedule.updates_per_epoch, 6)
 
-    def _stop_on_signals(self) -> contextlib.AbstractContextManager[None]:
-        """End the run after the current execution on the first Ctrl-C or SIGTERM.
 
-        Signals reach only the main thread; in another thread the caller stops the run.
-        """
-
-        def request(number: int, frame: Any) -> None:
-            del frame
-            if self._signaled:
-                raise KeyboardInterrupt
-            self._signaled = True
-            _log.warning(
-                "%s: finishing the current execution, then saving a checkpoint. "
-                "Repeat it to stop immediately.",
-                signal.Signals(number).name,
-            )
-
-        return handle_signals(request)
+def _wait_for(info: Any) -> None:
+    """Wait for a call in Python, where signals are handled, and not in C++."""
+    for value in info.values():
+        is_ready = getattr(value, "is_ready", None)
+        while is_ready is not None and not is_ready():
+            time.sleep(_POLL_SECONDS)
 
 
 def _with_prefix(metrics: dict[str, float]) -> dict[str, float]:

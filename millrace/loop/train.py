@@ -1,7 +1,6 @@
 """Training as a library call: a program, a state, an infeed, a number of updates."""
 
 import collections
-from typing import Any
 
 import jax
 
@@ -9,12 +8,13 @@ from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.outfeed import Outfeed
 from millrace.loop.nan_guard import NonFiniteCheck
 from millrace.loop.repeat import check_count, check_infeed, filling
-from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
+from millrace.loop.staging import Call, Calls
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
+from millrace.user_code import noting_user_line
 
-_NUM_EXECUTIONS = 20
-"""Executions per call of ``train``, if the plan does not give their length."""
+_NUM_CHUNKS = 20
+"""Chunks per call of ``train``, so that it does not read much further than it needs."""
 
 
 def train(
@@ -37,10 +37,11 @@ def train(
         infeed: Its elements are batches for all replicas: micro_batch_size x
             num_replicas samples along dim 0.
         updates: Number of updates.
-        outfeed: Receives the info of every update after each call: at least every
-            `plan.updates_per_execution` updates, or twenty times if that is not given.
+        outfeed: Receives the info of every update after each call: every
+            `plan.updates_per_execution` updates, or several times per second if that is
+            not given.
     """
-    with filling(outfeed):
+    with filling(outfeed), noting_user_line():
         check_infeed(infeed)
         updates = check_count("updates", updates)
         if not isinstance(state, TrainState):
@@ -50,8 +51,7 @@ def train(
             )
         training = _Training(program, state, infeed, outfeed)
         try:
-            execution = program.plan.updates_per_execution or -(-updates // _NUM_EXECUTIONS)
-            training.make_updates(updates, execution)
+            training.make_updates(updates, program.plan.updates_per_execution)
         except DatasetEnded as error:
             if infeed.on_end != "stop":
                 error.state = training.state
@@ -75,19 +75,26 @@ class _Training:
         self._program = program
         self._infeed = infeed
         self._outfeed = outfeed
-        self._in_flight: collections.deque[Any] = collections.deque()
+        self._in_flight: collections.deque[Call] = collections.deque()
         update = int(jax.device_get(self.state.update))
         self._non_finite_check = NonFiniteCheck(program.plan, update)
 
-    def make_updates(self, updates: int, execution: int) -> None:
+    def make_updates(self, updates: int, execution: int | None) -> None:
         """Make updates in executions of the given length, and a shorter last one."""
         while updates:
-            execution = min(execution, updates)
-            capacities = compile_calls(self._program, self.state, self._infeed, execution)
-            for _ in range(updates // execution):
-                for _ in capacities:
-                    self._call(capacities)
-            updates %= execution
+            length = min(execution or updates, updates)
+            calls = Calls(
+                self._program,
+                self._infeed,
+                execution=length,
+                total=updates,
+                max_staged=-(-updates // _NUM_CHUNKS),
+                fixed=execution is not None,
+            )
+            calls.compile(self.state)
+            calls.pace.start()
+            self._make_calls(calls, updates - updates % length)
+            updates %= length
 
     def make_remaining_updates(self) -> None:
         """Make the updates for which the dataset, which has ended, has elements left."""
@@ -95,16 +102,25 @@ class _Training:
         updates = left // self._program.plan.batching.gradient_accumulation_count
         self.make_updates(updates, updates)
 
-    def _call(self, capacities: tuple[int, ...]) -> None:
-        chunk = next_chunk(self._program, self._infeed, capacities)
-        self.state, info = self._program.run(self.state, chunk)
-        if self._outfeed is not None:
-            self._outfeed.put(info, info["loss"].shape[0])
-        self._in_flight.append(info)
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._non_finite_check.check(self._in_flight.popleft())
+    def _make_calls(self, calls: Calls, updates: int) -> None:
+        done = 0
+        while done < updates:
+            chunk = calls.next_chunk()
+            self.state, call = calls.run(self.state, chunk, done, updates - done)
+            done += call.updates
+            if self._outfeed is not None:
+                self._outfeed.put(call.info, call.updates)
+            self._in_flight.append(call)
+            while len(self._in_flight) >= calls.max_in_flight:
+                calls.pace.add(self._check_oldest())
 
     def wait(self) -> None:
         """Wait for all calls, so that repeated calls of ``train`` do not queue up."""
         while self._in_flight:
-            self._non_finite_check.check(self._in_flight.popleft())
+            self._check_oldest()
+
+    def _check_oldest(self) -> int:
+        """Wait for the oldest call in flight; return the number of its updates."""
+        call = self._in_flight.popleft()
+        self._non_finite_check.check(call.info, call.updates)
+        return call.updates

@@ -174,6 +174,7 @@ def test_nobody_is_stuck_because_this_process_was_suspended():
     assert progress.find_stuck(510.0) is None
 
 
+@pytest.mark.cpu("a GPU has programs for fixed numbers of updates")
 @pytest.mark.parametrize("updates", [12])
 def test_training_counts_its_calls(tmp_path, updates):
     before = heartbeat._num_steps

@@ -100,6 +100,7 @@ def run(path, dataset):
     return directory.read_metrics(), result.progress, warnings
 
 
+@pytest.mark.cpu("a GPU has programs for fixed numbers of updates")
 def test_a_slow_dataset_shows_in_the_log_and_the_summary(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.02)
     events, progress, warnings = run(tmp_path / "r", Slow(0.05))

@@ -50,7 +50,7 @@ def test_divergence_in_float16_suggests_dynamic_loss_scaling():
     plan = mr.Plan(precision="16.32", half_type="float16", loss_scaling=1000.0)
     guard = NonFiniteCheck(plan, 0, stop_on_divergence=True)
     with pytest.raises(NonFiniteError, match="or with loss_scaling dynamic"):
-        guard.check({"loss": np.array([np.nan])})
+        guard.check({"loss": np.array([np.nan, np.nan])})
 
 
 def test_dynamic_loss_scaling_may_skip_some_updates_before_a_run_has_diverged():
@@ -100,3 +100,42 @@ def test_train_stops_at_the_first_nan_with_fp_exceptions():
         pytest.raises(NonFiniteError, match="The loss is nan at update 3;"),
     ):
         mr.train(program, program.init({"w": jnp.ones(1)}), infeed=infeed, updates=12)
+
+
+# Losses that explode
+
+
+def feed(losses, *, per_call=7, **options):
+    guard = NonFiniteCheck(mr.Plan(), 0, 100, **options)
+    for start in range(0, len(losses), per_call):
+        guard.check({"loss": np.array(losses[start : start + per_call], np.float32)})
+    return guard
+
+
+@pytest.mark.parametrize("per_call", [1, 7, 1000])
+def test_a_loss_far_above_its_start_for_long_stops_the_run_on_request(per_call):
+    losses = [2.3] * 40 + [1e6] * 40
+    with pytest.raises(NonFiniteError, match=r"1e\+06 at update 60 .* smaller learning"):
+        feed(losses, per_call=per_call, stop_on_divergence=True, total_updates=400)
+
+
+def test_without_that_request_it_is_one_warning_and_a_fact_of_the_run(caplog):
+    guard = feed([2.3] * 40 + [1e6] * 400, total_updates=400)
+    assert guard.divergence == {
+        "update": 60,
+        "loss": 1e6,
+        "first_loss": pytest.approx(2.3),
+    }
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.3] * 40 + [1e6] * 19 + [2.0] * 400,  # a spike
+        [1e-6] * 40 + [50.0] * 400,  # starts close to 0
+        [-3.0] * 40 + [-250.0] * 400,  # a likelihood
+        [1e5, *[1e3] * 400],
+    ],
+)
+def test_other_losses_are_no_alarm(losses):
+    feed(losses, stop_on_divergence=True, total_updates=400)

@@ -4,15 +4,20 @@ import errno
 import json
 import os
 import signal
+import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 from small_runner import batches, make_runner
 
 import millrace as mr
 from millrace.checkpoint import arrays
-from millrace.checkpoint.store import CheckpointError
+from millrace.checkpoint.best import BestMetric
+from millrace.checkpoint.store import CheckpointError, read_manifest
+from millrace.config import ConfigurationError
+from millrace.loop.activity import report_progress, run_stoppable
 
 
 def test_events_have_means_since_the_last_event_and_the_newest_watched_values(tmp_path):
@@ -51,6 +56,7 @@ def test_validation_and_checkpoints_happen_when_due_and_at_the_end(tmp_path):
     assert manifest["metrics"]["validation_accuracy"] == 0.1
 
 
+@pytest.mark.cpu("a GPU has programs for fixed numbers of updates")
 def test_an_error_of_the_dataset_is_raised_unchanged(tmp_path):
     def failing():
         yield from batches(range(7))
@@ -91,20 +97,6 @@ def test_an_element_of_another_shape_or_type_is_named(element, tmp_path):
     checkpoints.close()
 
 
-def test_a_prime_number_of_updates_runs_in_calls_of_two_lengths(tmp_path, monkeypatch):
-    from millrace.program import training_loop
-
-    monkeypatch.setattr(training_loop, "_STAGED_BYTES", 3 * 8)  # three batches
-    runner, state, directory, checkpoints = make_runner(
-        tmp_path / "r", batches(range(13)), updates=13, logs=1
-    )
-    result = runner.run(state)
-    checkpoints.close()
-    assert len(runner._program._compiled) == 2
-    assert directory.read_metrics()[-1]["train_seen"] == pytest.approx(6)
-    assert result.updates == 13
-
-
 def test_the_best_checkpoint_is_the_best_of_those_that_were_validated(tmp_path):
     scores = iter([0.5, 0.9, 0.6])
     runner, state, _, checkpoints = make_runner(
@@ -115,13 +107,27 @@ def test_the_best_checkpoint_is_the_best_of_those_that_were_validated(tmp_path):
         checkpoint=2,
         validations=3,
     )
-    checkpoints._better = lambda new, old: (
-        new["validation_accuracy"] > old["validation_accuracy"]
-    )
+    checkpoints.best_by = BestMetric("validation_accuracy", "max")
     runner.run(state)
     checkpoints.close()
     # Validated after 4, 8 and 12, saved after 6 and 12: the score 0.5 is not of update 6.
     assert checkpoints.best().name == "update-000000012"
+
+
+def test_a_best_metric_that_does_not_exist_is_an_error_at_the_first_validation(tmp_path):
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r",
+        batches(range(12)),
+        validate=lambda state: {"accuracy": 0.5},
+        logs=1,
+        validations=3,
+    )
+    checkpoints.best_by = BestMetric("val_accuracy", "max")
+    expected = r"chosen by val_accuracy, but .* validation_accuracy\. Did you mean"
+    with pytest.raises(ConfigurationError, match=expected):
+        runner.run(state)
+    checkpoints.close()
+    assert runner.progress()["updates"] == 4
 
 
 def test_a_checkpoint_has_the_metrics_of_its_own_update(tmp_path):
@@ -178,6 +184,95 @@ def test_a_second_signal_stops_at_once(tmp_path):
     checkpoints.close()
     assert reached == ["after the first"]
     assert checkpoints.saved() == []
+
+
+def test_a_signal_cuts_a_validation_short_and_the_resumed_run_makes_up_for_it(tmp_path):
+    interrupts = [True]
+
+    def validate(state):
+        if interrupts:
+            signal.raise_signal(signal.SIGTERM)
+        report_progress(1, 2)
+        return {"accuracy": 0.5}
+
+    def make():
+        return make_runner(
+            tmp_path / "r",
+            list(batches(range(12))),
+            validate=validate,
+            validations=2,
+            checkpoint=2,
+        )
+
+    runner, state, directory, checkpoints = make()
+    result = runner.run(state)
+    checkpoints.close()
+    assert (result.interrupted, result.updates, result.signal) == (True, 6, signal.SIGTERM)
+    assert [path.name for path in checkpoints.saved()] == ["update-000000006"]
+    assert not any("validation_accuracy" in event for event in directory.read_metrics())
+    interrupts.clear()
+    runner, state, directory, checkpoints = make()
+    assert not runner.run(state, resume=True).interrupted
+    checkpoints.close()
+    validated = [
+        e["update"] for e in directory.read_metrics() if "validation_accuracy" in e
+    ]
+    assert validated == [6, 12]
+    scores = [read_manifest(path)["scores"] for path in checkpoints.saved()]
+    assert [each["validation_accuracy"] for each in scores] == [0.5, 0.5]
+
+
+def test_a_signal_does_not_wait_for_what_a_validation_compiles(tmp_path):
+    compiled = threading.Event()
+
+    def validate(state):
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        return run_stoppable(lambda: compiled.wait(20))
+
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), validate=validate, validations=2
+    )
+    result = runner.run(state)
+    checkpoints.close()
+    assert not compiled.is_set()
+    compiled.set()
+    assert (result.interrupted, result.updates) == (True, 6)
+
+
+def test_what_runs_on_another_thread_has_the_settings_of_this_one():
+    with jax.default_matmul_precision("float32"):
+        precision = run_stoppable(lambda: jax.config.jax_default_matmul_precision)
+    assert precision == "float32"
+    with pytest.raises(ValueError, match="no such layer"):
+        run_stoppable(lambda: int("no such layer"))
+
+
+def test_a_run_whose_last_validation_was_cut_short_is_not_complete(tmp_path):
+    def validate(state):
+        signal.raise_signal(signal.SIGINT)
+        report_progress(1, 2)
+
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), validate=validate
+    )
+    result = runner.run(state)
+    checkpoints.close()
+    assert (result.interrupted, result.updates) == (True, 12)
+
+
+def test_a_signal_does_not_wait_for_the_data(tmp_path):
+    def stalling():
+        yield from batches(range(6))
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(1.0)
+        yield from batches(range(6))
+
+    runner, state, _, checkpoints = make_runner(tmp_path / "r", stalling())
+    result = runner.run(state)
+    checkpoints.close()
+    assert result.interrupted and result.updates <= 6
+    assert [path.name for path in checkpoints.saved()] == [f"update-{result.updates:09}"]
 
 
 # Saving at the end

@@ -56,6 +56,7 @@ def test_calls_with_any_number_of_updates_share_one_pass():
     np.testing.assert_allclose(state.params["w"], plain_weight(loader.read[:89]), rtol=1e-5)
 
 
+@pytest.mark.cpu("a GPU has programs for fixed numbers of updates")
 def test_many_calls_on_one_infeed_read_only_a_little_ahead():
     program, state = make_program()
     loader = Shuffling(5000)

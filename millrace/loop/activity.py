@@ -1,0 +1,105 @@
+"""What long host loops report while they work, and how a signal ends them.
+
+A loop such as an evaluation calls ``report_progress`` a few times per second. The run that
+it belongs to shows the progress and may end the loop, without being passed through all
+functions in between: it is a context variable.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar, copy_context
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+_POLL_SECONDS = 0.05
+
+Value = TypeVar("Value")
+
+
+class ActivityStopped(Exception):
+    """The run ends, so the activity did not finish; its result is not needed."""
+
+
+class Listener(NamedTuple):
+    """Receives the progress of activities."""
+
+    show: Callable[[int, int | None], None]
+    """Called with how much is done, and with the total if it is known."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Returns whether activities should end now."""
+
+
+_listener: ContextVar[Listener | None] = ContextVar("activity", default=None)
+
+
+def report_progress(done: int, total: int | None = None) -> None:
+    """Report the progress of the current activity; raise if the run ends now.
+
+    Raises:
+        ActivityStopped: The run has been asked to end.
+    """
+    listener = _listener.get()
+    if listener is None:
+        return
+    if listener.should_stop():
+        raise ActivityStopped
+    listener.show(done, total)
+
+
+@contextlib.contextmanager
+def listening(
+    show: Callable[[int, int | None], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[None]:
+    """Receive the progress of activities in the block.
+
+    Args:
+        show: Called with how much is done and the total; by default as outside.
+        should_stop: Returns whether activities should end; by default as outside.
+    """
+    outer = _listener.get() or Listener(lambda done, total: None)
+    listener = Listener(show or outer.show, should_stop or outer.should_stop)
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def run_stoppable(function: Callable[[], Value]) -> Value:
+    """Call a function that computes or compiles for long, and return its result.
+
+    It runs on another thread, because Python handles signals only while the main thread is
+    not in C++. If the run ends meanwhile, the thread is abandoned.
+
+    Raises:
+        ActivityStopped: The run has been asked to end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    result: Future[Value] = Future()
+    # JAX keeps these per thread.
+    device: Any = getattr(jax.config, "jax_default_device")  # noqa: B009
+    precision: Any = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+
+    def run() -> None:
+        try:
+            with jax.default_device(device), jax.default_matmul_precision(precision):
+                result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    context = copy_context()
+    name = "millrace-activity"
+    threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return result.result(_POLL_SECONDS)
+        if result.done():  # the function itself has raised a TimeoutError
+            return result.result()
+        listener = _listener.get()
+        if listener is not None and listener.should_stop():
+            raise ActivityStopped
