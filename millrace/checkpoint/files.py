@@ -7,9 +7,14 @@ import os
 import re
 import secrets
 import shutil
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from millrace.checkpoint.arrays import read_arrays, read_some_arrays, write_arrays
 from millrace.checkpoint.manifest import (
@@ -24,6 +29,10 @@ from millrace.checkpoint.manifest import (
 )
 from millrace.distributed import coordination
 from millrace.durable import PARTIAL, discard, locked, make_folder, rename
+from millrace.program.ema import NUM_UPDATES
+
+_AVERAGE = ".optimizer_state.average"
+"""Path of a moving average of the weights; see ``millrace.program.ema``."""
 
 
 class Restored(NamedTuple):
@@ -152,16 +161,57 @@ def restore_part(path: Path, like: Any) -> Restored:
         path: A folder ``update-<n>``.
         like: A named tuple with the fields to read, as ``restore`` takes it. All other
             fields, and those that are None here, may be anything: weights can be read
-            whatever the optimizer was.
+            whatever the optimizer was. If the run kept a moving average of the weights,
+            ``params`` is the average.
     """
     manifest = read_manifest(path)
     verify_files(path, manifest)
     names = [name for name in like._fields if getattr(like, name) is not None]
     prefixes = tuple(f".{name}" for name in names)
-    arrays = {n: array for n, array in manifest["arrays"].items() if n.startswith(prefixes)}
-    check_compatible(path, arrays, describe_arrays(like))
+    expected = describe_arrays(like)
+    arrays = {
+        name: array
+        for name, array in manifest["arrays"].items()
+        if name.startswith(prefixes)
+        and (name in expected or not name.endswith(f"['{NUM_UPDATES}']"))
+    }
+    check_compatible(path, arrays, expected)
     with _damage_from_any_error(path):
+        has_average = any(name.startswith(_AVERAGE) for name in manifest["arrays"])
+        if has_average and "params" in names and "optimizer_state" not in like._fields:
+            return Restored(_read_average(path, manifest, like), manifest)
         return Restored(read_some_arrays(path, manifest, like), manifest)
+
+
+class _Average(NamedTuple):
+    """The part of an optimizer state that is read; see ``EmaState``."""
+
+    average: Any
+
+
+def _read_average(path: Path, manifest: dict[str, Any], like: Any) -> Any:
+    """Read some fields, with the moving average of the weights in place of the weights."""
+    arrays = manifest["arrays"]
+
+    def stored(key_path: Any, leaf: Any) -> Any:
+        # 16-bit weights may have an average in 32 bits.
+        name = arrays[_AVERAGE + jax.tree_util.keystr(key_path)].split("[")[0]
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(name))
+
+    average = _Average(jax.tree_util.tree_map_with_path(stored, like.params))
+    rest = {name: getattr(like, name) for name in like._fields if name != "params"}
+    fields = namedtuple("fields", [*rest, "optimizer_state"])(
+        **rest, optimizer_state=average
+    )
+    found = read_some_arrays(path, manifest, fields)
+    params = jax.tree.map(
+        lambda a, p: np.asarray(a).astype(p.dtype),
+        found.optimizer_state.average,
+        like.params,
+    )
+    return like._replace(
+        **{name: getattr(found, name) for name in rest} | {"params": params}
+    )
 
 
 @contextlib.contextmanager

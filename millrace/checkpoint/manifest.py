@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from millrace.checkpoint.structure import describe_structure
 from millrace.durable import finite_json, write_atomically
 from millrace.versions import versions
 
@@ -42,6 +43,13 @@ def has_manifest(path: Path) -> bool:
     return (path / _NAME).is_file()
 
 
+def update_manifest(folder: Path, **entries: Any) -> None:
+    """Replace entries in the manifest of a checkpoint; older formats stay as they are."""
+    manifest = read_manifest(folder)
+    if manifest["format"] == _FORMAT:
+        _write(folder, manifest | entries)
+
+
 def write_manifest(
     folder: Path,
     state: Any,
@@ -63,9 +71,18 @@ def write_manifest(
         "update": update,
         **metadata,
         "arrays": describe_arrays(state),
+        "structure": {
+            name: describe_structure(getattr(state, name))
+            for name in ("params", "model_state")
+            if hasattr(state, name)
+        },
         "versions": versions(),
         "files": files,
     }
+    _write(folder, manifest)
+
+
+def _write(folder: Path, manifest: dict[str, Any]) -> None:
     manifest = finite_json(manifest)
     manifest["checksum"] = manifest_checksum(manifest)
     write_atomically(folder / _NAME, json.dumps(manifest, indent=1))

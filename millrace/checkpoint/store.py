@@ -12,6 +12,7 @@ With several processes, each writes a part of the arrays, and the first process 
 manifest once all parts are on disk. Any number of processes can read a checkpoint.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.checkpoint.arrays import assigned_leaves, import_orbax, is_prng_key
+from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.files import (
     Restored,
     restore,
@@ -36,6 +38,7 @@ from millrace.checkpoint.manifest import (
     DamagedCheckpointError,
     has_manifest,
     read_manifest,
+    update_manifest,
 )
 from millrace.distributed import coordination
 from millrace.durable import clear_leftovers, discard, finite_json, rename
@@ -65,8 +68,7 @@ class Checkpoints:
     Args:
         path: The folder of the checkpoints.
         keep: Number of newest checkpoints to keep.
-        better: ``better(scores, other)`` returns whether the scores of a checkpoint beat
-            those of another. The best checkpoint is never deleted.
+        best_by: The metric by which the best checkpoint is chosen, which is never deleted.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class Checkpoints:
         path: Path,
         *,
         keep: int = 3,
-        better: Callable[[dict, dict], bool] | None = None,
+        best_by: BestMetric | None = None,
     ) -> None:
         self._path = path
         self._keep = keep
-        self._better = better
+        self.best_by = best_by
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="millrace-checkpoint")
         self._writing: Future[None] | None = None
         # Importing orbax takes a second; do it while the program compiles.
@@ -112,6 +114,8 @@ class Checkpoints:
             return  # the same updates give the same state
         # Copied on the device, and fetched by the writer while training continues.
         # Fetching it here took 0.28 s for 305 MB on an H200, 13 % of a 2-second execution.
+        if self.best_by is not None:
+            metadata["best_by"] = list(self.best_by)
         own = set(assigned_leaves(state))
         leaves = [
             _snapshot(leaf) if index in own else _spec(leaf)
@@ -126,6 +130,12 @@ class Checkpoints:
             late_metadata,
             before_rename,
         )
+
+    def add_scores(self, update: int, scores: dict[str, float]) -> None:
+        """Add scores to a checkpoint that was saved before they were known."""
+        path = self._path / checkpoint_name(update)
+        if coordination.is_first() and has_manifest(path):
+            update_manifest(path, metrics=scores, scores=scores)
 
     def wait(self, *, raise_error: bool = True) -> None:
         """Wait until the checkpoint in progress is on disk.
@@ -154,20 +164,14 @@ class Checkpoints:
         return [path for path in checkpoints_in(self._path) if has_manifest(path)]
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best scores; None without `better` or scores."""
-        if self._better is None:
+        """Return the checkpoint with the best score; None if none has one."""
+        if self.best_by is None:
             return None
-        best: tuple[Path, dict] | None = None
+        scores: list[tuple[Path, dict[str, Any]]] = []
         for path in self.saved():
-            try:
-                scores = read_manifest(path).get("scores") or {}
-            except CheckpointError:
-                continue  # handled when it is restored
-            if not all(isinstance(value, int | float) for value in scores.values()):
-                continue  # NaN and infinities are written as text
-            if scores and (best is None or self._better(scores, best[1])):
-                best = path, scores
-        return best[0] if best else None
+            with contextlib.suppress(CheckpointError):  # handled when it is restored
+                scores.append((path, read_manifest(path).get("scores") or {}))
+        return self.best_by.choose(scores)
 
     def restore_newest(
         self, like: Any, *, check: Callable[[dict[str, Any]], Any] | None = None

@@ -6,24 +6,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
 
 from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
 from millrace.plan import Plan
+from millrace.run.bar import (
+    TRAINING,
+    Bar,
+    NotebookBar,
+    Progression,
+    TerminalBar,
+    format_metrics,
+    in_notebook,
+)
 
-_METRICS_RATIO = 4
-"""Maximum width of the metrics next to the progress bar, relative to the bar."""
+_LINE_SECONDS = 30.0
+"""Without a bar, a line shows the progress if nothing was printed for this long."""
 
 _LEAST_WAIT = 0.01
 """Share of the time that devices wait for data below which it is not printed."""
@@ -49,7 +48,8 @@ class _Screen(RichConsole):
 class Console:
     """Lines and a progress bar on standard error; plain lines without a terminal.
 
-    There are no colors if ``NO_COLOR`` is set or there is no terminal.
+    In a notebook, the bar is one output that is updated. There are no colors if
+    ``NO_COLOR`` is set or there is no terminal.
 
     Args:
         quiet: Print only warnings and errors.
@@ -57,13 +57,15 @@ class Console:
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
-        self._rich = _Screen(stderr=True, highlight=False, soft_wrap=True)
+        self._rich = _Screen(
+            stderr=True, highlight=False, soft_wrap=True, force_jupyter=False
+        )
         self._quiet = quiet
         self.verbose = verbose and not quiet
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        # Gets the width that the other columns leave, and is truncated if necessary.
-        self._metrics = Column(no_wrap=True, overflow="ellipsis", ratio=0)
+        self._in_notebook = in_notebook()
+        self._shown = Progression()
+        self._bar: Bar | None = None
+        self._line_time = time.perf_counter()
         self._printed: set[str] = set()
         self._clock_start = time.perf_counter()
         self._phases: list[Phase] = []
@@ -77,7 +79,7 @@ class Console:
     @property
     def live(self) -> bool:
         """Whether a progress bar can be drawn."""
-        return self._rich.is_terminal and not self._quiet
+        return (self._rich.is_terminal or self._in_notebook) and not self._quiet
 
     @property
     def phases(self) -> list[Phase]:
@@ -96,11 +98,14 @@ class Console:
         """Print a warning, even if quiet."""
         self._print(f"warning: {text}", style="yellow")
 
-    def table(self, rows: Mapping[str, Any]) -> None:
-        """Print names and values in two columns."""
+    def table(
+        self, rows: Mapping[str, Any], styles: Mapping[str, str] | None = None
+    ) -> None:
+        """Print names and values in two columns, some in a style such as a color."""
         width = max(map(len, rows), default=0)
         for name, value in rows.items():
-            self.line(f"{name:<{width}}  {value}")
+            if not self._quiet:
+                self._print(f"{name:<{width}}  {value}", (styles or {}).get(name))
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Start to show progress over `total` updates.
@@ -114,45 +119,57 @@ class Console:
         if elapsed is not None:
             self._end_phase()
             self._clock_start = time.perf_counter() - elapsed
-        if not self.live:
-            return
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}", table_column=self._metrics),
-            TimeRemainingColumn(compact=True),
-            console=self._rich,
-            expand=True,
-        )
-        self._task = self._progress.add_task(
-            "starting", total=total, completed=done, metrics=""
-        )
-        self._progress.start()
+        self._close_bar()
+        self._shown = Progression(total, done)
+        self._open_bar()
 
     def status(self, what: str) -> None:
-        """Show the current activity; without a terminal, print each one only once."""
+        """Show the current activity; without a bar, print each one only once."""
         self._end_phase()
         self._current = (what, self._now())
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=what, refresh=True)
+        self._shown.begin(what)
+        self._open_bar()
         if self.verbose:
             self.line(f"{self._now():8.2f} s  {what}")
-        elif self._progress is None and what not in self._printed:
+        elif not self.live and what not in self._printed:
             self._printed.add(what)
             self.line(f"{what} …")
 
     def advance(self, done: int, metrics: Mapping[str, float], speed: float) -> None:
         """Show how many updates are done and the newest metrics."""
-        if self._progress is None or self._task is None:
-            return
         chosen = metrics if self.verbose else _most_relevant(metrics)
-        texts = [f"{_short(name)} {format_number(value)}" for name, value in chosen.items()]
-        if speed:
-            texts.append(f"{speed:,.0f} samples/s")
-        self._metrics.ratio = _METRICS_RATIO if texts else 0
-        self._progress.update(self._task, completed=done, metrics="  ".join(texts))
+        self._shown.advance(done, format_metrics(chosen, speed))
+        self._show_progress()
+
+    def progress(self, done: int, total: int | None) -> None:
+        """Show how much of an activity other than training is done."""
+        if self._current is None or self._current[0] != TRAINING:
+            self._shown.report(done, total)
+            self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+        elif time.perf_counter() - self._line_time > _LINE_SECONDS:
+            shown = self._shown
+            parts = (shown.activity, shown.counts, shown.metrics, shown.times)
+            self.line("  ".join(part for part in parts if part))
+
+    def _open_bar(self) -> None:
+        """Show a bar if there can be one, until ``stop``."""
+        if not self.live:
+            return
+        if self._bar is not None:
+            self._bar.update(at_once=True)
+        elif self._in_notebook:
+            self._bar = NotebookBar(self._shown)
+        else:
+            self._bar = TerminalBar(self._rich, self._shown)
+
+    def _close_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Print a log event as a line, unless a progress bar shows it."""
@@ -169,9 +186,8 @@ class Console:
     def stop(self) -> None:
         """Remove the progress bar and end the current activity."""
         self._end_phase()
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._close_bar()
+        self._shown = Progression()
 
     def _end_phase(self) -> None:
         if self._current is not None:
@@ -183,8 +199,8 @@ class Console:
         return time.perf_counter() - self._clock_start
 
     def _print(self, text: str, style: str | None = None) -> None:
-        console = self._progress.console if self._progress is not None else self._rich
-        console.print(text, style=style, markup=False)
+        self._line_time = time.perf_counter()
+        self._rich.print(text, style=style, markup=False)
 
 
 def _most_relevant(metrics: Mapping[str, float], count: int = 2) -> dict[str, float]:
@@ -198,10 +214,6 @@ def _most_relevant(metrics: Mapping[str, float], count: int = 2) -> dict[str, fl
         return 4 if name == "learning_rate" else 2
 
     return {name: metrics[name] for name in sorted(metrics, key=rank)[:count]}
-
-
-def _short(name: str) -> str:
-    return name.replace("validation_", "val ").replace("_", " ")
 
 
 class SilentConsole(Console):
@@ -234,6 +246,7 @@ class _Handler(logging.Handler):
 def training_rows(plan: Plan, schedule: EventSchedule) -> dict[str, str]:
     """Return table rows about the batches and updates of a run."""
     batch = plan.batching
+    length = f", {schedule.updates_per_execution} per execution" * schedule.is_fixed
     pipeline = {}
     if plan.num_stages > 1:
         recomputed = ", recomputed" if plan.recomputation else ""
@@ -245,8 +258,7 @@ def training_rows(plan: Plan, schedule: EventSchedule) -> dict[str, str]:
         f"{batch.micro_batch_size} x accumulation "
         f"{batch.gradient_accumulation_count} x replicas {batch.num_replicas}",
         "updates": f"{schedule.total_updates} = {schedule.updates_per_epoch} per"
-        f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs,"
-        f" {schedule.updates_per_execution} per execution",
+        f" epoch x {schedule.total_updates // schedule.updates_per_epoch} epochs{length}",
     }
 
 
@@ -276,11 +288,46 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         result += f", {speed:,.0f} samples/s" if speed else ""
     if summary["compile_seconds"]:
         result += f", compiled in {summary['compile_seconds']:.1f} s"
+    if summary["status"] == "interrupted" and not summary["updates"]:
+        result += ", before the first update: nothing was saved"
     metrics = summary["metrics"].items()
     return {
         summary["status"]: result,
+        **divergence_rows(summary),
         **{name.replace("_", " "): format_number(value) for name, value in metrics},
+        **best_rows(summary.get("best") or {}),
     }
+
+
+def best_rows(best: Mapping[str, Any]) -> dict[str, str]:
+    """Return a table row about the best validation result, if there is one."""
+    if best.get("value") is None:
+        return {}
+    text = f"{best['metric'].replace('_', ' ')} {format_number(best['value'])}"
+    if best.get("update") is not None:
+        text += f" at update {best['update']:,}"
+    if best.get("epoch") is not None:
+        text += f", epoch {best['epoch']:g}"
+    if best.get("checkpoint") is not None:
+        text += f" ({best['checkpoint']})"
+    return {"best": text}
+
+
+def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return a table row about a run whose loss has exploded."""
+    if not (diverged := summary.get("diverged")):
+        return {}
+    return {
+        "diverged": f"the loss was {format_number(diverged['loss'])} at update "
+        f"{diverged['update']}, {format_number(diverged['first_loss'])} at the start; use "
+        "a smaller learning rate"
+    }
+
+
+def result_styles(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the colors of the rows: green only for a run that is as it should be."""
+    fine = summary["status"] == "completed" and not summary.get("diverged")
+    return {summary["status"]: "green" if fine else "yellow", "diverged": "bold red"}
 
 
 def time_and_memory_rows(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from millrace.config import (
     ConfigurationError,
@@ -17,16 +17,28 @@ _MAY_CHANGE = {"may_change": True}
 """Marks options that may change when a run is resumed: they do not affect results."""
 _MAY_DIFFER = {**_MAY_CHANGE, "may_differ": True}
 """Marks options that may also differ between the processes of a run."""
+TRANSIENT = {"transient": True}
+"""Marks options about one start of a run, which are not taken over by a later one."""
+
+Which = Literal["best", "last", "newest"] | int
+"""Which checkpoint of a run: the best, the last (or newest), or that after an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where a run writes its results, and what it prints."""
 
-    run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER)
+    common_options: ClassVar = (
+        *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
+    )
+
+    run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT)
     """Folder for everything the run writes (default: runs/APPLICATION-VERB-TIME)."""
-    resume: bool = field(default=False, metadata=_MAY_CHANGE)
-    """Continue the run in --run-dir from its newest intact checkpoint."""
+    resume: bool | Path = field(
+        default=False, metadata=_MAY_CHANGE | TRANSIENT | {"bare": True}
+    )
+    """Continue this run, or the one in --run-dir, from its newest intact checkpoint. Its
+    options are those of the run unless they are given again."""
     seed: int = 0
     """Seed for weights, sample order and all other random numbers."""
     deterministic: bool = False
@@ -42,21 +54,21 @@ class RunOptions:
     """Name of the Weights & Biases run (default: the command and the run directory)."""
     wandb_tags: list[str] = field(default_factory=list, metadata=_MAY_DIFFER)
     """Tags of the Weights & Biases run."""
-    quiet: bool = field(default=False, metadata=_MAY_DIFFER)
+    quiet: bool = field(default=False, metadata=_MAY_DIFFER | TRANSIENT)
     """Print only warnings and errors."""
-    verbose: bool = field(default=False, metadata=_MAY_DIFFER)
+    verbose: bool = field(default=False, metadata=_MAY_DIFFER | TRANSIENT)
     """Also print every change of activity with its time, and show all metrics."""
-    debug: bool = field(default=False, metadata=_MAY_DIFFER)
+    debug: bool = field(default=False, metadata=_MAY_DIFFER | TRANSIENT)
     """Show the full traceback of an error."""
     virtual_devices: int | None = field(default=None, metadata=_MAY_DIFFER)
     """Run on the CPU, divided into this many devices per process, to try replicas on any
     machine."""
-    coordinator: str | None = field(default=None, metadata=_MAY_DIFFER)
+    coordinator: str | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT)
     """Host and port of process 0 (set automatically by millrace launch, Open MPI, Slurm
     and Kubernetes)."""
-    process_id: int | None = field(default=None, metadata=_MAY_DIFFER)
+    process_id: int | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT)
     """Number of this process, starting from 0."""
-    num_processes: int | None = field(default=None, metadata=_MAY_DIFFER)
+    num_processes: int | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT)
     """Number of processes in the run."""
 
     def __post_init__(self) -> None:
@@ -70,8 +82,13 @@ class RunOptions:
             raise ValueError(
                 f"virtual_devices must be at least 1, got {self.virtual_devices}."
             )
+        if not isinstance(self.resume, bool):
+            raise ValueError("Set resume to True, and run_dir to the run to continue.")
         if self.resume and self.run_dir is None:
-            raise ValueError("resume needs run_dir: the directory of the run to continue.")
+            raise ValueError(
+                "--resume needs the run to continue: --resume RUN, such as --resume "
+                "runs/first."
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")
 
@@ -111,16 +128,24 @@ def compare_options(
         if option.metadata.get("may_grow") and _is_larger(new[name], old.get(name))
     }
     changed = [
-        f"{name} was {old.get(name)!r}, now {new[name]!r}"
+        f"{name} was {_show(old.get(name))}, now {_show(new[name])}"
         for name in differing
         if name not in extended
     ]
     if changed:
         raise ConfigurationError(
-            f"{path} belongs to another configuration: {'; '.join(changed)}. Repeat "
-            "the options the run was started with, or choose another --run-dir."
+            f"{path} belongs to another configuration: {'; '.join(changed)}. Leave out "
+            "these options to continue it as it was started, or start a new run with "
+            f"--config {path} and another --run-dir."
         )
     return extended
+
+
+def _show(value: Any) -> str:
+    """Return a value as text; of arrays from Python, only the checksum."""
+    if isinstance(value, dict) and "checksum" in value:
+        return f"data with the checksum {value['checksum']}"
+    return repr(value)
 
 
 def _is_larger(new: Any, old: Any) -> bool:

@@ -32,9 +32,10 @@ def prepare_process(config: Any) -> Any:
         try:
             use_virtual_devices(options.virtual_devices)
         except RuntimeError as error:
-            raise ConfigurationError(
-                "--virtual-devices must be set before any device is used."
-            ) from error
+            if not _has_cpu_devices(options.virtual_devices):
+                raise ConfigurationError(
+                    "--virtual-devices must be set before any device is used."
+                ) from error
     if not _join(options.coordinator, options.process_id, options.num_processes):
         watch_launcher()
     interrupted_run = None if _begun else get_recorded_run_directory()
@@ -103,6 +104,13 @@ def use_virtual_devices(count: int) -> None:
 
     jax.config.update("jax_num_cpu_devices", count)
     jax.config.update("jax_platforms", "cpu")
+
+
+def _has_cpu_devices(count: int) -> bool:
+    """Whether an earlier run in this process has chosen this many virtual devices."""
+    import jax
+
+    return [device.platform for device in jax.local_devices()] == ["cpu"] * count
 
 
 def check_address_space() -> None:

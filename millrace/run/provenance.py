@@ -1,9 +1,11 @@
 """Metadata of a run: times, memory, changed options, commit and machine."""
 
+import itertools
 import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,6 +93,31 @@ def get_changed_options(options: Any) -> dict[str, Any]:
         if name not in _SKIPPED_OPTIONS
         and (name not in defaults or defaults[name] != value)
     }
+
+
+def complete_command(command_line: str, changed_options: dict[str, Any]) -> str:
+    """Return the command line that repeats a resumed run from its beginning.
+
+    Args:
+        command_line: As it was typed to resume the run; it may lack most options.
+        changed_options: The options of the run that differ from their defaults.
+    """
+    words = itertools.takewhile(
+        lambda word: not word.startswith("-"), shlex.split(command_line)
+    )
+    return shlex.join([*words, *format_options(changed_options)])
+
+
+def format_options(options: dict[str, Any]) -> list[str]:
+    """Return options as words of a command line."""
+    words = []
+    for name, value in options.items():
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, list | tuple):
+            words += map(str, value)
+        else:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
 
 
 def _get_defaults(config_type: Any) -> dict[str, Any]:

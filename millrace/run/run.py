@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +10,28 @@ from typing import Any
 
 import jax
 
-from millrace.checkpoint.store import Checkpoints
+from millrace.checkpoint.best import BestMetric, Mode, parse_best
+from millrace.checkpoint.store import Checkpoints, checkpoints_in
 from millrace.config import ConfigurationError, as_plain
 from millrace.distributed import coordination
 from millrace.distributed.coordination import check_same_data, check_same_start
 from millrace.distributed.environment import record_run_directory
 from millrace.distributed.heartbeat import is_communication_error, start_heartbeat
-from millrace.distributed.signals import INTERRUPTED, interruptible
+from millrace.distributed.signals import (
+    INTERRUPTED,
+    end_with_signal_while,
+    interruptible,
+    last_signal,
+)
 from millrace.feeds.infeed import Infeed
+from millrace.loop.activity import listening
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.progress import Writer
 from millrace.loop.runner import Runner, Validate
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
-from millrace.program.compiling import compiling, deterministic
+from millrace.program.compiling import compiling, deterministic, is_compiling
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
@@ -35,6 +41,7 @@ from millrace.run.console import (
     determinism_rows,
     extension_rows,
     result_rows,
+    result_styles,
     time_and_memory_rows,
     training_rows,
 )
@@ -45,8 +52,15 @@ from millrace.run.process import (
     compile_cache_folder,
     prepare_process,
 )
-from millrace.run.provenance import add_previous_times, run_metadata, write_phases
+from millrace.run.provenance import (
+    add_previous_times,
+    complete_command,
+    run_metadata,
+    write_phases,
+)
+from millrace.run.saved import choose_best, read_scores
 from millrace.run.writers import open_writers
+from millrace.user_code import UserLine, find_user_line
 from millrace.versions import versions
 
 _USAGE_ERROR = 2
@@ -84,7 +98,11 @@ class Run:
         }
         self.closing_notes: dict[str, str] = {}
         """Rows that the application adds to the table at the end of the run."""
+        self.signal: int | None = None
+        """The signal that ended training, if one did."""
         self._runner: Runner | None = None
+        self._best_by: BestMetric | None = None
+        self._checkpoint_folder: Path = directory.home / "checkpoints"
         self._previous_summary: dict[str, Any] = {}
         if options.resume:
             self._previous_summary = coordination.broadcast(
@@ -131,24 +149,61 @@ class Run:
 
     @contextlib.contextmanager
     def checkpoints(
-        self, *, best: str, keep: int, folder: Path | None = None
+        self,
+        *,
+        best: str | None = None,
+        mode: Mode | None = None,
+        keep: int = 3,
+        folder: Path | None = None,
     ) -> Iterator[Checkpoints]:
         """Open the checkpoints of this run.
 
         Args:
-            best: The score, larger is better, by which the best checkpoint is kept.
+            best: The metric by which the best checkpoint is kept, such as
+                ``validation_accuracy``; a minus sign in front, as in ``-validation_loss``,
+                means that smaller is better (default: only the newest ones are kept).
+            mode: ``max`` if larger is better, ``min`` if smaller is (default: ``min`` for a
+                minus sign or a name that contains loss, error, rmse or mae).
             keep: Number of newest checkpoints to keep.
             folder: Where they are (default: in the run directory).
         """
-        checkpoints = Checkpoints(
-            folder or self.directory.checkpoints,
-            keep=keep,
-            better=lambda new, old: new.get(best, -math.inf) > old.get(best, -math.inf),
-        )
+        self._checkpoint_folder = folder or self.directory.checkpoints
+        self.track_best(best, mode=mode)
+        checkpoints = Checkpoints(self._checkpoint_folder, keep=keep, best_by=self._best_by)
         try:
             yield checkpoints
         finally:
             checkpoints.close()
+
+    def track_best(self, metric: str | None, *, mode: Mode | None = None) -> None:
+        """Report the best value of a metric, as ``checkpoints`` takes it."""
+        self._best_by = parse_best(metric, mode)
+
+    def find_best(self) -> dict[str, Any] | None:
+        """Return the best validation result so far, as ``summary.json`` has it.
+
+        It is that of a checkpoint, unless there are none; None without validation.
+        """
+        if self._best_by is None:
+            return None
+        events = self.directory.read_metrics()
+        scored = read_scores(checkpoints_in(self._checkpoint_folder), events)
+        if (best := choose_best(scored, self._best_by)) is not None:
+            place = {"update": best.update, "epoch": best.epoch}
+            value = self._best_by.get(best.scores)
+            checkpoint = self._relative(best.path)
+        elif not scored and (event := self._best_by.choose((e, e) for e in events)):
+            place = {name: event.get(name) for name in ("update", "epoch")}
+            value, checkpoint = self._best_by.get(event), None
+        else:
+            return None
+        facts = {"metric": self._best_by.name, "mode": self._best_by.mode, "value": value}
+        return facts | place | {"checkpoint": checkpoint}
+
+    def _relative(self, path: Path) -> str:
+        """Return a path inside the run directory, so that the run can be moved."""
+        home = self.directory.home
+        return str(path.relative_to(home) if path.is_relative_to(home) else path.absolute())
 
     def train(
         self,
@@ -172,8 +227,8 @@ class Run:
             validate: Returns the validation metrics of a state. With an `AsyncValidation`,
                 training continues meanwhile.
             checkpoints: Where to save and resume; see ``Run.checkpoints``.
-            stop_on_divergence: Whether a loss that stays non-finite ends the run.
-                Otherwise it is a warning.
+            stop_on_divergence: Whether a loss that stays non-finite or explodes ends the
+                run. Otherwise it is a warning, and the summary says so.
             on_compiled: Called before the first update; an error it raises ends the run.
         """
         self._runner = runner = Runner(
@@ -189,13 +244,14 @@ class Run:
             on_compiled=on_compiled,
         )
         try:
-            result = runner.run(state, resume=self.options.resume)
+            result = runner.run(state, resume=bool(self.options.resume))
         finally:
             progress = runner.progress()
             if not progress["samples_per_second"]:  # a resumed run had nothing left to do
                 speed = self._previous_summary.get("samples_per_second", 0.0)
                 progress["samples_per_second"] = speed
             self.summary |= progress
+        self.signal = result.signal
         self.summary["status"] = "interrupted" if result.interrupted else "completed"
         return result.state
 
@@ -250,6 +306,11 @@ def run_command(
     run.summary |= run_metadata(config, run.console.phases, programs)
     if run.options.resume:
         add_previous_times(run.summary, run.previous_summary())
+        run.summary["command"] = complete_command(
+            command_line, run.summary["changed_options"]
+        )
+    if "best" not in run.summary and (best := run.find_best()) is not None:
+        run.summary["best"] = best
     status = _close(run, status)
     if status != _USAGE_ERROR:
         _print_result(run)
@@ -290,11 +351,15 @@ def _execute(
             interruptible(),
             deterministic(options.deterministic),
             compiling({}, programs, cache_dir=compile_cache_folder()),
+            listening(show=run.console.progress),
+            _stopping(run.console),
         ):
             function(config, run)
         return INTERRUPTED if run.summary["status"] == "interrupted" else 0
     except KeyboardInterrupt:
         run.summary |= {"status": "interrupted", "error": "stopped immediately"}
+        run.signal = last_signal()
+        end_with_signal_while(is_compiling)
         if peers is not None:
             peers.report_failure("It was stopped immediately.", INTERRUPTED)
         return INTERRUPTED
@@ -305,6 +370,8 @@ def _execute(
             peers.wait_for_lost_process()
         line = f"{type(error).__name__}: {_message(error)}"
         run.summary |= {"status": "failed", "error": line}
+        if (user_line := _find_user_line(error)) is not None:
+            run.summary["error_line"] = str(user_line)
         if on_failure is not None:
             on_failure(error)
         if options.debug:
@@ -312,6 +379,15 @@ def _execute(
         status = _USAGE_ERROR if isinstance(error, ConfigurationError) else 1
         _report_failure(_format_error(error), status, silent=options.debug)
         return status
+
+
+@contextlib.contextmanager
+def _stopping(console: Console) -> Iterator[None]:
+    """Remove the progress bar at the end, before anything is printed about it."""
+    try:
+        yield
+    finally:
+        console.stop()
 
 
 def _close(run: Run, status: int) -> int:
@@ -332,7 +408,7 @@ def _close(run: Run, status: int) -> int:
 
 def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
     """Return what is left to do; each action is tried even if another one fails."""
-    directory, resumed = run.directory, run.options.resume
+    directory, resumed = run.directory, bool(run.options.resume)
     actions: list[Callable[[], Any]] = [writer.close for writer in run.writers]
     nothing_ran = not directory.metrics_path.exists() and not resumed
     if status == _USAGE_ERROR and nothing_ran:
@@ -361,10 +437,27 @@ def _report_failure(line: str, status: int, *, silent: bool = False) -> None:
 
 
 def _format_error(error: Exception) -> str:
-    """Return one line about an error; those of other packages need their type."""
-    if type(error).__module__.startswith("millrace"):
-        return _message(error)
-    return f"{type(error).__name__}: {_message(error)} (--debug shows where)"
+    """Return one line about an error, and a second one with the user's own code.
+
+    Errors of other packages need their type.
+    """
+    text = _message(error)
+    if not _is_ours(error):
+        text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
+    line = _find_user_line(error)
+    return text if line is None else f"{text}\n  {line}"
+
+
+def _find_user_line(error: Exception) -> UserLine | None:
+    """Return the line of the user's code that raised an error, or the cause of ours."""
+    if isinstance(error, ConfigurationError):
+        return None
+    raised = error.__cause__ if _is_ours(error) else error
+    return find_user_line(raised) if raised is not None else None
+
+
+def _is_ours(error: Exception) -> bool:
+    return type(error).__module__.startswith("millrace")
 
 
 def _message(error: Exception) -> str:
@@ -383,5 +476,6 @@ def _print_result(run: Run) -> None:
             **(time_and_memory_rows(run.summary) if run.console.verbose else {}),
             "results": str(path),
             "report": str(path / "report.html"),
-        }
+        },
+        result_styles(run.summary),
     )

@@ -24,6 +24,7 @@ from small_checkpoints import (
 )
 
 from millrace.checkpoint import arrays
+from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import (
     CheckpointError,
     Checkpoints,
@@ -145,9 +146,7 @@ def test_only_the_newest_are_kept(folder):
 
 
 def keep_smallest_loss(folder: Path, losses: list[float]) -> Checkpoints:
-    checkpoints = Checkpoints(
-        folder, keep=1, better=lambda new, old: new["loss"] < old["loss"]
-    )
+    checkpoints = Checkpoints(folder, keep=1, best_by=BestMetric("loss", "min"))
     for update, loss in enumerate(losses, 1):
         checkpoints.save(small_state(update), update, scores={"loss": loss})
     checkpoints.close()
@@ -178,7 +177,7 @@ def test_a_score_that_is_nan_is_never_the_best_and_stops_nothing(folder, losses)
 def test_a_damaged_older_checkpoint_does_not_prevent_new_ones(folder):
     checkpoints = keep_smallest_loss(folder, [0.5, 0.6])
     truncate(folder / "update-000000001" / "manifest.json")
-    again = Checkpoints(folder, keep=1, better=lambda new, old: new["loss"] < old["loss"])
+    again = Checkpoints(folder, keep=1, best_by=BestMetric("loss", "min"))
     again.save(small_state(3), 3, scores={"loss": 0.4})
     again.close()
     assert value(checkpoints.restore_newest(small_state())) == 3

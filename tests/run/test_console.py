@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
+import types
 
 import pytest
 
+from millrace.run.bar import Progression
 from millrace.run.console import Console
 
 SCRIPT = """
@@ -104,7 +107,7 @@ def test_in_a_narrow_terminal_only_the_metrics_are_truncated(verbose):
     )
     (*_, line) = [line for line in re.split(r"[\r\n]+", plain) if "50/100" in line]
     expected = "accuracy 0.5" if verbose else "loss 0.25  val rmse 0.7  1,234 samples/s "
-    assert re.search(rf"training ━.* 50/100 {expected}.*--:--", line), line
+    assert re.search(rf"training ━.* 50/100 {expected}.*0:0\d left", line), line
     assert ("…" in line) == verbose
     assert len(line) <= 80
 
@@ -176,3 +179,68 @@ def test_the_log_of_the_package_goes_to_the_console(verbose, capsys):
     details = "a detail\n" if verbose else ""
     expected = textwrap.dedent(f"{details}[a] fact\nwarning: beware\n")
     assert capsys.readouterr().err == expected
+
+
+# Activities other than training
+
+
+def test_an_activity_shows_its_time_and_its_own_progress(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("millrace.run.bar.time.perf_counter", lambda: now[0])
+    shown = Progression(total=400, done=100)
+    shown.begin("compiling")
+    now[0] += 12
+    assert (shown.counts, shown.times) == ("", "12 s")
+    shown.begin("training")
+    assert (shown.counts, shown.times) == ("100/400", "--:-- left")
+    now[0] += 10
+    shown.advance(200, "loss 1")
+    assert (shown.counts, shown.times) == ("200/400", "0:20 left")
+    shown.begin("validating")
+    now[0] += 30
+    shown.report(1, 4)
+    assert (shown.counts, shown.times) == ("1/4", "1:30 left")
+    shown.begin("training")
+    assert (shown.counts, shown.times) == ("200/400", "0:20 left")
+
+
+def test_the_bar_is_erased_when_it_is_stopped():
+    seen = in_terminal()
+    last_bar = seen.rindex("50/100")
+    assert "\x1b[2K" in seen[last_bar:]  # erases the line
+    assert seen.rstrip().endswith("done [here]")
+
+
+class Display:
+    """Stands in for a notebook: keeps the outputs of a cell, which can be updated."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def display(self, content, raw, display_id):
+        assert raw and display_id
+        self.outputs.append([content])
+        return self
+
+    def update(self, content, raw):
+        self.outputs[-1].append(content)
+
+
+def test_a_notebook_has_one_output_that_is_updated(monkeypatch, capsys):
+    shown = Display()
+    module = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=1))
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    monkeypatch.setattr("millrace.run.bar._TICK_SECONDS", 0.01)
+    console = Console()
+    console.start(100, 0)
+    console.status("training")
+    console.advance(50, {"loss": 0.25}, 1234.5)
+    console.event({"epoch": 1, "update": 50, "train_loss": 0.25})
+    time.sleep(0.1)
+    console.stop()
+    (updates,) = shown.outputs
+    texts = [content["text/plain"] for content in updates]
+    assert any("50/100  loss 0.25  1,234 samples/s" in text for text in texts)
+    assert texts[-1] == ""
+    assert capsys.readouterr().err == ""  # and no line per event
