@@ -5,6 +5,7 @@ Charts are drawn for the width of a phone, so that their text stays readable the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from millrace.drawing.style import NUM_SERIES_COLORS
@@ -31,8 +32,12 @@ MOST_CLASSES = 100
 """The most classes for which a confusion matrix is drawn."""
 _MOST_COUNTED_CLASSES = 12
 """The most classes for which the counts are written into the matrix."""
+_MOST_LETTERS = 12
+"""The most letters of a class that a confusion matrix shows."""
 _MOST_POINTS, _MOST_DOTS, _MOST_HINTS = 400, 40, 150
 """The most points of a curve, and of a curve with dots and with hints at its points."""
+_MOST_NAMES = 6
+"""The most curves whose names are shortened to fit; of more, the first are named."""
 _START_SHARE, _FLATTENED, _FEWEST_LATER = 0.05, 12.0, 20
 _CURVE_WIDTH = 1.75
 
@@ -100,6 +105,8 @@ class Series(NamedTuple):
 
     name: str
     points: list[Point]
+    positions: Mapping[str, list[float]] = MappingProxyType({})
+    """Other x axes that a reader may choose, each with one value per point."""
 
     @property
     def finite(self) -> list[Point]:
@@ -138,7 +145,7 @@ def line_chart(
     """
     curves = [Series(s.name, thin(s.finite)) for s in series]
     names = [curve.name for curve in curves]
-    fills = [f"c{n % NUM_SERIES_COLORS}" for n in colors or range(len(curves))]
+    numbers = list(colors or range(len(curves)))
     points = [point for curve in curves for point in curve.points]
     marked = [x for band in bands for x in (band.start, band.end)]
     x = linear_axis([p[0] for p in points] + marked, LEFT, RIGHT, padding=0.0)
@@ -150,10 +157,10 @@ def line_chart(
         place = y.place(level[1])
         shapes.append(Line([(LEFT, place), (RIGHT, place)], "muted", dashed=True))
         shapes.append(Label(RIGHT, place - 8, level[0], "end"))
-    for curve, fill in zip(curves, fills, strict=True):
-        shapes += _draw_curve(curve, fill, x, y, dots=not from_zero)
+    for curve, number in zip(curves, numbers, strict=True):
+        shapes += _draw_curve(curve, number, x, y, dots=not from_zero)
     if len(curves) > 1:
-        shapes += _draw_legend(names, fills)
+        shapes += _draw_legend(names, numbers)
     if len(heights) < len(points):
         shapes.append(Label(RIGHT, 9, "steep start cut off", "end"))
     return chart_svg(title, shapes)
@@ -161,14 +168,21 @@ def line_chart(
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     """Reduce a curve to the lowest and highest point of each of its parts."""
-    if len(points) <= most:
-        return list(points)
-    size = -(-2 * len(points) // most)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+    return [points[index] for index in select_points([y for _, y in points], most)]
+
+
+def select_points(heights: Sequence[float], most: int) -> list[int]:
+    """Return the indices of the lowest and highest value of each part, and of the last."""
+    last = len(heights) - 1
+    if last < most:
+        return list(range(last + 1))
+    size = -(-2 * len(heights) // most)
+    kept: list[int] = []
+    for start in range(0, last + 1, size):
+        part = range(start, min(start + size, last + 1))
+        lowest, highest = (f(part, key=heights.__getitem__) for f in (min, max))
+        kept += sorted({lowest, highest})
+    return kept if kept[-1] == last else [*kept, last]
 
 
 def select_heights(points: Sequence[Point]) -> list[float]:
@@ -192,10 +206,16 @@ def select_heights(points: Sequence[Point]) -> list[float]:
     return later if spread(heights) > _FLATTENED * spread(later) > 0 else heights
 
 
-def _draw_curve(curve: Series, color: str, x: Axis, y: Axis, *, dots: bool) -> list[Shape]:
+def series_color(number: int) -> str:
+    """Return the color of a curve; colors repeat, and then curves are dashed."""
+    return f"c{number % NUM_SERIES_COLORS}"
+
+
+def _draw_curve(curve: Series, number: int, x: Axis, y: Axis, *, dots: bool) -> list[Shape]:
+    color, dashed = series_color(number), number // NUM_SERIES_COLORS % 2 == 1
     # A value outside the plot area is drawn on its edge.
     places = [(x.place(px), min(max(y.place(py), TOP), BOTTOM)) for px, py in curve.points]
-    shapes: list[Shape] = [Line(places, color, _CURVE_WIDTH)]
+    shapes: list[Shape] = [Line(places, color, _CURVE_WIDTH, dashed=dashed)]
     if dots and len(places) <= _MOST_DOTS:
         shapes += [Circle(*place, 2.4, color) for place in places]
     if len(places) <= _MOST_HINTS:
@@ -205,13 +225,17 @@ def _draw_curve(curve: Series, color: str, x: Axis, y: Axis, *, dots: bool) -> l
     return shapes
 
 
-def _draw_legend(names: Sequence[str], colors: Sequence[str]) -> list[Shape]:
-    room = int((WIDTH - LEFT) / len(names) / estimate_width("x")) - 3
+def _draw_legend(names: Sequence[str], numbers: Sequence[int]) -> list[Shape]:
+    """Name the curves above the plot area, as many as fit in a line."""
+    room = int((WIDTH - LEFT) / min(len(names), _MOST_NAMES) / estimate_width("x")) - 3
     shapes: list[Shape] = []
     x = float(LEFT)
-    for name, color in zip(names, colors, strict=True):
+    for name, number in zip(names, numbers, strict=True):
         text = f"● {_shorten(name, max(4, room))}"
-        shapes.append(Label(x, 9, text, color=color))
+        if x + estimate_width(text) > WIDTH:
+            shapes.append(Label(WIDTH, 9, f"{len(names) - len(shapes)} more", "end"))
+            break
+        shapes.append(Label(x, 9, text, color=series_color(number)))
         x += estimate_width(text) + FONT_SIZE
     return shapes
 
@@ -225,7 +249,7 @@ def _draw_bands(bands: Sequence[Band], x: Axis) -> list[Shape]:
         box = (left, TOP, max(1.0, width), BOTTOM - TOP)
         shapes.append(Rect(*box, "muted", opacity=0.16, hint=hint))
         if name not in named and width > 40:
-            shapes.append(Label(left + width / 2, BOTTOM - 10, name, "middle"))
+            shapes.append(Label(left + width / 2, TOP + 8, name, "middle"))
             named.add(name)
     return shapes
 
@@ -234,11 +258,15 @@ def matrix_chart(
     title: str, counts: Mapping[tuple[int, int], int], names: Sequence[str]
 ) -> str:
     """Draw how often each true class (row) was predicted as which class (column)."""
-    size, left, top, num_classes = 400.0, 62.0, 34.0, len(names)
+    size, num_classes = 400.0, len(names)
+    short = [_shorten(name, _MOST_LETTERS) for name in names]
+    longest = max(map(estimate_width, short), default=0.0)
+    is_rotated = any(len(name) > 3 for name in short)
+    left, top = 30.0 + longest, 22.0 + (longest + 6 if is_rotated else FONT_SIZE)
     side = (size - left - 4) / num_classes
     shapes: list[Shape] = [
         Label(left + (size - left) / 2, 8, "predicted class", "middle"),
-        Label(11, top + num_classes * side / 2, "true class", "middle", vertical=True),
+        Label(8, top + num_classes * side / 2, "true class", "middle", vertical=True),
     ]
     for row, true in enumerate(names):
         total = sum(counts.get((row, column), 0) for column in range(num_classes))
@@ -246,20 +274,21 @@ def matrix_chart(
             count = counts.get((row, column), 0)
             if not count and num_classes > _MOST_COUNTED_CLASSES:
                 continue
-            x, y = left + column * side, top + row * side
+            box = (left + column * side, top + row * side, side - 1, side - 1)
             # The square root keeps rare mistakes visible.
-            opacity = 0.12 + 0.4 * math.sqrt(count / total) if count else 0.0
+            opacity = 0.12 + 0.4 * math.sqrt(count / total) if count else 0.05
             hint = f"{true} predicted as {predicted}: {count}"
-            color = "c0" if row == column else "c1"
-            shapes.append(Rect(x, y, side - 1, side - 1, color, opacity, hint=hint))
+            color = "muted" if not count else "c0" if row == column else "c1"
+            shapes.append(Rect(*box, color, opacity, hint=hint))
             if count and num_classes <= _MOST_COUNTED_CLASSES:
-                middle = (x + (side - 1) / 2, y + side / 2)
+                middle = (box[0] + (side - 1) / 2, box[1] + side / 2)
                 shapes.append(Label(*middle, str(count), "middle", "ink", bold=True))
-    for n in range(0, num_classes, -(-num_classes // 20)):
+    for n in range(0, num_classes, max(1, math.ceil(FONT_SIZE / side))):
         middle = (n + 0.5) * side
-        shapes.append(Label(left - 5, top + middle, _shorten(names[n], 7), "end"))
-        if all(len(name) <= 3 for name in names):
-            shapes.append(Label(left + middle, top - 9, names[n], "middle"))
+        shapes.append(Label(left - 5, top + middle, short[n], "end"))
+        place = (left + middle, top - (5 if is_rotated else 9))
+        anchor = "start" if is_rotated else "middle"
+        shapes.append(Label(*place, short[n], anchor, vertical=is_rotated))
     return chart_svg(title, shapes, (size, round(top + num_classes * side + 4)))
 
 

@@ -1,10 +1,13 @@
-"""HTML pages that need no script and no other file, and the parts they are made of."""
+"""HTML pages that need no other file, and the parts they are made of."""
 
+import base64
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from millrace.drawing.style import COLORS, FIGURES, PAGE
+from millrace.drawing.interactive import CHART_DATA, chart_script
+from millrace.drawing.style import COLORS, FIGURES, INTERACTIVE, PAGE
 from millrace.numbers import format_value
 
 _PAGE = """<!doctype html>
@@ -12,25 +15,48 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
- form-action 'none'; base-uri 'none'">
+ {sources}form-action 'none'; base-uri 'none'">
 <title>{title}</title>
 <style>{style}</style></head><body{attributes}>
 {body}
-</body></html>
+{scripts}</body></html>
 """
 
 Cell = str | tuple[str, str]
 """The text of a table cell, or the text and its CSS class."""
 
 
-def page(title: str, body: str, *, wide: bool = False) -> str:
-    """Return a page; a wide one uses the whole window."""
+def page(
+    title: str, body: str, *, wide: bool = False, script: str = "", polls: bool = False
+) -> str:
+    """Return a page.
+
+    Args:
+        title: The title of the window.
+        body: The content. If it has interactive charts, the page has their script.
+        wide: Whether the page uses the whole window.
+        script: Another script of ours.
+        polls: Whether the scripts may read from the server that the page is from.
+    """
+    scripts = [script] if script else []
+    if scripts or CHART_DATA in body:
+        scripts.insert(0, chart_script())
+    # Only these very scripts may run, whatever else gets into a page.
+    allowed = " ".join(f"'sha256-{_hash(each)}'" for each in scripts)
+    sources = f"script-src {allowed}; " if scripts else ""
+    sources += "connect-src 'self'; " if polls else ""
     return _PAGE.format(
         title=escape(title),
-        style=COLORS + FIGURES + PAGE,
+        sources=sources,
+        style=COLORS + FIGURES + PAGE + (INTERACTIVE if scripts else ""),
         attributes=' class="wide"' if wide else "",
         body=body,
+        scripts="".join(f"<script>{each}</script>\n" for each in scripts),
     )
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def section(heading: str, content: str) -> str:

@@ -153,7 +153,9 @@ def _label(label: Label, colors: Mapping[str, str]) -> str:
     x, y = _number(label.x), _number(label.y + 0.36 * label.size)
     place = f'x="{x}" y="{y}"'
     if label.vertical:
-        place = f'transform="translate({_number(label.x)} {_number(label.y)}) rotate(-90)"'
+        # Turned around its start, the text has its middle at `x`.
+        x, y = _number(label.x + 0.36 * label.size), _number(label.y)
+        place = f'transform="translate({x} {y}) rotate(-90)"'
     size = f' font-size="{_number(label.size)}"' if label.size != FONT_SIZE else ""
     weight = ' font-weight="600"' if label.bold else ""
     anchor = f' text-anchor="{label.anchor}"' if label.anchor != "start" else ""

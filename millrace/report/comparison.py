@@ -1,15 +1,17 @@
 """Several runs on one page: their results, their curves and their differences."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from millrace.config import ConfigurationError
-from millrace.drawing.charts import Series, line_chart
+from millrace.drawing.charts import Series
 from millrace.drawing.html import Cell, figure, figures, page, section, table
+from millrace.drawing.interactive import interactive_chart
 from millrace.drawing.style import NUM_SERIES_COLORS
 from millrace.numbers import format_value
+from millrace.report.best import choose_better, find_best
 from millrace.report.metrics import (
     metric_series,
     readable_name,
@@ -20,8 +22,6 @@ from millrace.report.metrics import (
 )
 from millrace.report.record import RunRecord
 
-_LOWER_IS_BETTER = ("loss", "rmse", "mae", "seconds")
-_HIGHER_IS_BETTER = ("accuracy", "elbo", "likelihood", "recall", "ndcg", "per_second")
 _IGNORED_OPTIONS = ("command", "run_dir", "resume")
 _SUMMARY_NUMBERS = (
     *("updates", "samples", "samples_per_second"),
@@ -77,17 +77,11 @@ def _render_legend(records: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 def _render_results(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     results = [_collect_numbers(record) for record in records]
-    rows = []
+    rows = _best_rows(records)
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result.get(name, math.nan) for result in results]
-        finite = [value for value in values if math.isfinite(value)]
-        choose = _better(name)
-        best = choose(finite) if choose and len(set(finite)) > 1 else None
-        cells: list[Cell] = [
-            ("" if math.isnan(value) else format_value(value), "best" * (value == best))
-            for value in values
-        ]
-        rows.append([readable_name(name), *cells])
+        texts = ["" if math.isnan(value) else format_value(value) for value in values]
+        rows.append([readable_name(name), *_mark_best(name, values, texts)])
     return table(rows, head=["", *_headings(names)], css_class="runs")
 
 
@@ -97,10 +91,25 @@ def _collect_numbers(record: RunRecord) -> dict[str, float]:
     return {name: metrics[name] for name in sort_by_split(metrics)} | numbers
 
 
-def _better(name: str) -> Callable[[Sequence[float]], float] | None:
-    if any(word in name for word in _HIGHER_IS_BETTER):
-        return max
-    return min if any(word in name for word in _LOWER_IS_BETTER) else None
+def _best_rows(records: Sequence[RunRecord]) -> list[list[Cell]]:
+    """Return the best result of each run with its epoch, a row per deciding metric."""
+    found = [find_best(record) for record in records]
+    rows: list[list[Cell]] = []
+    for metric in dict.fromkeys(best.metric for best in found if best is not None):
+        own = [best if best and best.metric == metric else None for best in found]
+        values = [best.value if best else math.nan for best in own]
+        texts = [best.format() if best else "" for best in own]
+        rows.append([f"best {readable_name(metric)}", *_mark_best(metric, values, texts)])
+    return rows
+
+
+def _mark_best(name: str, values: Sequence[float], texts: Sequence[str]) -> list[Cell]:
+    finite = [value for value in values if math.isfinite(value)]
+    choose = choose_better(name)
+    best = choose(finite) if choose and len(set(finite)) > 1 else None
+    return [
+        (text, "best" * (value == best)) for value, text in zip(values, texts, strict=True)
+    ]
 
 
 def _render_curves(records: Sequence[RunRecord], names: Sequence[str]) -> str:
@@ -120,8 +129,10 @@ def _render_curves(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     charts = []
     for metric in sort_by_quantity(by_metric):
         curves, title = by_metric[metric], readable_name(metric)
-        charts.append(figure(line_chart(title, curves, colors=colors(curves)), title))
-    return figures([*charts, throughput_figure(speeds, colors=colors(speeds))])
+        chart = interactive_chart(title, curves, colors=colors(curves), linked=True)
+        charts.append(figure(chart, title))
+    speed_chart = throughput_figure(speeds, colors=colors(speeds), linked=True)
+    return figures([*charts, speed_chart])
 
 
 def _render_differences(

@@ -1,14 +1,19 @@
 """Metrics as curves: which belong in one chart, and which matter most."""
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from millrace.drawing.charts import Band, Series, line_chart
+from millrace.drawing.charts import Band, Series
 from millrace.drawing.html import details, figure, figures
+from millrace.drawing.interactive import interactive_chart
 from millrace.numbers import format_number
 from millrace.report.record import POSITIONS, RunRecord, as_number
 
+AXES = {"epoch": "epoch", "update": "update", "seconds": "time"}
+"""The x axes of curves, and the entry of a log event that each shows."""
 _SPLITS = ("test", "validation", "train")
 _IMPORTANT = (
     *("loss", "accuracy", "rmse", "mae", "elbo", "vcd", "acceptance", "step_size"),
@@ -18,6 +23,8 @@ _MARKED_PHASES = ("compiling", "validating", "saving a checkpoint")
 _LEAST_WAIT = 0.01
 """Share of the time below which waiting for data is not worth a chart."""
 _MOST_BANDS = 200
+_MOST_VALUES = 4
+"""Up to this number of curves, the caption of their chart has the last value of each."""
 _FEW_CHARTS = 6
 """Up to this number of charts, all are shown at once."""
 
@@ -25,13 +32,17 @@ _FEW_CHARTS = 6
 def metric_series(
     events: Iterable[dict[str, Any]], *, over: str = "epoch"
 ) -> dict[str, Series]:
-    """Return each metric over epochs, updates or seconds."""
+    """Return each metric over epochs, updates or seconds; a reader may choose another."""
     series: dict[str, Series] = {}
     for event in events:
         for name, value in event.items():
             if name not in POSITIONS:
-                points = series.setdefault(name, Series(name, [])).points
-                points.append((float(event[over]), as_number(value)))
+                if name not in series:
+                    series[name] = Series(name, [], {axis: [] for axis in AXES})
+                curve = series[name]
+                curve.points.append((float(event[over]), as_number(value)))
+                for axis, position in AXES.items():
+                    curve.positions[axis].append(float(event[position]))
     return series
 
 
@@ -57,10 +68,13 @@ def readable_name(metric: str) -> str:
 def sort_by_quantity(metrics: Iterable[str]) -> list[str]:
     """Sort metrics for curves: by quantity, and training before validation."""
 
-    def order(metric: str) -> tuple[int, str, int]:
+    def order(metric: str) -> tuple[int, Any, int]:
         split, quantity = split_metric(metric)
         place = _IMPORTANT.index(quantity) if is_important(quantity) else len(_IMPORTANT)
-        return place, quantity, -_SPLITS.index(split) if split else -len(_SPLITS)
+        # Numbers in names count as numbers: 9 comes before 16.
+        parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", quantity)
+        key = [(float(part), "") if n % 2 else (0.0, part) for n, part in enumerate(parts)]
+        return place, key, -_SPLITS.index(split) if split else -len(_SPLITS)
 
     return sorted(metrics, key=order)
 
@@ -82,19 +96,40 @@ def run_curves(record: RunRecord) -> dict[str, list[Series]]:
     if waits is not None and max(y for _, y in waits.points) < _LEAST_WAIT:
         del series["input_wait"]
     charts: dict[str, list[Series]] = {}
-    for metric in sort_by_quantity(series):
+    trials = find_trials(series)
+    # The trials of a sweep come first: they are what it is about.
+    for metric in sorted(sort_by_quantity(series), key=lambda name: name not in trials):
         split, quantity = split_metric(metric)
+        name = split or readable_name(quantity)
+        if metric in trials:
+            quantity, name = trials[metric]
+            is_exponent = record.command == "autoencoder sweep" and name[0] != "l"
+            name = f"2^-{name}" if is_exponent else name
         if series[metric].finite:
-            named = series[metric]._replace(name=split or readable_name(quantity))
-            charts.setdefault(quantity, []).append(named)
+            charts.setdefault(quantity, []).append(series[metric]._replace(name=name))
     return charts
+
+
+def find_trials(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the quantity and label of metrics that differ in a last number only.
+
+    A sweep logs ``validation_rmse_16`` and ``validation_rmse_17``, one for each trial, or
+    ``validation_rmse_lr_0.01`` and so on: they are curves of one chart.
+    """
+    found = {}
+    for metric in metrics:
+        if match := re.fullmatch(r"(.+?)_(lr_)?(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", metric):
+            quantity, is_rate, label = match.groups()
+            found[metric] = (quantity, f"lr {label}" if is_rate else label)
+    counts = Counter(quantity for quantity, _ in found.values())
+    return {m: trial for m, trial in found.items() if counts[trial[0]] > 1}
 
 
 def curve_figures(charts: Mapping[str, Sequence[Series]]) -> str:
     """Return a figure per quantity; if there are many, unimportant ones are folded."""
     shown, folded = [], []
     for quantity, series in charts.items():
-        is_shown = len(charts) <= _FEW_CHARTS or is_important(quantity)
+        is_shown = len(charts) <= _FEW_CHARTS or is_important(split_metric(quantity)[1])
         (shown if is_shown else folded).append(curve_figure(quantity, series))
     if not shown:
         shown, folded = folded, shown
@@ -109,8 +144,12 @@ def curve_figure(quantity: str, series: Sequence[Series]) -> str:
         f"{'' if single else s.name + ' '}{format_number(s.points[-1][1])}" for s in series
     ]
     num_lost = sum(len(s.points) - len(s.finite) for s in series)
+    if len(series) > _MOST_VALUES:
+        values = [s.finite[-1][1] for s in series]
+        low, high = format_number(min(values)), format_number(max(values))
+        last = [f"{len(series)} curves, last {low} to {high}"]
     note = ", ".join(last) + (f"; {num_lost} not finite" if num_lost else "")
-    return figure(line_chart(name, series), name, note)
+    return figure(interactive_chart(name, series), name, note)
 
 
 def throughput_series(record: RunRecord) -> Series:
@@ -137,12 +176,13 @@ def throughput_figure(
     bands: Sequence[Band] = (),
     level: tuple[str, float] | None = None,
     colors: Sequence[int] | None = None,
+    linked: bool = False,
 ) -> str:
     """Draw samples per second over time, or nothing if there is no point."""
     if not any(s.finite for s in series):
         return ""
     name = "samples per second"
-    chart = line_chart(
+    chart = interactive_chart(
         name,
         series,
         x_name="seconds",
@@ -150,6 +190,7 @@ def throughput_figure(
         level=level,
         from_zero=True,
         colors=colors,
+        linked=linked,
     )
     return figure(chart, name, "including pauses")
 

@@ -26,7 +26,7 @@ _NUMBERS = (
 _TEXTS = ("status", "error", "command", "directory", "commit")
 _MAPPINGS = (
     *("metrics", "facts", "memory", "seconds", "machine", "versions", "device"),
-    "changed_options",
+    *("changed_options", "best"),
 )
 _NUMBER_MAPPINGS = ("memory", "seconds")
 _LOSSES = ("train_loss", "loss")
@@ -95,7 +95,8 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
     return not isinstance(value, bool | str) and math.isfinite(as_number(value))
 
 
@@ -107,13 +108,18 @@ def read_run(path: Path) -> RunRecord:
             "was --run-dir, or one of those in runs/."
         )
     config = load_yaml(path / "config.yml")
-    summary = _check_summary(_read_json(path / "summary.json"))
+    summary = read_summary(path)
     events = [
         event
         for event in read_events(path)
-        if all(_is_number(event.get(name)) for name in POSITIONS)
+        if all(is_number(event.get(name)) for name in POSITIONS)
     ]
     return RunRecord(path, summary, config, events, read_phases(path))
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary of a run; empty while it is running."""
+    return _check_summary(_read_json(path / "summary.json"))
 
 
 def _read_json(path: Path) -> Any:
@@ -127,11 +133,11 @@ def _check_summary(summary: Any) -> dict[str, Any]:
     """Drop entries of an unexpected type: another program may have written the file."""
     kept = summary if isinstance(summary, dict) else {}
     kept |= {name: str(kept[name]) for name in _TEXTS if kept.get(name) is not None}
-    wrong = {name for name in _NUMBERS if not _is_number(kept.get(name))}
+    wrong = {name for name in _NUMBERS if not is_number(kept.get(name))}
     wrong |= {name for name in _MAPPINGS if not isinstance(kept.get(name), dict)}
     kept = {name: value for name, value in kept.items() if name not in wrong}
     for name in set(_NUMBER_MAPPINGS) & set(kept):
-        kept[name] = {key: n for key, n in kept[name].items() if _is_number(n)}
+        kept[name] = {key: n for key, n in kept[name].items() if is_number(n)}
     return kept
 
 
@@ -141,10 +147,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
     except OSError:
         return []
-    return [event for line in lines if (event := _parse_event(line)) is not None]
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
-def _parse_event(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the log as an event, or None if it is not one."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -159,5 +166,5 @@ def read_phases(path: Path) -> list[tuple[str, float, float]]:
     return [
         (str(entry[0]), entry[1], entry[2])
         for entry in (phases if isinstance(phases, list) else [])
-        if isinstance(entry, list) and len(entry) == 3 and all(map(_is_number, entry[1:]))
+        if isinstance(entry, list) and len(entry) == 3 and all(map(is_number, entry[1:]))
     ]

@@ -4,11 +4,13 @@ import shlex
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.drawing.html import details, figures, page, section, value_table
 from millrace.durable import write_atomically
 from millrace.numbers import format_bytes, format_duration, format_number
+from millrace.report.best import find_best
+from millrace.report.inference import render_inference
 from millrace.report.metrics import (
     curve_figures,
     is_important,
@@ -48,6 +50,7 @@ def run_page(record: RunRecord) -> str:
     """Return the report of a run."""
     parts = [
         _render_head(record),
+        section("Inference", render_inference(record)),
         section("Curves", curve_figures(run_curves(record))),
         render_sections(record.path),
         section("Time", _render_time(record)),
@@ -76,37 +79,71 @@ def _render_head(record: RunRecord) -> str:
     if error := record.summary.get("error"):
         parts.append(f'<p class="error"><code>{escape(str(error))}</code></p>')
     if status in ("interrupted", RUNNING) and (record.path / "checkpoints").is_dir():
+        run = escape(shlex.quote(str(record.path)))
         parts.append(
-            "<p>The same command with <code>--resume</code> continues from the last "
-            "checkpoint.</p>"
+            f"<p><code>--resume {run}</code> continues from the last checkpoint.</p>"
         )
     facts = value_table(record.summary.get("facts") or {})
     return "".join(parts) + _render_tiles(record) + facts
 
 
+class _Tile(NamedTuple):
+    name: str
+    value: str
+    note: str = ""
+    css_class: str = "tile"
+
+    def render(self) -> str:
+        note = f"<small>{escape(self.note)}</small>" if self.note else ""
+        return (
+            f'<div class="{self.css_class}"><b>{escape(self.value)}</b>'
+            f"<span>{escape(self.name)}</span>{note}</div>"
+        )
+
+
 def _render_tiles(record: RunRecord) -> str:
-    summary, metrics = record.summary, record.metrics
+    metrics = record.metrics
     ranked = sorted(sort_by_split(metrics), key=_is_detail)
     shown, folded = ranked[:_MOST_METRICS], ranked[_MOST_METRICS:]
-    tiles = {readable_name(name): format_number(metrics[name]) for name in shown}
-    for name in ("updates", "samples"):
-        if summary.get(name):
-            tiles[name] = f"{summary[name]:,}"
-    if summary.get("samples_per_second"):
-        tiles["samples per second"] = format_number(float(summary["samples_per_second"]))
-    if (seconds := summary.get("time_to_train_seconds")) is not None:
-        tiles["time to train"] = format_duration(seconds)
-    for name, title in (("wall_seconds", "total time"), ("compile_seconds", "compilation")):
-        if summary.get(name):
-            tiles[title] = format_duration(summary[name])
-    if not tiles:
+    tiles = {n: _Tile(readable_name(n), format_number(metrics[n])) for n in shown}
+    tiles = _put_best_first(record, tiles)
+    rendered = "".join(tile.render() for tile in [*tiles, *_summary_tiles(record.summary)])
+    if not rendered:
         return ""
-    rendered = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in tiles.items()
-    )
     rest = value_table({readable_name(name): metrics[name] for name in folded})
     return f'<div class="tiles">{rendered}</div>{details("more metrics", rest)}'
+
+
+def _put_best_first(record: RunRecord, tiles: dict[str, _Tile]) -> list[_Tile]:
+    """Show the best held-out result first, and the last one after it if it is another."""
+    best = find_best(record)
+    if best is None or split_metric(best.metric)[0] in ("train", ""):
+        return list(tiles.values())
+    when, name = best.format_epoch("at "), readable_name(best.metric)
+    last = tiles.pop(best.metric, None)
+    if last is not None and last.value == format_number(best.value):
+        first = last._replace(note=f"best, {when}" if when else "best")
+        return [first._replace(css_class="tile first"), *tiles.values()]
+    first = _Tile(f"best {name}", format_number(best.value), when, "tile first")
+    after = [last._replace(note="last")] if last is not None else []
+    return [first, *after, *tiles.values()]
+
+
+def _summary_tiles(summary: Mapping[str, Any]) -> list[_Tile]:
+    tiles = [
+        _Tile(name, f"{summary[name]:,}")
+        for name in ("updates", "samples")
+        if summary.get(name)
+    ]
+    if summary.get("samples_per_second"):
+        speed = format_number(float(summary["samples_per_second"]))
+        tiles.append(_Tile("samples per second", speed))
+    if (seconds := summary.get("time_to_train_seconds")) is not None:
+        tiles.append(_Tile("time to train", format_duration(seconds)))
+    for name, title in (("wall_seconds", "total time"), ("compile_seconds", "compilation")):
+        if summary.get(name):
+            tiles.append(_Tile(title, format_duration(summary[name])))
+    return tiles
 
 
 def _is_detail(metric: str) -> bool:

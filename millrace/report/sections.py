@@ -28,11 +28,11 @@ from millrace.durable import make_folder, write_atomically
 from millrace.report.record import FOLDER
 
 _IMAGE_FOLDER = "pictures"
-_MOST_IMAGES = 6
+_MOST_IMAGES = 4
 _IMAGE_TITLES = {
     "prior": "Samples from the prior",
-    "reconstructions": "Originals above their reconstructions",
-    "chain": "Originals and their Markov chains, step by step",
+    "reconstructions": "Originals and, below each, its reconstruction",
+    "chain": "In each row an original, then its Markov chain step by step",
 }
 _MOST_CONFUSIONS = 10
 
@@ -223,10 +223,14 @@ def find_images(run: Path) -> dict[str, list[Path]]:
 
 
 def render_images(paths: Sequence[Path]) -> str:
-    """Show evenly spaced images from the first to the last, each with its update."""
+    """Show the last image, and smaller ones from before, each with its update."""
     last, count = len(paths) - 1, min(_MOST_IMAGES, len(paths))
-    some = [paths[round(n * last / max(1, count - 1))] for n in range(count)]
-    return html.figures(map(_render_image, some))
+    *earlier, latest = [paths[round(n * last / max(1, count - 1))] for n in range(count)]
+    shown = f'<div class="grid">{_render_image(latest)}</div>'
+    if earlier:
+        before = "".join(map(_render_image, earlier))
+        shown += f'<div class="grid earlier">{before}</div>'
+    return shown
 
 
 def _render_image(path: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 from made_runs import CURVE, EVENTS, add_sections, find_chart, find_curve, make_run
 
 from millrace.config import ConfigurationError
+from millrace.drawing.interactive import chart_script
 from millrace.report.record import read_events
 from millrace.report.run_page import write_report
 
@@ -24,6 +25,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -42,7 +44,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if "script" in self.open:
+            self.scripts.append(data)
+        elif "style" not in self.open:
             self.words.append(data)
 
     @property
@@ -109,6 +113,62 @@ def test_a_report_shows_the_time_to_train_if_it_was_measured(run):
     assert "time to train" not in page.text
 
 
+def test_the_best_result_comes_first_and_the_last_after_it(run):
+    worse = {"update": 99, "epoch": 3.0, "time": 5.0, "validation_accuracy": 0.63}
+    made = make_run(run, events=[*EVENTS, worse], metrics={"validation_accuracy": 0.63})
+    words = "0.9611 best validation accuracy at epoch 2 0.63 validation accuracy last"
+    assert words in report(made)[0].text
+    best = {"metric": "validation_accuracy", "value": 0.7, "epoch": 9.0, "update": 9}
+    page, _ = report(make_run(run, best=best))
+    assert "0.7 best validation accuracy at epoch 9 0.9611" in page.text
+    page, _ = report(make_run(run))  # the last is the best
+    assert "0.9611 validation accuracy best, at epoch 2 0.25 train loss" in page.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (("9", "10.5", "16"), ["2^-9", "2^-10.5", "2^-16"]),
+        (("lr_0.1", "lr_1e-05", "lr_0.02"), ["lr 1e-05", "lr 0.02", "lr 0.1"]),
+    ],
+)
+def test_the_trials_of_a_sweep_share_the_first_chart(run, labels, names):
+    events = [
+        {"update": n, "epoch": n, "time": n, "train_loss": 1.0}
+        | {f"validation_rmse_{label}": 1.0 / n for label in labels}
+        for n in (1, 2)
+    ]
+    metrics = {"best_rmse": 0.5}
+    made = make_run(run, events=events, command="autoencoder-sweep", metrics=metrics)
+    _, text = report(made)
+    chart = find_chart(text, "validation RMSE")
+    assert re.findall(r"● ([^<]+)<", chart) == names
+    assert len(re.findall(CURVE, chart)) == 3
+    assert text.index('aria-label="validation RMSE"') < text.index('aria-label="loss"')
+
+
+def test_the_latency_of_inference_has_a_table(run):
+    result = {
+        "batch_size": 8,
+        "samples_per_second": [1200.0, 1300.0],
+        "latency_ms": {"mean": 0.3, "p99": 0.52},
+        "latency_calls": 1000,
+        "accuracy": 0.75,
+        "memory_bytes": 2048,
+    }
+    page, _ = report(make_run(run, command="cnn-validate", results=[result]))
+    titles = "batch size samples per second latency mean latency p99 calls accuracy memory"
+    assert f"Inference {titles} 8 1,300 0.300 ms 0.520 ms 1,000 0.75 2.0 KiB" in page.text
+
+
+def test_the_columns_of_a_confusion_matrix_have_names(run):
+    add_sections(make_run(run))
+    chart = find_chart(report(run)[1], "Matrix")
+    for name in ("cat", "dog", "a class wit…"):
+        assert chart.count(f">{name}</text>") == 2  # a row and a column
+    assert chart.count("rotate(-90)") == 4
+
+
 def test_training_and_validation_share_a_chart(run):
     more = [e | {"validation_loss": 0.6} for e in EVENTS if "validation_accuracy" in e]
     _, text = report(make_run(run, events=EVENTS + more))
@@ -153,7 +213,7 @@ def test_a_report_of_a_failed_run_shows_and_escapes_the_error(run):
     page, text = report(made)
     assert "failed" in page.text and "ended with an error" in page.text
     assert error in page.text
-    assert "script" not in page.tags
+    assert "alert(1)" not in "".join(page.scripts)
     assert "<b>&quot;" not in text and '<b>"a"' not in text
     assert ("span", "class", "status failed") in page.attributes
 
@@ -186,8 +246,10 @@ def test_names_of_runs_and_metrics_are_escaped(tmp_path):
 def test_a_report_loads_no_other_file(run):
     add_sections(make_run(run))
     page, text = report(run)
-    assert not re.search(r"https?:|//\w|@import|url\(", text)
-    assert {"script", "link", "iframe"}.isdisjoint(page.tags)
+    rest = text.replace(chart_script(), "")
+    assert not re.search(r"https?:|//\w|@import|url\(", rest)
+    assert not re.search(r"fetch|XMLHttp|import|WebSocket|eval|innerHTML", chart_script())
+    assert {"link", "iframe"}.isdisjoint(page.tags)
     sources = [value for _, name, value in page.attributes if name in ("src", "href")]
     assert sources and all(s.startswith("data:image/png;base64,") for s in sources)
     assert "default-src 'none'" in text  # nor could it fetch anything
@@ -273,7 +335,7 @@ def test_the_curve_of_a_long_run_keeps_its_peaks_with_few_points(run):
         for n in range(1, 10_001)
     ]
     _, text = report(make_run(run, events=events))
-    assert len(text) < 60_000
+    assert len(text) - len(chart_script()) < 60_000
     highest = min(find_curve(text, "loss"), key=lambda p: p[1])
     share = (highest[0] - 50) / (400 - 12 - 50)
     assert share == pytest.approx(0.7777, abs=0.005)
@@ -306,7 +368,7 @@ def test_of_many_images_some_are_shown_from_the_first_to_the_last(run):
         (folder / f"prior-{10 * number:09d}.png").write_bytes(b"image %d" % number)
     (folder / "notes.txt").write_text("not an image")
     page, _ = report(run)
-    assert page.tags.count("img") == 6
+    assert page.tags.count("img") == 4
     assert "after 0 updates" in page.text and "after 70 updates" in page.text
 
 
