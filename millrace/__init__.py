@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from millrace.apps.cnn import api as cnn
     from millrace.apps.vcd import api as vcd
     from millrace.commands.calling import run_as_command
+    from millrace.commands.loading import load
     from millrace.data.benchmark import dataset_benchmark
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
+    from millrace.exports.folder import export
     from millrace.feeds.infeed import DatasetEnded, Infeed
     from millrace.feeds.outfeed import Outfeed, OutfeedFull
     from millrace.feeds.stager import ElementError
@@ -57,9 +59,11 @@ __all__ = [
     "dataset_benchmark",
     "deterministic",
     "evaluate",
+    "export",
     "infeed_benchmark",
     "join_processes",
     "layers",
+    "load",
     "plots",
     "repeat",
     "run_as_command",
@@ -90,9 +94,11 @@ _HOME = {
     "dataset_benchmark": "data.benchmark",
     "deterministic": "program.compiling",
     "evaluate": "loop.evaluate",
+    "export": "exports.folder",
     "infeed_benchmark": "loop.repeat",
     "join_processes": "run.process",
     "layers": "nn.layers",
+    "load": "commands.loading",
     "plots": "report.plots",
     "repeat": "loop.repeat",
     "run_as_command": "commands.calling",

@@ -2,21 +2,47 @@
 
 import dataclasses
 import functools
-import html
-import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from millrace.commands.registry import COMMANDS
+from millrace.card import Card, format_html, format_text
+from millrace.commands.registry import COMMANDS, Command
 from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import add_launcher_replicas, is_follower
 from millrace.output import drop_lost_output
 from millrace.report.record import read_events
 
 Model = TypeVar("Model")
+
+
+class Best(NamedTuple):
+    """The best validation result of a run."""
+
+    metric: str
+    value: float
+    update: int | None
+    epoch: float | None
+    checkpoint: Path | None
+    """The checkpoint with these weights, unless none was written."""
+
+
+def read_best(run: Path, summary: Mapping[str, Any]) -> Best | None:
+    """Return the best validation result in a summary, if it has one."""
+    best = summary.get("best") or {}
+    if best.get("value") is None:
+        return None
+    checkpoint = best.get("checkpoint")
+    return Best(
+        best["metric"],
+        best["value"],
+        best.get("update"),
+        best.get("epoch"),
+        None if checkpoint is None else run / checkpoint,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +54,22 @@ class RunResult(Generic[Model]):
     summary: dict[str, Any]
     """The contents of ``summary.json``: status, metrics, throughput, versions."""
     load: Callable[[Path], Model] = dataclasses.field(repr=False)
+    arrays: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The arrays that were passed from Python, if any; they stay in memory with this."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of every metric."""
         return self.summary["metrics"]
 
+    @property
+    def best(self) -> "Best | None":
+        """The best validation result; None without validation."""
+        return read_best(self.path, self.summary)
+
     @functools.cached_property
     def model(self) -> Model:
-        """The trained model, loaded from a checkpoint on first use."""
+        """The trained model, loaded from its best checkpoint on first use."""
         return self.load(self.path)
 
     @property
@@ -44,33 +77,74 @@ class RunResult(Generic[Model]):
         """All log events, each with update, epoch, time and metrics."""
         return read_events(self.path)
 
+    def card(self) -> Card:
+        """Return what a notebook shows: status, metrics and the place of the report."""
+        rows = {"status": self.summary["status"]}
+        rows |= _format_best(self.summary)
+        rows |= {name: _format_metric(value) for name, value in self.metrics.items()}
+        return Card("Run", rows | {"report": self.path / "report.html"})
+
+    def __repr__(self) -> str:
+        first = ("validation", "test", "train")
+        names = sorted(
+            self.metrics,
+            key=lambda name: (
+                first.index(name.split("_")[0])
+                if name.split("_")[0] in first
+                else len(first)
+            ),
+        )
+        shown = {name: _format_metric(self.metrics[name]) for name in names[:4]}
+        rows = {"status": self.summary["status"]} | shown | {"path": self.path}
+        return format_text(Card("RunResult", rows))
+
     def _repr_html_(self) -> str:
-        """Return a table of the metrics, for notebooks."""
-        rows = "".join(
-            f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{value:.4g}</td></tr>"
-            for name, value in self.metrics.items()
+        return format_html(self.card())
+
+
+def _format_metric(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _format_best(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the best validation result, if the summary has one."""
+    best = summary.get("best")
+    if not isinstance(best, Mapping):
+        return {}
+    return {
+        "best": ", ".join(
+            f"{str(name).replace('_', ' ')} {_format_metric(value)}"
+            for name, value in best.items()
+            if isinstance(value, int | float | str)
         )
-        where = html.escape(str(self.path / "report.html"))
-        return (
-            f"<p><b>{self.summary['status']}</b>, report in <code>{where}</code></p>"
-            f"<table>{rows}</table>"
-        )
+    }
 
 
 def call_command(
-    name: str, options: Mapping[str, Any], load: Callable[[Path], Model]
+    name: str,
+    options: Mapping[str, Any],
+    load: Callable[[Path], Model],
+    *,
+    arrays: Any = None,
 ) -> RunResult[Model]:
     """Run a command in a run directory; errors are both reported there and raised.
 
-    An interrupted run returns with ``summary["status"] == "interrupted"``.
+    After Ctrl-C, a run saves a checkpoint and returns with ``summary["status"] ==
+    "interrupted"``. After SIGTERM or SIGHUP it saves one too, and then ``SystemExit`` ends
+    the script with the status of the signal (143 for SIGTERM), as if nobody had handled it.
 
     Args:
         name: The command, such as ``cnn train``.
         options: Options by name.
         load: Loads the trained model from a run directory.
+        arrays: ``HeldArrays`` to train on instead of a dataset.
     """
     command = COMMANDS[name]
-    config = command.configure(options)
+    line = format_command_line(name, options)
+    if arrays is not None:
+        line = _format_call(name, options)
+        options = {**options, "arrays": arrays.record}
+    config = _configure(command, options, name)
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
@@ -88,34 +162,71 @@ def call_command(
         call,
         config,
         command=name.replace(" ", "-"),
-        command_line=format_command_line(name, options),
+        command_line=line,
         on_failure=errors.append,
     )
     if errors:
-        raise errors[0]
+        _raise(errors[0])
     if not runs:  # interrupted before the function was called
         raise KeyboardInterrupt
-    return RunResult(runs[0].directory.path, runs[0].summary, load)
+    if runs[0].signal not in (None, signal.SIGINT):
+        raise SystemExit(128 + runs[0].signal)
+    return RunResult(runs[0].directory.path, runs[0].summary, load, arrays)
+
+
+def _configure(command: Command, options: Mapping[str, Any], name: str) -> Any:
+    """Build a configuration; a mistake in the options has a short traceback."""
+    try:
+        return command.configure(options, name=name)
+    except ConfigurationError as error:
+        message = str(error)
+    raise ConfigurationError(message)
+
+
+def _raise(error: Exception) -> NoReturn:
+    """Raise the error of a run; one that explains itself, without its traceback."""
+    if isinstance(error, ConfigurationError):
+        raise error.with_traceback(None) from None
+    raise error
 
 
 def call_without_run(name: str, options: Mapping[str, Any]) -> Any:
     """Call a command that needs no run directory; return its result."""
     command = COMMANDS[name]
-    return command.load_function()(command.configure(options))
+    return command.load_function()(_configure(command, options, name))
+
+
+def _format_call(name: str, options: Mapping[str, Any]) -> str:
+    """Return the Python call that repeats a run on arrays."""
+    given = [f"{option}={value!r}" for option, value in options.items()]
+    return f"mr.{name.replace(' ', '.')}({', '.join(['data=…', *given])})"
 
 
 def format_command_line(name: str, options: Mapping[str, Any]) -> str:
     """Return the command line that is equivalent to a call."""
-    args = ["millrace", *name.split()]
-    for option, value in options.items():
-        args.append("--" + option.replace("_", "-"))
-        if isinstance(value, list | tuple):
-            args += map(str, value)
-        elif isinstance(value, dict):
-            args.append(json.dumps(value))
-        else:
-            args.append(str(value))
-    return shlex.join(args)
+    from millrace.run.provenance import format_options
+
+    return shlex.join(["millrace", *name.split(), *format_options(dict(options))])
+
+
+def format_script_line(name: str, args: Sequence[str]) -> str:
+    """Return the command line of your own application, as it was typed.
+
+    Args:
+        name: Name of the application, for a notebook, which has no command line.
+        args: Arguments of the application, for a notebook.
+    """
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if script is None:
+        return shlex.join([name, *args])
+    args = sys.argv[1:]  # a script may pass others, and repeats them itself
+    module = getattr(getattr(main, "__spec__", None), "name", None)
+    if module is not None:
+        return shlex.join(["python", "-m", module.removesuffix(".__main__"), *args])
+    if not script.endswith(".py"):  # an installed command
+        return shlex.join([Path(script).name, *args])
+    return shlex.join(["python", sys.argv[0], *args])
 
 
 def run_as_command(
@@ -143,13 +254,14 @@ def run_as_command(
             add_launcher_replicas(config_type, args),
             program=name,
             named_configs=named_configs,
+            command=name,
         )
         from millrace.run.process import tune_memory_allocation
 
         tune_memory_allocation()
         from millrace.run.run import run_command
 
-        line = shlex.join([name, *args])
+        line = format_script_line(name, args)
         sys.exit(run_command(function, config, command=name, command_line=line))
     except ConfigurationError as error:
         if not is_follower():  # process 0 reports for all

@@ -3,6 +3,7 @@
 Modules are named as text, so that importing the registry imports none of them.
 """
 
+import functools
 import importlib
 from collections.abc import Mapping
 from importlib import resources
@@ -26,6 +27,12 @@ class Command(NamedTuple):
     """YAML file of named configurations for ``--config``, as ``package:file``."""
     needs_run: bool = True
     """Whether the command works in a run directory."""
+    configs_of: str | None = None
+    """The command whose named configurations this one shows."""
+    predictor: str | None = None
+    """Function that loads the model of a run, as ``module:name``."""
+    best_by: str | None = None
+    """Metric of the best checkpoint of a run, as ``module:name``."""
 
     def load_config_type(self) -> Any:
         """Import and return the configuration dataclass."""
@@ -33,7 +40,19 @@ class Command(NamedTuple):
 
     def load_function(self) -> Any:
         """Import and return the function."""
-        return _load(self.function)
+        function = _load(self.function)
+        if self.configs_of is None:
+            return function
+        path = COMMANDS[self.configs_of].named_configs_path()
+        return functools.partial(function, path=path, command=self.configs_of)
+
+    def load_predictor(self) -> Any:
+        """Import and return the function that loads the model of a run, if any."""
+        return None if self.predictor is None else _load(self.predictor)
+
+    def load_best_metric(self) -> Any:
+        """Import and return the metric of the best checkpoint of a run, if any."""
+        return None if self.best_by is None else _load(self.best_by)
 
     def named_configs_path(self) -> Path | None:
         """Return the path of the YAML file of named configurations."""
@@ -42,10 +61,10 @@ class Command(NamedTuple):
         package, name = self.named_configs.split(":")
         return Path(str(resources.files(package) / name))
 
-    def configure(self, options: Mapping[str, Any]) -> Any:
-        """Build the configuration from options by name."""
+    def configure(self, options: Mapping[str, Any], *, name: str) -> Any:
+        """Build the configuration from options by name; `name` is that of the command."""
         config_type, path = self.load_config_type(), self.named_configs_path()
-        return configure(config_type, options, path)[0]
+        return configure(config_type, options, path, command=name.replace(" ", "-"))[0]
 
 
 COMMANDS = {
@@ -54,11 +73,25 @@ COMMANDS = {
         "millrace.apps.cnn.train:train",
         "train an image classifier",
         named_configs="millrace.apps.cnn:runs.yml",
+        predictor="millrace.apps.cnn.predictor:load_trained",
+        best_by="millrace.apps.cnn.evaluate:BEST_BY",
     ),
     "cnn validate": Command(
         "millrace.apps.cnn.config.commands:ValidateConfig",
         "millrace.apps.cnn.inference.command:validate",
         "measure inference: throughput, latency and accuracy",
+    ),
+    "cnn predict": Command(
+        "millrace.apps.cnn.config.commands:PredictConfig",
+        "millrace.apps.cnn.predict:predict",
+        "print the most likely classes of image files",
+        needs_run=False,
+    ),
+    "cnn export": Command(
+        "millrace.apps.cnn.config.commands:ExportConfig",
+        "millrace.apps.cnn.export:export",
+        "write a trained model for PyTorch, JAX or ONNX Runtime",
+        needs_run=False,
     ),
     "cnn verify-dataset": Command(
         "millrace.apps.cnn.config.commands:VerifyDatasetConfig",
@@ -72,11 +105,26 @@ COMMANDS = {
         "measure how fast the host can read and preprocess a dataset",
         needs_run=False,
     ),
+    "cnn show-augmentation": Command(
+        "millrace.apps.cnn.config.commands:ShowAugmentationConfig",
+        "millrace.apps.cnn.preview:show_augmentation",
+        "draw a grid of augmented training images",
+        needs_run=False,
+    ),
+    "cnn configs": Command(
+        "millrace.commands.configs:ConfigsConfig",
+        "millrace.commands.configs:show_configs",
+        "list the named configurations, or print one",
+        needs_run=False,
+        configs_of="cnn train",
+    ),
     "vcd train": Command(
         "millrace.apps.vcd.config:VcdConfig",
         "millrace.apps.vcd.train:train",
         "train a VAE whose posterior is refined by Markov chains",
         named_configs="millrace.apps.vcd:runs.yml",
+        predictor="millrace.apps.vcd.predictor:load_generator",
+        best_by="millrace.apps.vcd.predictor:BEST_BY",
     ),
     "vcd evaluate": Command(
         "millrace.apps.vcd.config:EvaluateConfig",
@@ -88,11 +136,20 @@ COMMANDS = {
         "millrace.apps.vcd.images:sample",
         "draw images from a trained model",
     ),
+    "vcd configs": Command(
+        "millrace.commands.configs:ConfigsConfig",
+        "millrace.commands.configs:show_configs",
+        "list the named configurations, or print one",
+        needs_run=False,
+        configs_of="vcd train",
+    ),
     "autoencoder train": Command(
         "millrace.apps.autoencoder.config:AutoencoderConfig",
         "millrace.apps.autoencoder.train:train",
         "train a recommender on ratings",
         named_configs="millrace.apps.autoencoder:runs.yml",
+        predictor="millrace.apps.autoencoder.predictor:load_recommender",
+        best_by="millrace.apps.autoencoder.predictor:BEST_BY",
     ),
     "autoencoder validate": Command(
         "millrace.apps.autoencoder.config.commands:ValidateConfig",
@@ -103,6 +160,12 @@ COMMANDS = {
         "millrace.apps.autoencoder.config.commands:RecommendConfig",
         "millrace.apps.autoencoder.recommend:recommend",
         "list the items that users would rate highest",
+        needs_run=False,
+    ),
+    "autoencoder export": Command(
+        "millrace.apps.autoencoder.config.commands:ExportConfig",
+        "millrace.apps.autoencoder.export:export",
+        "write a trained recommender for use without millrace",
         needs_run=False,
     ),
     "autoencoder sweep": Command(
@@ -116,6 +179,13 @@ COMMANDS = {
         "millrace.apps.autoencoder.convert:convert",
         "split ratings by time into training, validation and test files",
         needs_run=False,
+    ),
+    "autoencoder configs": Command(
+        "millrace.commands.configs:ConfigsConfig",
+        "millrace.commands.configs:show_configs",
+        "list the named configurations, or print one",
+        needs_run=False,
+        configs_of="autoencoder train",
     ),
     "data fetch": Command(
         "millrace.commands.fetch:FetchConfig",
@@ -160,6 +230,55 @@ COMMANDS = {
         needs_run=False,
     ),
 }
+
+
+class Application(NamedTuple):
+    """A first word that several commands share."""
+
+    summary: str
+    """What it is for, in one sentence."""
+    examples: tuple[str, ...]
+    """Command lines to start from."""
+
+
+APPLICATIONS = {
+    "cnn": Application(
+        "Image classifiers: train, validate and use convolutional networks.",
+        (
+            "millrace cnn train                             # digits, seconds on any CPU",
+            "millrace cnn train --dataset-path my_images    # your own images",
+            "millrace cnn validate runs/first",
+            "millrace cnn predict runs/first photo.jpg",
+            "millrace cnn configs                           # ready-made configurations",
+        ),
+    ),
+    "vcd": Application(
+        "Generative models of binary images: VAEs refined by Markov chains.",
+        (
+            "millrace vcd train --config digits_demo        # minutes on any CPU",
+            "millrace vcd sample runs/first",
+            "millrace vcd evaluate runs/first",
+            "millrace vcd configs                           # ready-made configurations",
+        ),
+    ),
+    "autoencoder": Application(
+        "Recommenders: learn ratings and predict the missing ones.",
+        (
+            "millrace autoencoder train --config generated_demo",
+            "millrace autoencoder convert ratings.csv --fractions 0.8 0.1 0.1",
+            "millrace autoencoder recommend runs/first --user 1",
+            "millrace autoencoder configs                   # ready-made configurations",
+        ),
+    ),
+    "data": Application(
+        "Datasets: download them, or pack images for fast training.",
+        (
+            "millrace data fetch cifar10",
+            "millrace data pack my_images packed",
+        ),
+    ),
+}
+"""The applications, and the first word of other groups of commands."""
 
 
 def _load(place: str) -> Any:

@@ -1,11 +1,14 @@
 """A user-defined application as a command."""
 
+import ast
 import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+
+import millrace as mr
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_application.py"
 
@@ -26,7 +29,7 @@ def test_a_wrong_option_is_one_line_and_status_2(monkeypatch, capsys):
 
 
 def test_help_shows_the_docstrings_of_the_fields(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--help"])
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--help-all"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert ended.value.code == 0
@@ -40,8 +43,31 @@ def test_an_application_has_a_run_directory_and_resumes(monkeypatch, tmp_path, c
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["updates"] == 320
     assert summary["changed_options"]["num_epochs"] == 5
-    assert "curve" in (tmp_path / "run" / "report.html").read_text()
+    assert summary["command"].startswith(f"python {EXAMPLE} --num-epochs 5")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"python {EXAMPLE} --num-epochs 5 --quiet</pre>" in page
     assert run(monkeypatch, *args, "--resume") == 0
+
+
+def test_weights_come_back_as_the_docstring_says(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "--num-epochs", "5", "--run-dir", "runs/curve", "--quiet") == 0
+    assert run(monkeypatch, "--resume", "runs/curve") == 0
+    lines = (ast.get_docstring(ast.parse(EXAMPLE.read_text())) or "").splitlines()
+    code = [line.strip() for line in lines if line.startswith("    ")]
+    assert len(code) == 2
+    capsys.readouterr()
+    names: dict = {"mr": mr}
+    exec("\n".join(code), names)
+    shown = capsys.readouterr()
+    assert shown.out.startswith("(64, 1) 0.")
+    line = "using the last checkpoint, because none was validated: update 320, epoch 5\n"
+    assert shown.err == line
+    fitted = names["fitted"]
+    assert fitted.params.keys() == {"in", "bias", "out"} and fitted.update == 320
+    assert fitted.config["num_epochs"] == 5 and fitted.predictor is None
+    assert fitted.typed_config is None and fitted.model_state is None
+    assert repr(fitted).startswith("LoadedRun('runs/curve', curve: the last checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Applications called from Python: the same options, a summary and a model."""
 
 import dataclasses
+import functools
 import json
+import signal
 from xml.etree import ElementTree
 
 import numpy as np
@@ -220,6 +222,27 @@ def test_a_failure_in_a_run_is_raised_and_reported(folder, monkeypatch):
         mr.cnn.train(config="digits_demo", run_dir=folder / "failing", quiet=True)
     page = (folder / "failing" / "report.html").read_text()
     assert "ended with an error" in page and "the disk is gone" in page
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", None)])
+def test_sigterm_ends_a_script_after_the_run_is_closed_and_ctrl_c_does_not(
+    number, status, folder, monkeypatch
+):
+    def interrupted(config):
+        signal.raise_signal(getattr(signal, number))
+
+    monkeypatch.setattr("millrace.apps.cnn.data.load", interrupted)
+    train = functools.partial(
+        mr.cnn.train, config="digits_demo", run_dir=folder / number, quiet=True
+    )
+    if status is None:
+        assert train().summary["status"] == "interrupted"
+    else:
+        with pytest.raises(SystemExit) as ended:
+            train()
+        assert ended.value.code == status
+    summary = json.loads((folder / number / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
 
 
 def test_a_failure_before_the_run_begins_is_raised(folder, monkeypatch):

@@ -52,6 +52,7 @@ def test_a_packed_dataset_can_be_trained_on_without_naming_the_dataset(
     status, out, errors = command(
         *("cnn", "train", "--dataset-path", "packed", "--image-size", "32"),
         *("--micro-batch-size", "4", "--num-workers", "1", "--run-dir", "run"),
+        *("--recipe", "graphcore"),
     )
     assert status == 0, errors
     assert "packed, 15 training and 15 validation samples, 3 classes" in out + errors
