@@ -3,31 +3,59 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.commands.calling import RunResult, call_command
+from millrace.commands.calling import RunResult, call_command, call_without_run
+from millrace.commands.signatures import takes_options_of
+from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.cnn.predictor import TrainedCnn
 
-__all__ = ["load", "train", "validate"]
+__all__ = ["export", "load", "train", "validate"]
 
 
-def train(**options: Any) -> "RunResult[TrainedCnn]":
-    """Train an image classifier.
+@takes_options_of("cnn train")
+def train(
+    *, data: Any = None, validation_data: Any = None, **options: Any
+) -> "RunResult[TrainedCnn]":
+    """Train an image classifier on a dataset, or on arrays.
 
-    Args:
-        options: Options of ``millrace cnn train``, with underscores:
-            ``config="digits_demo", num_epochs=5``.
+    ``data`` is ``(images, labels)`` or an ``ArraySource`` of ``image`` and ``label``.
+    Images have the shape (images, height, width, channels) or (images, height, width),
+    bytes or floats; labels are class numbers or names. ``validation_data`` has the same
+    form; without it, nothing is validated.
     """
-    return call_command("cnn train", options, load)
+    if data is None and validation_data is None:
+        return call_command("cnn train", options, load)
+    from millrace.apps.cnn.arrays import hold_images
+
+    held = hold_images(data, validation_data)
+    if validation_data is None:
+        options.setdefault("validation", False)
+    return call_command("cnn train", options, load, arrays=held)
 
 
+@takes_options_of("cnn validate")
 def validate(**options: Any) -> RunResult[None]:
-    """Measure inference; the options are those of ``millrace cnn validate``."""
+    """Measure inference: throughput, latency and accuracy."""
     return call_command("cnn validate", options, lambda _: None)
 
 
-def load(run: Path | str) -> "TrainedCnn":
-    """Return the model that a run has trained."""
+@takes_options_of("cnn export")
+def export(run: Path | str, **options: Any) -> None:
+    """Write a trained model to a folder, for use without millrace.
+
+    ``run`` is a run directory, or one of its checkpoints.
+    """
+    call_without_run("cnn export", {"run": run, **options})
+
+
+def load(run: Path | str, which: Which = "best") -> "TrainedCnn":
+    """Load a model that a run has trained.
+
+    Args:
+        run: A run directory, its folder of checkpoints, or one checkpoint.
+        which: The best checkpoint, the last, or that after this number of updates.
+    """
     from millrace.apps.cnn.predictor import load_trained
 
-    return load_trained(run)
+    return load_trained(run, which)

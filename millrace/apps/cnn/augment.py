@@ -10,7 +10,7 @@ key determines both the images and the shares of their labels.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn import augment as on_device
+from millrace.apps.cnn import auto_augment
+from millrace.apps.cnn.config.augmentation import AugmentationOptions, Basics
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.data import augment as on_host
 from millrace.data.catalog import CATALOG
@@ -71,12 +73,19 @@ def random_flip(
 def random_crop_and_flip(
     images: jax.Array,  # (batch, height, width, channels)
     key: jax.Array,
+    *,
+    padding: int = PAD,
+    crop: bool = True,
+    flip: bool = True,
 ) -> jax.Array:
     """Pad each image with zeros, crop it at random to its size, and mirror half of them."""
     count = images.shape[0]
     offset_key, flip_key = jax.random.split(jax.random.fold_in(key, _CROP_STREAM))
-    top, left = jax.random.randint(offset_key, (2, count), 0, 2 * PAD + 1)
-    return crop_and_flip(images, top, left, jax.random.bernoulli(flip_key, 0.5, (count,)))
+    top, left = jax.random.randint(offset_key, (2, count), 0, 2 * padding + 1)
+    if not crop:
+        top = left = jnp.full(count, padding)
+    flipped = jax.random.bernoulli(flip_key, 0.5, (count,)) & flip
+    return crop_and_flip(images, top, left, flipped, padding)
 
 
 def crop_and_flip(
@@ -84,6 +93,7 @@ def crop_and_flip(
     top: jax.Array,  # (batch,)
     left: jax.Array,  # (batch,)
     flipped: jax.Array,  # (batch,)
+    padding: int = PAD,
 ) -> jax.Array:
     """Crop each zero-padded image at an offset, and mirror it where `flipped`.
 
@@ -92,8 +102,8 @@ def crop_and_flip(
     count, height, width, _ = images.shape
     across = jnp.arange(width)
     across = jnp.where(flipped[:, None], across[::-1], across)
-    rows = top[:, None] + jnp.arange(height) - PAD
-    columns = left[:, None] + across - PAD
+    rows = top[:, None] + jnp.arange(height) - padding
+    columns = left[:, None] + across - padding
     # Negative indices would count from the end; past the end, zeros are filled in.
     rows = jnp.where(rows < 0, height, rows)
     columns = jnp.where(columns < 0, width, columns)
@@ -107,10 +117,12 @@ def crop_and_flip(
 
 
 class Mixing(NamedTuple):
-    """How much is blended; see ``RecipeOptions``."""
+    """How much is blended; see ``RecipeOptions`` and ``AugmentationOptions``."""
 
     mixup_alpha: float = 0.0
     cutmix_lambda: float = 1.0
+    cutmix_alpha: float = 0.0
+    """With mixup as well, each micro-batch gets one of the two."""
 
 
 class MixDraw(NamedTuple):
@@ -135,13 +147,27 @@ def draw_mix(
     if mixing.mixup_alpha > 0:
         shares = _draw_shares(share_key, mixing.mixup_alpha, num_samples)
     if mixing.cutmix_lambda < 1:
-        sides = jnp.array([height, width])
         side = math.sqrt(1 - mixing.cutmix_lambda)
         half = jnp.array([int(height * side) // 2, int(width * side) // 2])
-        center = jax.random.randint(box_key, (2,), 0, sides)
-        first, last = jnp.maximum(center - half, 0), jnp.minimum(center + half, sides)
-        box = jnp.stack([first[0], last[0], first[1], last[1]])
+        box = _draw_box(box_key, half, height, width)
+    if mixing.cutmix_alpha > 0:
+        box_key, kept_key, side_key, coin_key = jax.random.split(box_key, 4)
+        kept = _draw_shares(kept_key, mixing.cutmix_alpha, 1)[0]
+        kept = jnp.where(jax.random.bernoulli(side_key), kept, 1 - kept)
+        sides = jnp.array([height, width]) * jnp.sqrt(1 - kept)
+        box = _draw_box(box_key, sides.astype(jnp.int32) // 2, height, width)
+        if shares is not None:
+            cuts = jax.random.bernoulli(coin_key)
+            shares, box = jnp.where(cuts, 1.0, shares), jnp.where(cuts, box, 0)
     return MixDraw(shares, box)
+
+
+def _draw_box(key: jax.Array, half: jax.Array, height: int, width: int) -> jax.Array:
+    """Return the edges of a box with half sides `half` and a random center."""
+    sides = jnp.array([height, width])
+    center = jax.random.randint(key, (2,), 0, sides)
+    first, last = jnp.maximum(center - half, 0), jnp.minimum(center + half, sides)
+    return jnp.stack([first[0], last[0], first[1], last[1]])
 
 
 def _draw_shares(key: jax.Array, alpha: float, count: int) -> jax.Array:
@@ -223,47 +249,124 @@ def _cutmix_partner(num_samples: int) -> int:
 
 
 class Preprocessing(NamedTuple):
-    """Scaling to the range that models expect, and random augmentation for training."""
+    """Scaling to the range that models expect, and random crops and flips for training."""
 
     scale_on_host: Callable[[np.ndarray], np.ndarray]
     scale_on_device: Callable[[jax.Array], jax.Array]
     augment_on_host: tuple[Callable[[np.ndarray, np.random.Generator], Any], ...] = ()
     augment_on_device: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    max_pixel: int = 255
+    """The value of white, before scaling."""
 
 
-def get_preprocessing(dataset: str, *, normalize: bool = True) -> Preprocessing:
+def get_preprocessing(
+    dataset: str,
+    *,
+    normalize: bool = True,
+    basics: Basics | None = None,
+    arrays: Mapping[str, Any] | None = None,
+) -> Preprocessing:
     """Return the preprocessing of a dataset.
 
     Args:
         dataset: The name of the dataset.
         normalize: Whether large images are normalized, or only their mean is subtracted.
+        basics: The crops and flips (default: those that are usual for the dataset).
+        arrays: The record of arrays passed from Python, if they are the dataset.
     """
-    if dataset.startswith("cifar"):
-        return Preprocessing(
-            on_host.standardize,
-            on_device.standardize,
-            (on_host.pad_and_crop, on_host.random_flip),
-            on_device.random_crop_and_flip,
+    basics = basics or AugmentationOptions().basics(dataset)
+    if arrays is not None:
+        center, scale = (np.array(arrays[name], np.float32) for name in ("mean", "std"))
+        return _small_preprocessing(dataset, basics)._replace(
+            scale_on_host=lambda images: (as_float(images) - center) / scale,
+            scale_on_device=lambda images: (images.astype(jnp.float32) - center) / scale,
         )
     if has_small_images(dataset):
-        largest = DIGITS_MAX_PIXEL if dataset == "digits" else 255
-        return Preprocessing(
-            lambda images: as_float(images) / largest,
-            lambda images: images.astype(jnp.float32) / largest,
-        )
+        return _small_preprocessing(dataset, basics)
     # The host has already cropped these images, and flipped them if it scales them.
+    flip = on_device.random_flip if basics.flip else None
     if normalize:
         return Preprocessing(
             functools.partial(on_host.normalize, **_IMAGENET),
             functools.partial(on_device.normalize, **_IMAGENET),
-            augment_on_device=on_device.random_flip,
+            augment_on_device=flip,
         )
     mean = np.array(_IMAGENET_BYTES_MEAN, np.float32)
     return Preprocessing(
         lambda images: as_float(images) - mean,
         lambda images: images.astype(jnp.float32) - jnp.array(mean),
-        augment_on_device=on_device.random_flip,
+        augment_on_device=flip,
     )
+
+
+def describe_scaling(dataset: str, *, normalize: bool = True) -> dict[str, Any]:
+    """Return the scaling of a dataset as numbers: ``(pixel * scale - mean) / std``.
+
+    Images of CIFAR have no fixed mean and standard deviation: each is scaled by its own.
+    """
+    if dataset.startswith("cifar"):
+        return {"scale": 1 / 255, "mean": None, "std": None, "standardize_each_image": True}
+    if has_small_images(dataset):
+        largest = DIGITS_MAX_PIXEL if dataset == "digits" else 255
+        return {"scale": 1 / largest, "mean": [0.0], "std": [1.0]}
+    mean, std = _IMAGENET["mean"], _IMAGENET["std"]
+    if not normalize:
+        mean, std = tuple(m / 255 for m in _IMAGENET_BYTES_MEAN), (1 / 255,) * 3
+    return {"scale": 1 / 255, "mean": list(mean), "std": list(std)}
+
+
+def _small_preprocessing(dataset: str, basics: Basics) -> Preprocessing:
+    padding, largest = basics.padding, DIGITS_MAX_PIXEL if dataset == "digits" else 255
+    pad_and_crop = functools.partial(on_host.pad_and_crop, padding=padding)
+    on_host_steps = [
+        *([on_host.by_sample(pad_and_crop)] if basics.crop else []),
+        *([on_host.random_flip] if basics.flip else []),
+    ]
+    crop_and_flip = None
+    if basics.crop or basics.flip:
+        crop_and_flip = functools.partial(
+            on_device.random_crop_and_flip,
+            padding=padding,
+            crop=basics.crop,
+            flip=basics.flip,
+        )
+    steps = Preprocessing(
+        lambda images: as_float(images) / largest,
+        lambda images: images.astype(jnp.float32) / largest,
+        tuple(on_host_steps),
+        crop_and_flip,
+        largest,
+    )
+    if not dataset.startswith("cifar"):
+        return steps
+    return steps._replace(
+        scale_on_host=on_host.standardize, scale_on_device=on_device.standardize
+    )
+
+
+def change_pixels(
+    images: jax.Array,  # (batch, height, width, channels), not scaled
+    key: jax.Array,
+    options: AugmentationOptions,
+    max_pixel: int,
+) -> jax.Array:
+    """Apply RandAugment or TrivialAugment, and color jitter, to images as bytes."""
+    factor = 255 / max_pixel
+    pixels = images
+    if images.dtype != jnp.uint8 or max_pixel != 255:
+        pixels = jnp.round(images.astype(jnp.float32) * factor).astype(jnp.uint8)
+    if options.augment in ("randaugment", "trivialaugment"):
+        choices = auto_augment.choose_operations(
+            options.augment,
+            key,
+            magnitude=options.magnitude,
+            shape=images.shape,
+            num_ops=options.num_ops,
+        )
+        pixels = auto_augment.apply_operations(pixels, choices)
+    if options.color_jitter > 0:
+        pixels = auto_augment.color_jitter(pixels, key, options.color_jitter)
+    return pixels if max_pixel == 255 else pixels.astype(jnp.float32) / factor
 
 
 def as_float(images: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ device.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,14 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.apps.cnn.augment import Preprocessing, as_float, get_preprocessing
+from millrace.apps.cnn.arrays import ImageArrays, MissingArrays
+from millrace.apps.cnn.augment import (
+    Preprocessing,
+    as_float,
+    change_pixels,
+    get_preprocessing,
+)
+from millrace.apps.cnn.auto_augment import random_erasing
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models.spec import has_small_images
+from millrace.config import ConfigurationError
 from millrace.data import augment, cifar, mnist
 from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
 from millrace.data.decoding import Crop
 from millrace.data.image_source import ImageSource, ImageStream
 from millrace.data.imagenet import load_imagenet, load_images
+from millrace.data.memory import find_held
 from millrace.data.mnist import load_digits
 from millrace.data.source import (
     PIXEL_MEAN,
@@ -82,7 +91,7 @@ class ImageData(NamedTuple):
             options: Further arguments of `Stream`.
         """
         if isinstance(self.training, ImageSource):
-            return self.training.stream(batch_size, ahead=2 * num_parallel, **options)
+            return self.training.stream(batch_size, min_ahead=2 * num_parallel, **options)
         stream = Stream(self.training, batch_size, transform=self.transform, **options)
         return ParallelStream(stream, num_parallel)
 
@@ -99,25 +108,81 @@ def load(config: CnnConfig) -> ImageData:
     if config.data.synthetic:
         return _load_synthetic(config)
     name = config.resolved_dataset
-    steps = get_preprocessing(name, normalize=config.data.normalize_input)
+    steps = _get_preprocessing(name, config)
+    if config.data.arrays is not None:
+        return _load_arrays(config, config.data.arrays, steps)
     if not has_small_images(name):
         return _load_files(config, steps)
     (training, validation), folder = _find(name, config, _ARRAYS[name])
+    return _assemble(
+        config,
+        steps,
+        training,
+        validation,
+        CATALOG[name].num_classes,
+        CATALOG[name].image_shape,
+        folder if CATALOG[name].files else None,
+    )
+
+
+def _load_arrays(
+    config: CnnConfig, record: Mapping[str, Any], steps: Preprocessing
+) -> ImageData:
+    """Return arrays from Python; a trained model can be loaded without them."""
+    held = find_held(record)
+    training: Any = MissingArrays(record)
+    validation: Any = training if "validation_image" in record["shapes"] else None
+    if held is not None:
+        arrays, classes = held.arrays, record.get("classes")
+        training, validation = (
+            ImageArrays({n: arrays[prefix + n] for n in ("image", "label")}, classes)
+            if f"{prefix}image" in arrays
+            else None
+            for prefix in ("", "validation_")
+        )
+    if validation is None and config.workflow.validation:
+        raise ConfigurationError(
+            "There is no validation_data: pass it, or turn validation off."
+        )
+    shape = tuple(record["shapes"]["image"][1:])
+    return _assemble(config, steps, training, validation, record["num_classes"], shape)
+
+
+def _assemble(
+    config: CnnConfig,
+    steps: Preprocessing,
+    training: Any,
+    validation: Any,
+    num_classes: int,
+    image_shape: tuple[int, int, int],
+    folder: Path | None = None,
+) -> ImageData:
+    """Return small images in memory, scaled on the host or on the device."""
     transform, scale = None, _host_scaling(steps, config)
     if scale is not None:
         on_device = config.data.accelerator_side_preprocess
         random_steps = () if on_device else steps.augment_on_host
         scale_batch = augment.by_sample(lambda images, _: scale(images))
         transform = augment.map_images(scale_batch, *random_steps)
-        validation = _ScaledSource(validation, scale)
+        if validation is not None:
+            validation = _ScaledSource(validation, scale)
     return ImageData(
         training,
         validation,
-        CATALOG[name].num_classes,
-        CATALOG[name].image_shape,
+        num_classes,
+        image_shape,
         _device_preprocessing(steps, config),
         transform,
-        folder=folder if CATALOG[name].files else None,
+        folder=folder,
+    )
+
+
+def _get_preprocessing(dataset: str, config: CnnConfig) -> Preprocessing:
+    return get_preprocessing(
+        dataset,
+        normalize=config.data.normalize_input,
+        basics=config.basics,
+        arrays=config.data.arrays,
     )
 
 
@@ -140,7 +205,7 @@ def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
     name, size = config.resolved_dataset, config.resolved_image_size
     load_from = functools.partial(
         _IMAGE_FILES[name],
-        crop=Crop(size=size, flip=not config.data.accelerator_side_preprocess),
+        crop=_build_crop(config),
         num_workers=config.data.num_workers,
         max_corrupt=config.data.max_corrupt,
         needs_validation=config.workflow.validation,
@@ -154,6 +219,18 @@ def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
         _device_preprocessing(steps, config),
         folder=folder,
         warning=found.warning,
+    )
+
+
+def _build_crop(config: CnnConfig) -> Crop:
+    """Return how workers crop and flip training images."""
+    basics = config.basics
+    return Crop(
+        size=config.resolved_image_size,
+        flip=basics.flip and not config.data.accelerator_side_preprocess,
+        area=basics.area,
+        aspect=basics.aspect,
+        is_random=basics.crop,
     )
 
 
@@ -181,7 +258,7 @@ def _synthetic_preprocessing(config: CnnConfig) -> Preprocessing:
     """Return the preprocessing of random bytes; unlike those of digits, they go to 255."""
     dataset = config.resolved_dataset
     like = "mnist" if dataset == "digits" else dataset
-    return get_preprocessing(like, normalize=config.data.normalize_input)
+    return _get_preprocessing(like, config)
 
 
 def _host_scaling(
@@ -196,19 +273,25 @@ def _host_scaling(
 def _device_preprocessing(
     steps: Preprocessing, config: CnnConfig
 ) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
+    options, augment_images = config.augmentation, None
+    if config.data.accelerator_side_preprocess:
+        augment_images = steps.augment_on_device
+
     def preprocess(
         images: jax.Array,  # (batch, height, width, channels)
         key: jax.Array | None,
     ) -> jax.Array:
-        if not config.scales_on_device:
-            return images
-        images = steps.scale_on_device(images)
-        augment_images = None
-        if config.data.accelerator_side_preprocess:
-            augment_images = steps.augment_on_device
+        if key is not None and options.changes_pixels:
+            images = change_pixels(images, key, options, steps.max_pixel)
+        if config.scales_on_device:
+            images = steps.scale_on_device(images)
         if key is not None and augment_images is not None:
             images = augment_images(images, key)
-        return images.astype(jnp.dtype(config.plan.types.compute))
+        if key is not None and options.random_erasing > 0:
+            images = random_erasing(images, key, options.random_erasing)
+        if config.scales_on_device:
+            images = images.astype(jnp.dtype(config.plan.types.compute))
+        return images
 
     return preprocess
 
@@ -275,6 +358,45 @@ def describe(images: ImageData, config: CnnConfig) -> str:
         f"{config.resolved_dataset}{source}, {len(images.training):,} training and "
         f"{num_validation:,} validation samples, {images.num_classes} classes"
     )
+
+
+def describe_augmentation(config: CnnConfig) -> str:
+    """Return what is changed at random in training images, in one line."""
+    options, recipe = config.augmentation, config.recipe
+    parts = _describe_basics(config)
+    if options.augment == "randaugment":
+        ops = "1 op" if options.num_ops == 1 else f"{options.num_ops} ops"
+        parts.append(f"RandAugment ({ops}, magnitude {options.magnitude})")
+    if options.augment == "trivialaugment":
+        parts.append("TrivialAugment (wide)")
+    if options.color_jitter > 0:
+        parts.append(f"color jitter {options.color_jitter:g}")
+    if options.random_erasing > 0:
+        parts.append(f"erasing {100 * options.random_erasing:g} %")
+    blends = {"mixup": options.mixup, "cutmix": options.cutmix}
+    if on := [f"{name} {alpha:g}" for name, alpha in blends.items() if alpha > 0]:
+        parts.append(" or ".join(on))
+    if recipe.mixup_alpha > 0:
+        parts.append(f"mixup_alpha {recipe.mixup_alpha:g}")
+    if recipe.cutmix_lambda < 1:
+        parts.append(f"cutmix_lambda {recipe.cutmix_lambda:g}")
+    return ", ".join(parts) or "none"
+
+
+def _describe_basics(config: CnnConfig) -> list[str]:
+    """Return what crops and flips do; the host has none for synthetic images."""
+    basics, small = config.basics, has_small_images(config.resolved_dataset)
+    on_device = config.data.accelerator_side_preprocess
+    parts = []
+    if basics.crop and small and (on_device or not config.data.synthetic):
+        pixels = "1 pixel" if basics.padding == 1 else f"{basics.padding} pixels"
+        parts.append(f"random crop ({pixels} of padding)")
+    if basics.crop and not small and not config.data.synthetic:
+        low, high = (f"{100 * share:g}" for share in basics.area)
+        parts.append(f"random crop ({low} to {high} % of the area)")
+    if basics.flip and (on_device or not config.data.synthetic):
+        parts.append("flip")
+    return parts
 
 
 @contextlib.contextmanager

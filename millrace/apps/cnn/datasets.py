@@ -25,6 +25,7 @@ from millrace.data.source import DatasetError
 from millrace.data.stream import EvaluationBatches
 from millrace.data.verify import verify
 from millrace.durable import write_atomically
+from millrace.run.console import Console
 from millrace.run.directory import open_run_directory
 from millrace.run.process import tune_memory_allocation
 from millrace.versions import versions
@@ -37,6 +38,13 @@ _NUM_TIMINGS = 5
 def verify_dataset(config: VerifyDatasetConfig) -> int:
     """Print every mismatch; return 1 if there are any."""
     train_config = config.train_config
+    console = Console()
+
+    def show(split: str, done: int, total: int) -> None:
+        if console.live:
+            console.status(f"reading {split} samples")
+            console.progress(done, total)
+
     try:
         images = data.load(train_config)
         print(data.describe(images, train_config))
@@ -51,9 +59,12 @@ def verify_dataset(config: VerifyDatasetConfig) -> int:
             (images.training, images.validation),
             expected,
             num_samples=config.num_samples or None,
+            progress=show,
         )
     except DatasetError as error:  # too damaged to read the rest
         mismatches = [str(error)]
+    finally:
+        console.stop()
     for mismatch in mismatches:
         print(f"mismatch: {mismatch}")
     if not mismatches:

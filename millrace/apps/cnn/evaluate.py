@@ -14,6 +14,7 @@ from millrace.checkpoint.averaging import (
     select_last_epochs,
     uniform_average,
 )
+from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.find import is_checkpoint
 from millrace.checkpoint.store import checkpoints_in, restore_part
 from millrace.config import ConfigurationError
@@ -23,12 +24,15 @@ from millrace.loop.evaluate import evaluate
 from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_duration, format_number
 from millrace.plan import Plan
+from millrace.program.ema import averaged_params
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 from millrace.program.step import Weights
 from millrace.run.run import Run
 from millrace.run.saved import find_run
 
 ACCURACY = "validation_accuracy"
+BEST_BY = BestMetric(ACCURACY, "max")
+"""The metric that selects the best checkpoint."""
 
 Validate = Callable[[Weights], dict[str, float]]
 """Returns the metrics of weights."""
@@ -56,8 +60,8 @@ class Validator:
         self._source = source
 
     def __call__(self, state: Any) -> dict[str, float]:
-        """Return the mean metrics of the weights in a state."""
-        weights = Weights(state.params, state.model_state)
+        """Return the mean metrics of the weights in a state, or of their average."""
+        weights = Weights(averaged_params(state), state.model_state)
         placed = self._program.place_state(weights)
         return evaluate(self._program, placed, self._source, self._batch_size)
 

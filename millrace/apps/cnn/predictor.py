@@ -1,7 +1,8 @@
 """Predictions of a trained model, loaded from its run directory."""
 
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +12,19 @@ import numpy as np
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.augment import get_preprocessing
+from millrace.apps.cnn.classify import ClassifiedFile, classify_files, read_image
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.evaluate import BEST_BY
 from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.program import build_model, weight_shapes
+from millrace.card import Card, with_card
 from millrace.checkpoint.store import restore_part
-from millrace.data.decoding import decode_file
-from millrace.nn.layers import Layer, apply_layers
-from millrace.run.saved import find_run
+from millrace.nn.layers import Layer, apply_layers, num_parameters
+from millrace.run.options import Which
+from millrace.run.saved import announce, find_run
 
 
+@with_card
 class TrainedCnn(NamedTuple):
     """A trained model."""
 
@@ -31,6 +36,17 @@ class TrainedCnn(NamedTuple):
     """The names of the outputs."""
     image_shape: tuple[int, int, int]
     checkpoint: Path
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        rows = {
+            "model": self.config.model_title,
+            "parameters": f"{num_parameters(self.params):,}",
+            "classes": len(self.classes),
+            "images": "x".join(map(str, self.image_shape)),
+            "checkpoint": self.checkpoint,
+        }
+        return Card("TrainedCnn", rows)
 
     def logits(
         self,
@@ -45,9 +61,12 @@ class TrainedCnn(NamedTuple):
         if shape[1:] != self.image_shape:
             expected = ", ".join(map(str, ("number", *self.image_shape)))
             raise ValueError(f"images must have the shape ({expected}), got {shape}.")
-        _warn_if_scaled(np.asarray(images))
+        if self.config.data.arrays is None:  # else they have the scale of those arrays
+            _warn_if_scaled(np.asarray(images))
         steps = get_preprocessing(
-            self.config.resolved_dataset, normalize=self.config.data.normalize_input
+            self.config.resolved_dataset,
+            normalize=self.config.data.normalize_input,
+            arrays=self.config.data.arrays,
         )
         scaled = jnp.asarray(steps.scale_on_host(np.asarray(images)))
         outputs, _ = jax.jit(self._apply)(self.params, self.model_state, scaled)
@@ -67,15 +86,63 @@ class TrainedCnn(NamedTuple):
 
     def predict_files(self, paths: Iterable[Path | str]) -> tuple[list[str], np.ndarray]:
         """Do the same for image files, cropped and scaled as in validation."""
-        side = self.image_shape[0]
-        if self.image_shape[2] != 3:
-            raise ValueError(
-                f"Image files are in color, but the model takes {self.image_shape}."
-            )
-        images = [decode_file(path, side) for path in paths]
-        return self.predict(np.stack(images))
+        found = []
+        for file in self.classify_files(paths):
+            if file.probabilities is None:
+                raise ValueError(file.error)
+            found.append(file.probabilities)
+        probabilities = np.stack(found)
+        return [self.classes[n] for n in probabilities.argmax(1)], probabilities.max(1)
+
+    def classify_files(
+        self, paths: Iterable[Path | str], batch_size: int = 64
+    ) -> Iterator[ClassifiedFile]:
+        """Yield the probabilities of all classes for each image file, in order.
+
+        A file that cannot be read has an error instead. Files are read in threads, cropped
+        and scaled as in validation.
+
+        Args:
+            paths: Image files.
+            batch_size: Images that are classified at a time.
+        """
+        read = functools.partial(
+            read_image, shape=self.image_shape, dataset=self.config.resolved_dataset
+        )
+        files = [Path(path) for path in paths]
+        classify = self._build_classify()
+        return classify_files(files, read, classify, self.image_shape, batch_size)
+
+    def pixels_to_logits(
+        self,
+        images: jax.Array,  # (number, height, width, channels)
+    ) -> jax.Array:  # (number, classes)
+        """Return the outputs for unscaled pixels, in float32; a pure function."""
+        steps = get_preprocessing(
+            self.config.resolved_dataset, normalize=self.config.data.normalize_input
+        )
+        scaled = steps.scale_on_device(images)
+        return self._apply(self.params, self.model_state, scaled)[0]
+
+    def _build_classify(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the compiled function from bytes to probabilities."""
+        device = jax.local_devices()[0]
+        weights = jax.device_put((self.params, self.model_state), device)
+
+        @jax.jit
+        def compute(weights: Any, images: jax.Array) -> jax.Array:
+            params, model_state = weights
+            model = self._replace(params=params, model_state=model_state)
+            return jax.nn.softmax(model.pixels_to_logits(images))
+
+        def classify(images: np.ndarray) -> np.ndarray:
+            return jax.device_get(compute(weights, jax.device_put(images, device)))
+
+        return classify
 
     def _apply(self, params: Any, model_state: Any, images: Any) -> Any:
+        # A run in 16 bits stores 16-bit weights; predictions are computed in float32.
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         return apply_layers(self.layers, params, model_state, images, training=False)
 
 
@@ -88,18 +155,24 @@ def _warn_if_scaled(images: np.ndarray) -> None:
         )
 
 
-def load_trained(path: Path | str) -> TrainedCnn:
+def load_trained(
+    path: Path | str, which: Which = "best", *, announce: Callable[[str], Any] = announce
+) -> TrainedCnn:
     """Load the model of a ``cnn train`` run.
 
     Args:
-        path: A run directory, for its newest checkpoint, or a checkpoint.
+        path: A run directory, its folder of checkpoints, or one checkpoint.
+        which: The best checkpoint, the last, or that after this number of updates.
+        announce: Called with a line about the checkpoint.
     """
     saved = find_run(Path(path), command="cnn train")
     saved.check_command("cnn-train")
     config = saved.build_config(CnnConfig)
+    chosen = saved.choose(which, best_by=BEST_BY)
+    announce(chosen.describe())
     images = data.load(config)
     model = build_model(config, images)
-    weights, _ = restore_part(saved.newest(), weight_shapes(config, images, model))
+    weights, _ = restore_part(chosen.path, weight_shapes(config, images, model))
     return TrainedCnn(
         config,
         model,
@@ -107,5 +180,5 @@ def load_trained(path: Path | str) -> TrainedCnn:
         weights.model_state,
         class_names(images, config.resolved_dataset),
         images.image_shape,
-        saved.newest(),
+        chosen.path,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, apply_layers, init_shapes
-from millrace.nn.losses import LayeredLoss, correct, cross_entropy
+from millrace.nn.losses import LayeredLoss, correct, correct_in_top, cross_entropy
 from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
 from millrace.program.compiling import (
     compiling,
@@ -31,6 +32,8 @@ from millrace.program.optimizers import build_optimizer
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.step import Weights
 from millrace.program.training import TrainingProgram, training_program
+
+_CLASSES_WITHOUT_TOP5 = 10
 
 
 def build_model(config: CnnConfig, images: ImageData) -> list[Layer]:
@@ -62,6 +65,8 @@ def build_program(
         l2_regularization=config.recipe.l2_regularization,
         decay_kernels_only=config.recipe.decay_kernels_only,
         global_batch_size=config.plan.batching.global_batch_size,
+        clip_norm=config.recipe.clip_norm,
+        ema=config.recipe.ema,
     )
     splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
     return training_program(
@@ -75,24 +80,17 @@ def build_program(
 def build_loss(config: CnnConfig, images: ImageData, model: list[Layer]) -> LayeredLoss:
     """Return the loss and accuracy of a micro-batch.
 
-    If samples are blended, the accuracy is that of the label with the largest share, the
-    sample's own.
+    If samples are blended, the accuracy is that of the sample's own label; with a random
+    share of CutMix, that of the label with the largest share.
     """
     options = config.recipe
-    mixing = Mixing(options.mixup_alpha, options.cutmix_lambda)
+    mixing = _build_mixing(config)
     height, width, _ = images.image_shape
-
-    # In a pipeline, inputs run in the first stage and targets in the last. Both draw the
-    # same blend from the key of the micro-batch.
-    def inputs(batch: Any, key: jax.Array) -> jax.Array:
-        image = images.preprocess(batch["image"], key)
-        if not options.mixes_samples:
-            return image
-        return mix_images(image, draw_mix(mixing, key, len(image), height, width))
+    inputs = build_inputs(config, images)
 
     def targets(batch: Any, key: jax.Array) -> Any:
         label = batch["label"]
-        if not options.mixes_samples:
+        if not config.mixes_samples:
             return [(label, None)]
         draw = draw_mix(mixing, key, len(label), height, width)
         return mix_labels(label, draw, height, width)
@@ -108,11 +106,44 @@ def build_loss(config: CnnConfig, images: ImageData, model: list[Layer]) -> Laye
             )
             loss += (losses if share is None else share * losses).mean()
         own_label, _ = labels_and_shares[0]
-        return loss, {"accuracy": correct(logits, own_label).mean()}
+        if mixing.cutmix_alpha > 0:
+            own_label = _largest_label(labels_and_shares)
+        info = {name: x.mean() for name, x in accuracies(logits, own_label).items()}
+        return loss, info
 
     shape = (config.plan.micro_batch_size, *images.image_shape)
     example = {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
     return LayeredLoss(model, inputs, outputs, example, targets)
+
+
+def build_inputs(
+    config: CnnConfig, images: ImageData
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """Return the function that augments the images of a micro-batch, given its key."""
+    mixing = _build_mixing(config)
+    height, width, _ = images.image_shape
+
+    # In a pipeline, inputs run in the first stage and targets in the last. Both draw the
+    # same blend from the key of the micro-batch.
+    def inputs(batch: Any, key: jax.Array) -> jax.Array:
+        image = images.preprocess(batch["image"], key)
+        if not config.mixes_samples:
+            return image
+        return mix_images(image, draw_mix(mixing, key, len(image), height, width))
+
+    return inputs
+
+
+def _build_mixing(config: CnnConfig) -> Mixing:
+    recipe, augmentation = config.recipe, config.augmentation
+    alpha = augmentation.mixup or recipe.mixup_alpha
+    return Mixing(alpha, recipe.cutmix_lambda, augmentation.cutmix)
+
+
+def _largest_label(labels_and_shares: Any) -> jax.Array:
+    """Return the label of each blended sample that has the largest share."""
+    labels, shares = (jnp.stack(parts) for parts in zip(*labels_and_shares, strict=True))
+    return jnp.take_along_axis(labels, shares.argmax(0)[None], 0)[0]
 
 
 def build_metrics(model: list[Layer], images: ImageData) -> MetricFn:
@@ -123,38 +154,37 @@ def build_metrics(model: list[Layer], images: ImageData) -> MetricFn:
         logits, _ = apply_layers(model, params, model_state, image, training=False)
         return {
             "loss": cross_entropy(logits, batch["label"]),
-            "accuracy": correct(logits, batch["label"]),
+            **accuracies(logits, batch["label"]),
         }
 
     return metric_fn
+
+
+def accuracies(
+    logits: jax.Array,  # (batch, classes)
+    labels: jax.Array,  # (batch,)
+) -> dict[str, jax.Array]:
+    """Return the accuracy of each sample, and the top-5 accuracy if there are many classes.
+
+    With ten classes or fewer, the label is among five guesses too easily.
+    """
+    accuracies = {"accuracy": correct(logits, labels)}
+    if logits.shape[-1] > _CLASSES_WITHOUT_TOP5:
+        accuracies["top5_accuracy"] = correct_in_top(logits, labels, 5)
+    return accuracies
 
 
 def build_learning_rate(config: CnnConfig, schedule: EventSchedule) -> optax.Schedule:
     """Return the learning rate as a function of the update."""
     return learning_rate_schedule(
         config.recipe.lr_schedule,
-        config.recipe.lr_schedule_params,
+        config.schedule_params,
         global_batch_size=config.plan.batching.global_batch_size,
         updates_per_epoch=schedule.updates_per_epoch,
+        learning_rate=config.recipe.learning_rate,
         warmup=config.recipe.lr_warmup_params,
         staircase=config.recipe.lr_staircase,
     )
-
-
-def learning_rate_warnings(config: CnnConfig, schedule: EventSchedule) -> list[str]:
-    """Warn if the learning rate is 0 long before the end of the run."""
-    starts = np.arange(0, schedule.total_updates, schedule.updates_per_epoch)
-    rates = np.asarray(jax.jit(jax.vmap(build_learning_rate(config, schedule)))(starts))
-    first_zero = 1 + max(np.flatnonzero(rates > 0), default=-1)
-    if first_zero >= len(starts) - 1:
-        return []
-    decays = "epochs_to_total_decay" in config.recipe.lr_schedule_params
-    return [
-        f"The learning rate is {rates[-1]:g} from epoch {first_zero} of {len(starts)} on: "
-        "nothing is learned from there. Change "
-        f"{'epochs_to_total_decay in ' if decays else ''}--lr-schedule-params, or "
-        "--num-epochs."
-    ]
 
 
 def build_norm(config: CnnConfig) -> NormFactory:
@@ -167,7 +197,11 @@ def build_norm(config: CnnConfig) -> NormFactory:
         groups = ReplicaGroups(REPLICA_AXIS, config.plan.num_replicas, group_size)
     options = {"momentum": config.model.bn_momentum} | options
     return functools.partial(
-        batch_norm, stable=config.model.stable_norm, groups=groups, **options
+        batch_norm,
+        stable=config.model.stable_norm,
+        groups=groups,
+        ema=config.recipe.ema,
+        **options,
     )
 
 

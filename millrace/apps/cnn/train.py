@@ -24,14 +24,15 @@ from millrace.apps.cnn.evaluate import (
     report_target,
     validate_checkpoints,
 )
+from millrace.apps.cnn.learning import learning_rate_warnings, learning_rows
 from millrace.apps.cnn.mistakes import report_predictions
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
+from millrace.apps.cnn.preview import report_augmented
 from millrace.apps.cnn.program import (
     build_metrics,
     build_model,
     build_program,
     check_memory,
-    learning_rate_warnings,
     weight_shapes,
 )
 from millrace.checkpoint.store import checkpoints_in, restore_part
@@ -42,6 +43,7 @@ from millrace.loop.staging import compile_calls
 from millrace.nn.layers import Layer, Tree, init_layers, num_parameters
 from millrace.numbers import format_bytes, format_duration
 from millrace.program.compiling import compiling, peak_bytes
+from millrace.program.ema import averaged_params
 from millrace.program.step import TrainState, Weights
 from millrace.program.training import TrainingProgram
 from millrace.run.run import Run
@@ -88,7 +90,10 @@ def train(config: CnnConfig, run: Run) -> None:
             if run.summary["status"] == "completed":
                 like = weight_shapes(config, images, model)
                 _validate_and_average(config, run, validator, like)
-                report_predictions(config, run, images, model, program.unpack_state(state))
+                whole = program.unpack_state(state)
+                trained = Weights(averaged_params(whole), whole.model_state)
+                report_predictions(config, run, images, model, trained)
+                report_augmented(config, run, images)
 
 
 def plan_events(config: CnnConfig, dataset_size: int) -> EventSchedule:
@@ -103,7 +108,7 @@ def plan_events(config: CnnConfig, dataset_size: int) -> EventSchedule:
         updates_per_execution=config.plan.updates_per_execution,
         first_epochs={"checkpoint": config.workflow.first_ckpt_epoch},
         # As in the application that the families come from.
-        uneven=("log",) if config.model.is_family else (),
+        uneven=("log",) if config.logs_like_graphcore else (),
     )
 
 
@@ -151,6 +156,7 @@ def _train(
     keep = sys.maxsize if needs_all else config.run.keep_checkpoints
     opened = run.checkpoints(best=ACCURACY, keep=keep, folder=folder)
     if not config.workflow.checkpoints:
+        run.track_best(ACCURACY)
         opened = contextlib.nullcontext()
     with opened as checkpoints:
         return run.train(
@@ -160,6 +166,8 @@ def _train(
             schedule,
             validate=validator if when == "during" else None,
             checkpoints=checkpoints,
+            # Graphcore's application continues.
+            stop_on_divergence=config.recipe.recipe == "modern",
             on_compiled=on_compiled,
         )
 
@@ -237,12 +245,17 @@ def _describe(
     notices: Sequence[str] = (),
 ) -> None:
     """Print the facts of the run, warnings and notices."""
+    augmentation = {}
+    if schedule is not None:
+        augmentation["augmentation"] = data.describe_augmentation(config)
     run.describe(
         devices,
         config.plan,
         schedule,
         model=f"{config.model_title}, {num_parameters(params):,} parameters",
         dataset=data.describe(images, config),
+        **augmentation,
+        **(learning_rows(config, schedule) if schedule is not None else {}),
     )
     warnings = [images.warning] if images.warning else []
     if schedule is not None:

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from scipy import stats
+from seed_lines import GRAPHCORE
 
-from millrace.apps.cnn import augment
+from millrace.apps.cnn import augment, program
 from millrace.apps.cnn.augment import MixDraw, Mixing
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.program import build_loss
@@ -120,6 +121,41 @@ def test_the_key_determines_the_draw():
     assert draw(Mixing(), KEY, 8, 32, 32) == MixDraw(None, None)
 
 
+def test_cutmix_keeps_a_share_drawn_from_a_beta_distribution():
+    """Boxes inside the image have the drawn area; those at the border are clipped."""
+    side = 200
+    every = jax.jit(
+        jax.vmap(lambda key: draw(Mixing(0.0, 1.0, 1.0), key, 4, side, side).box)
+    )
+    top, bottom, left, right = np.asarray(every(jax.random.split(KEY, 4000))).T
+    inside = (top > 0) & (bottom < side) & (left > 0) & (right < side)
+    sides = (bottom - top)[inside] / side
+    np.testing.assert_array_equal((bottom - top)[inside], (right - left)[inside])
+    # A box of side s has 1 - lambda = s² and fits with probability (1 - s)².
+    steps = np.linspace(0, 1, 2001)
+    mass = np.cumsum(2 * steps * (1 - steps) ** 2)
+    found = stats.kstest(sides, lambda s: np.interp(s, steps, mass / mass[-1]))
+    assert found.statistic < 0.04  # sides are whole, even numbers of pixels
+    assert ((bottom - top) * (right - left)).max() > 0.8 * side**2
+
+
+def test_a_micro_batch_gets_mixup_or_cutmix():
+    every = jax.jit(
+        jax.vmap(lambda key: draw(Mixing(0.2, 1.0, 1.0), key, 4, HEIGHT, WIDTH))
+    )
+    chosen = every(jax.random.split(KEY, 400))
+    box, shares = np.asarray(chosen.box), np.asarray(chosen.shares)
+    is_mixup = (shares < 1).any(1)
+    assert 150 < is_mixup.sum() < 250
+    assert (box[is_mixup] == 0).all() and (box[~is_mixup].sum(1) > 0).mean() > 0.95
+
+
+def test_accuracy_counts_the_label_with_the_largest_share():
+    labels = [(jnp.array([1, 2]), jnp.array([0.3, 0.6])),
+              (jnp.array([5, 6]), jnp.array([0.7, 0.4]))]  # fmt: skip
+    np.testing.assert_array_equal(program._largest_label(labels), [5, 2])
+
+
 @pytest.mark.parametrize("over", ["all", "others"])
 def test_label_smoothing_spreads_over_all_classes_or_the_others(over):
     logits = np.random.default_rng(0).standard_normal((6, CLASSES)).astype(np.float32)
@@ -136,7 +172,7 @@ def test_label_smoothing_spreads_over_all_classes_or_the_others(over):
 
 def test_the_loss_is_the_cross_entropy_with_the_blended_labels():
     count, s, over = 6, 0.1, "others"
-    config = build(CnnConfig, {
+    config = build(CnnConfig, GRAPHCORE | {
         "micro_batch_size": count, "mixup_alpha": 0.3, "cutmix_lambda": 0.6,
         "label_smoothing": s, "label_smoothing_over": over})  # fmt: skip
     images, labels = samples(count)
@@ -162,7 +198,7 @@ def test_the_loss_is_the_cross_entropy_with_the_blended_labels():
 def test_a_pipeline_blends_images_and_labels_in_the_same_way():
     """Images are blended in the first stage, labels in the last."""
     options = {"micro_batch_size": 3, "gradient_accumulation_count": 4}
-    config = build(CnnConfig, options | {"cutmix_lambda": 0.4})
+    config = build(CnnConfig, GRAPHCORE | options | {"cutmix_lambda": 0.4})
     images, labels = samples(12)
     chunk = {
         "image": images.reshape(4, 3, *images.shape[1:]),
@@ -174,9 +210,9 @@ def test_a_pipeline_blends_images_and_labels_in_the_same_way():
     for splits in ([], ["out"]):
         plan = dataclasses.replace(config.plan, pipeline_splits=splits)
         loss_fn = build_loss(config, IMAGES, model)
-        program = training_program(loss_fn, optax.sgd(0.1), plan)
-        staged = jax.device_put(chunk, program.chunk_sharding)
-        state, _ = program.run(program.init(params, {}), staged)
-        weights.append(program.unpack_state(state).params)
+        trained = training_program(loss_fn, optax.sgd(0.1), plan)
+        staged = jax.device_put(chunk, trained.chunk_sharding)
+        state, _ = trained.run(trained.init(params, {}), staged)
+        weights.append(trained.unpack_state(state).params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *weights)
     assert not np.allclose(weights[0]["out"]["kernel"], params["out"]["kernel"])

@@ -208,7 +208,7 @@ def test_options_of_the_validation_commands_are_accepted():
     ids=str,
 )  # fmt: skip
 def test_shorthands_and_recipes_of_families_set_options(words, options):
-    config = parsed(words + " --gradient-accumulation-count 6")
+    config = parsed(words + " --gradient-accumulation-count 6 --recipe graphcore")
     found = {
         name: config.model_title if name == "model_title" else option_value(config, name)
         for name in options
@@ -228,7 +228,7 @@ def test_shorthands_and_recipes_of_families_set_options(words, options):
         ("--groups 0", "groups must be at least 1"),
         ("--generated-data --synthetic-data", "but synthetic_data is device"),
         ("--eight-bit-io --eight-bit-transfer False", "eight_bit_transfer True, but"),
-        ("--model resnet --dataset imagenet --optimizer lars", "give base_learning_rate"),
+        ("--model resnet --dataset imagenet --optimizer lars", "give learning_rate, or"),
         ("--normalise-input False", "normalize_input is for imagenet"),
     ],
     ids=str,

@@ -6,6 +6,7 @@ from importlib import resources
 import numpy as np
 import pytest
 import yaml
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions
@@ -50,6 +51,27 @@ from millrace.config import ConfigurationError, build, parse
         ({"mixup_alpha": 0.2}, "micro_batch_size must be at least 2, got 1"),
         ({"mixup_alpha": -1, "micro_batch_size": 4}, "mixup_alpha must be 0 or more"),
         ({"cutmix_lambda": 0, "micro_batch_size": 4}, "more than 0 and at most 1"),
+        ({"mixup": 0.2}, "micro_batch_size must be at least 2, got 1"),
+        ({"mixup": 0.2, "cutmix_lambda": 0.5, "micro_batch_size": 4}, "cannot be combined"),
+        ({"cutmix": -1, "micro_batch_size": 4}, "cutmix must be 0 or more"),
+        ({"random_erasing": 1.5}, "must be between 0 and 1, got 1.5"),
+        ({"color_jitter": -1}, "color_jitter must be 0 or more, got -1"),
+        ({"randaugment_ops": 2}, "is for augment randaugment, but augment is basic"),
+        ({"augment": "randaugment", "randaugment_ops": 0}, "must be at least 1, got 0"),
+        ({"augment": "randaugment", "randaugment_magnitude": 31}, "between 0 and 30"),
+        ({"augment": "randaugment", "accelerator_side_preprocess": False},
+         "augment randaugment changes images on the device"),
+        ({"color_jitter": 0.4, "accelerator_side_preprocess": False},
+         "color_jitter changes images on the device"),
+        ({"dataset": "cifar10", "crop_padding": 32}, "must be between 1 and 31"),
+        ({"dataset": "digits", "crop_padding": 2}, "off for digits .* give random_crop"),
+        ({"dataset": "cifar10", "random_crop": False, "crop_padding": 2}, "random_crop is"),
+        ({"dataset": "cifar10", "crop_scale": [0.1, 1]}, "is for imagenet and imagefolder"),
+        ({"dataset": "imagenet", "crop_padding": 4}, "crop_padding is for small images"),
+        ({"dataset": "imagenet", "crop_scale": [1, 0.1]}, "takes two numbers.*got 1 0.1"),
+        ({"dataset": "imagenet", "crop_ratio": [1]}, "takes two numbers"),
+        ({"dataset": "imagenet", "augment": "none", "crop_scale": [0.1, 1]},
+         "off for imagenet with augment none"),
         ({"pretrained": "x", "model_name": "resnet", "training": False,
           "checkpoint_dir": "x"}, "pretrained is for training, but training is off"),
     ],
@@ -57,7 +79,7 @@ from millrace.config import ConfigurationError, build, parse
 )  # fmt: skip
 def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ConfigurationError, match=message):
-        build(CnnConfig, options)
+        build(CnnConfig, GRAPHCORE | options)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +92,7 @@ def test_invalid_options_are_rejected(options, message):
     ],
 )
 def test_model_and_dataset_determine_each_others_default(options, dataset, model):
-    config = build(CnnConfig, options)
+    config = build(CnnConfig, GRAPHCORE | options)
     assert (config.resolved_dataset, config.resolved_model) == (dataset, model)
 
 
@@ -91,7 +113,7 @@ def test_model_and_dataset_determine_each_others_default(options, dataset, model
 def test_the_dataset_is_recognized_by_its_files(tmp_path, file, options, dataset):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).touch()
-    config = build(CnnConfig, {"dataset_path": tmp_path, **options})
+    config = build(CnnConfig, GRAPHCORE | {"dataset_path": tmp_path, **options})
     assert config.resolved_dataset == dataset
     is_decoded = dataset.startswith("image")
     assert config.scales_on_device == config.sends_bytes == is_decoded

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn import augment, data
 from millrace.apps.cnn.augment import get_preprocessing
@@ -31,7 +32,7 @@ def cifar_folder(tmp_path_factory):
 
 def images(folder, **options):
     given = {"dataset": "cifar10", "dataset_path": folder, **options}
-    return data.load(build(CnnConfig, given))
+    return data.load(build(CnnConfig, GRAPHCORE | given))
 
 
 def standardized(image):
@@ -132,7 +133,7 @@ def test_mnist_and_digits_are_scaled():
     assert float(scaled.scale_on_host(white).max()) == 1.0
     assert float(scaled.scale_on_device(white).max()) == 1.0
     for options in ({}, {"accelerator_side_preprocess": True}, BYTES):
-        loaded = data.load(build(CnnConfig, options))
+        loaded = data.load(build(CnnConfig, GRAPHCORE | options))
         batch = loaded.validation[np.arange(360)]["image"]
         assert (batch.dtype == np.uint8) == (options is BYTES)
         prepared = np.asarray(loaded.preprocess(batch, None))

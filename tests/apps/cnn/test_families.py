@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models import catalog
@@ -224,7 +225,7 @@ def test_squeeze_and_excite_scales_channels_by_their_means():
 )
 def test_invalid_sizes_are_rejected(options, message):
     with pytest.raises(ConfigurationError, match=message):
-        build(CnnConfig, {"dataset": "imagenet"} | options)
+        build(CnnConfig, GRAPHCORE | {"dataset": "imagenet"} | options)
 
 
 def test_the_model_size_determines_the_image_size():
@@ -234,7 +235,10 @@ def test_the_model_size_determines_the_image_size():
         ({"model_name": "resnext"}, 224),
         ({"model_name": "efficientnet", "image_size": 96}, 96),
     ]:
-        config = build(CnnConfig, {"dataset": "imagenet"} | options)
+        config = build(CnnConfig, GRAPHCORE | {"dataset": "imagenet"} | options)
         assert config.resolved_image_size == side
-    small = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
+    small = build(
+        CnnConfig,
+        GRAPHCORE | {"model_name": "efficientnet", "dataset": "cifar10"},
+    )
     assert small.model_title == "efficientnet cifar"

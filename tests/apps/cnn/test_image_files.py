@@ -8,17 +8,19 @@ import jax
 import numpy as np
 import pytest
 from image_files import encode, example, make_image, write_folders, write_records
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.predictor import load_trained
 from millrace.cli import main
 from millrace.config import build
+from millrace.data.decoding import NUM_DRAWS
 
 BYTES = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
 TRAIN = (
     *("cnn", "train", "--micro-batch-size", "4", "--image-size", "32"),
-    *("--run-dir", "run"),
+    *("--recipe", "graphcore", "--run-dir", "run"),
 )
 
 
@@ -29,7 +31,7 @@ def folders(tmp_path_factory):
 
 def load(folder, **options):
     values = {"dataset": "imagefolder", "dataset_path": folder, "image_size": 16}
-    return data.load(build(CnnConfig, values | options))
+    return data.load(build(CnnConfig, GRAPHCORE | values | options))
 
 
 @pytest.fixture
@@ -80,6 +82,38 @@ def test_training_images_are_flipped_either_on_the_host_or_on_the_device(folders
     turned = [np.array_equal(a[:, ::-1], b) for a, b in zip(host, batch, strict=True)]
     assert all(k or t for k, t in zip(kept, turned, strict=True))
     assert 3 <= sum(turned) <= 12
+
+
+def test_random_crops_of_files_can_be_limited_or_turned_off(folders):
+    centers = load(folders).training[np.arange(15)]["image"]
+    off = load(folders, augment="none").stream(15, 1, seed=1, shuffle=False)
+    np.testing.assert_array_equal(off.batch(0)["image"], centers)
+    flipped = load(folders, augment="none", flip=True).stream(15, 1, seed=1, shuffle=False)
+    mirrored = [
+        np.array_equal(image, center[:, ::-1]) and not np.array_equal(image, center)
+        for image, center in zip(flipped.batch(0)["image"], centers, strict=True)
+    ]
+    assert 3 <= sum(mirrored) <= 12
+    options = {"crop_scale": [0.5, 0.6], "crop_ratio": [1, 1]}
+    crop = load(folders, **options).training.crop
+    for draw in (0.0, 0.999):
+        _, _, width, height = crop.choose_box(1000, 1000, [draw] * NUM_DRAWS)
+        assert width == height
+        assert 0.49 <= width * height / 1e6 <= 0.6  # edges snap to 8 pixels
+
+
+def test_files_are_augmented_on_the_device(folders):
+    loaded = load(folders, augment="trivialaugment", random_erasing=0.5)
+    raw = loaded.training[np.arange(15)]["image"]
+    preprocess = jax.jit(loaded.preprocess)
+    plain = np.asarray(jax.jit(lambda x: loaded.preprocess(x, None))(raw))
+    first, again, other = (
+        np.asarray(preprocess(raw, jax.random.key(n))) for n in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    changed = [not np.allclose(a, b, atol=1e-5) for a, b in zip(first, plain, strict=True)]
+    assert sum(changed) > 9
+    assert not np.array_equal(first, other)
 
 
 def test_a_folder_of_images_can_be_trained_on(command, folders, tmp_path):

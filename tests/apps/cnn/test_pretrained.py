@@ -1,6 +1,7 @@
 """Published weights: read safely, with the same logits as in the original framework."""
 
 import json
+import re
 import shlex
 import struct
 import subprocess
@@ -10,19 +11,26 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from saved_cnn import random_weights
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.commands import ExportConfig
+from millrace.apps.cnn.export import describe_model, write_folder
 from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.models.pretrained import (
     _is_source,
     _sources,
     fit_pretrained,
     read_pretrained,
+    to_published,
 )
+from millrace.apps.cnn.predictor import TrainedCnn
 from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import train
 from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError, build
+from millrace.data.safetensors import write_safetensors as write_arrays
 from millrace.nn.layers import apply_layers, init_layers, init_shapes
 from millrace.program.step import Weights
 from millrace.run.run import run_command
@@ -74,7 +82,7 @@ RESNET8 = {"model_name": "resnet", "model_size": "8", "dataset": "digits"}
 
 
 def load(path, num_classes=10, **options):
-    config = build(CnnConfig, RESNET8 | options)
+    config = build(CnnConfig, GRAPHCORE | RESNET8 | options)
     model = catalog.build_layers(
         "resnet", num_classes, build_norm(config), **config.network
     )
@@ -100,7 +108,10 @@ def test_weights_are_converted_to_our_dimension_order(tmp_path):
 
 def small_efficientnet():
     """Return the shapes of the weights and of the model state."""
-    config = build(CnnConfig, {"model_name": "efficientnet", "dataset": "cifar10"})
+    config = build(
+        CnnConfig,
+        GRAPHCORE | {"model_name": "efficientnet", "dataset": "cifar10"},
+    )
     model = catalog.build_layers("efficientnet", 10, build_norm(config), **config.network)
     return init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
 
@@ -161,6 +172,29 @@ def test_efficientnet_weights_are_read_from_timm_or_torchvision(torchvision):
     assert (params["fc1"]["kernel"] == found[name][0, 0]).all()
 
 
+@pytest.mark.parametrize("torchvision", [False, True])
+@pytest.mark.parametrize("family", ["efficientnet", "resnet", "resnext"])
+def test_exported_weights_are_read_back_unchanged(family, torchvision, tmp_path):
+    config = build(CnnConfig, {"model_name": family, "dataset": "cifar10"})
+    model = catalog.build_layers(family, 10, build_norm(config), **config.network)
+    shapes = init_shapes(model, jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32))
+    weights = random_weights(shapes)
+    path = tmp_path / "ours.safetensors"
+    write_arrays(path, to_published(*weights, torchvision=torchvision))
+    *found, notices = fit_pretrained(path, read_pretrained(path), *shapes)
+    assert not notices
+    jax.tree.map(np.testing.assert_array_equal, tuple(found), weights)
+
+
+def test_exported_weights_in_16_bits_become_float32():
+    weights = random_weights(small_efficientnet())
+    halves = jax.tree.map(lambda x: x.astype(np.float16), weights)
+    found = to_published(*halves)
+    counts = {n for n, x in found.items() if n.endswith("num_batches_tracked")}
+    assert len(counts) == 49 and all(found[n].dtype == np.int64 for n in counts)
+    assert {found[n].dtype for n in found.keys() - counts} == {np.dtype(np.float32)}
+
+
 def test_the_last_layer_is_kept_if_the_classes_differ(tmp_path):
     path, _ = resnet8_file(tmp_path)
     params, _, notices = load(path, num_classes=7)
@@ -202,7 +236,7 @@ def run(tmp_path, pretrained):
         "run_dir": tmp_path / "run",
         "quiet": True,
     }
-    config = build(CnnConfig, options)
+    config = build(CnnConfig, GRAPHCORE | options)
     return run_command(train, config, command="cnn-train", command_line="test")
 
 
@@ -254,7 +288,7 @@ def test_a_truncated_safetensors_file_is_not_called_a_pickle(tmp_path):
 
 def model_and_weights(num_classes=1000, **options):
     values = {"dataset": "imagenet", "batch_norm": True} | options
-    config = build(CnnConfig, values)
+    config = build(CnnConfig, GRAPHCORE | values)
     norm = build_norm(config)
     model = catalog.build_layers(config.resolved_model, num_classes, norm, **config.network)
     example = np.zeros((1, 64, 64, 3), np.float32)
@@ -326,3 +360,83 @@ def test_logits_equal_those_of_the_original_model(make, options, tmp_path):
     found, _ = apply_layers(model, params, model_state, images, training=False)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def exported_folder(folder, *, names="torchvision", side=64, **options):
+    """Export a model with random weights; return it and the code of its model card."""
+    values = {"dataset": "imagenet", "batch_norm": True, "image_size": side} | options
+    config = build(CnnConfig, values)
+    norm = build_norm(config)
+    model = catalog.build_layers(config.resolved_model, 7, norm, **config.network)
+    shapes = init_shapes(model, jax.ShapeDtypeStruct((1, side, side, 3), np.float32))
+    classes = [f"class {n}" for n in range(7)]
+    weights = random_weights(shapes)
+    trained = TrainedCnn(config, model, *weights, classes, (side, side, 3), folder)
+    facts = describe_model(trained, names, {"update": 3, "epoch": 1.0})
+    write_folder(folder, trained, facts, ExportConfig(run=folder, names=names))
+    card = (folder / "README.md").read_text()
+    return trained, re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+
+
+def check_logits(trained, torch, theirs):
+    images = np.random.default_rng(1).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    scaled = np.float32((images / 255 - mean) / std).transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(np.ascontiguousarray(scaled))).numpy()
+    found = trained.logits(images)
+    largest = np.abs(wanted).max()
+    assert largest < 20  # as of a trained model; float32 rounds larger logits more
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * min(1, largest))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_name": "resnet", "model_size": "18"},
+        {"model_name": "resnet", "model_size": "50"},
+        {"model_name": "resnet", "model_size": "18", "batch_norm": False},
+        {"model_name": "resnext", "model_size": "50"},
+        {"model_name": "efficientnet", "model_size": "B0"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_an_export_loads_in_torchvision_with_the_same_logits(
+    options, tmp_path, monkeypatch
+):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torchvision")
+    pytest.importorskip("safetensors")
+    trained, (code, *_) = exported_folder(tmp_path, **options)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)  # as a reader of the model card would
+    check_logits(trained, torch, names["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_name": "resnet", "model_size": "18"},
+        {"model_name": "resnext", "model_size": "50"},
+        {"model_name": "efficientnet", "model_size": "B0", "names": "timm"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_an_exported_folder_is_a_model_of_timm(options, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("safetensors")
+    trained, codes = exported_folder(tmp_path, **options)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(next(code for code in codes if "import timm" in code), names)
+    check_logits(trained, torch, names["model"])
+    settings = timm.data.resolve_model_data_config(names["model"])
+    assert list(settings["input_size"]) == [3, 64, 64]
+    assert list(settings["mean"]) == [0.485, 0.456, 0.406]
+    assert names["model"].pretrained_cfg["label_names"] == trained.classes

@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -17,7 +18,7 @@ BYTES = {"accelerator_side_preprocess": True, "eight_bit_transfer": True}
 
 
 def load(**options):
-    config = build(CnnConfig, options)
+    config = build(CnnConfig, GRAPHCORE | options)
     return config, data.load(config)
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.learning import learning_rate_warnings
 from millrace.apps.cnn.models import catalog
-from millrace.apps.cnn.program import build_norm, learning_rate_warnings
+from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
 from millrace.run.run import run_command
@@ -18,7 +20,7 @@ SEEDS = {"num_epochs": 6, "micro_batch_size": 8, "gradient_accumulation_count": 
 
 
 def run(directory, **options):
-    config = build(CnnConfig, {"run_dir": directory, "quiet": True} | options)
+    config = build(CnnConfig, GRAPHCORE | {"run_dir": directory, "quiet": True} | options)
     status = run_command(train, config, command="cnn-train", command_line="test")
     summary = directory / "summary.json"
     return status, json.loads(summary.read_text()) if summary.exists() else None
@@ -56,6 +58,37 @@ def test_digits_are_learned_with_many_kinds_of_options(options, tmp_path):
     assert summary["metrics"]["validation_accuracy"] > 0.9
 
 
+AUGMENTED = {
+    "augment": "randaugment", "random_crop": True, "color_jitter": 0.4,
+    "random_erasing": 0.25, "mixup": 0.2, "cutmix": 1.0, "micro_batch_size": 16,
+    "weight_updates_per_epoch": 4, "lr_schedule_params": {"initial_learning_rate": 0.01},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_augmentation_is_in_the_summary_and_shown_in_the_report(tmp_path):
+    _, summary = run(tmp_path, **AUGMENTED, validation=False, checkpoints=False)
+    assert summary["facts"]["augmentation"] == (
+        "random crop (1 pixel of padding), RandAugment (2 ops, magnitude 9), "
+        "color jitter 0.4, erasing 25 %, mixup 0.2 or cutmix 1"
+    )
+    section = json.loads((tmp_path / "report" / "3-augmented.json").read_text())
+    assert len(section["pictures"]) == 16
+    assert "What the network sees" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.devices(2)
+def test_augmented_training_is_equal_for_any_number_of_replicas(tmp_path):
+    results = []
+    for replicas in (1, 2):
+        split = {"num_replicas": replicas, "gradient_accumulation_count": 2 // replicas}
+        _, summary = run(tmp_path / str(replicas), **AUGMENTED, **split)
+        metrics = summary["metrics"]
+        results.append((metrics["train_loss"], metrics["validation_loss"]))
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
 def test_weight_updates_per_epoch_sets_the_length_of_an_epoch(tmp_path):
     _, summary = run(tmp_path / "run", num_epochs=2, weight_updates_per_epoch=10)
     assert summary["updates"] == 20
@@ -73,7 +106,7 @@ RUNS = Path(str(resources.files("millrace.apps.cnn") / "runs.yml"))
 
 @pytest.mark.parametrize("name", load_yaml(RUNS))
 def test_every_named_configuration_has_a_valid_schedule_and_valid_splits(name):
-    config = build(CnnConfig, load_named(RUNS, name))
+    config = build(CnnConfig, GRAPHCORE | load_named(RUNS, name))
     schedule = plan_events(config, SIZES[config.resolved_dataset])
     assert schedule.total_updates % schedule.updates_per_execution == 0
     assert not schedule.warnings
@@ -87,7 +120,10 @@ def test_every_named_configuration_has_a_valid_schedule_and_valid_splits(name):
 
 @pytest.mark.parametrize(("epochs", "warns"), [(21, False), (22, True), (200, True)])
 def test_a_learning_rate_of_0_long_before_the_end_is_a_warning(epochs, warns):
-    config = build(CnnConfig, load_named(RUNS, "digits_demo") | {"num_epochs": epochs})
+    config = build(
+        CnnConfig,
+        GRAPHCORE | load_named(RUNS, "digits_demo") | {"num_epochs": epochs},
+    )
     warnings = learning_rate_warnings(config, plan_events(config, SIZES["digits"]))
     start = f"The learning rate is 0 from epoch 20 of {epochs} on"
     assert [warning.startswith(start) for warning in warnings] == [True] * warns
@@ -114,7 +150,7 @@ def test_a_run_warns_about_a_learning_rate_of_0_before_training(tmp_path, capsys
     ],
 )
 def test_named_configurations_have_graphcores_learning_rates(name, rate):
-    config = build(CnnConfig, load_named(RUNS, name))
+    config = build(CnnConfig, GRAPHCORE | load_named(RUNS, name))
     per_sample = config.recipe.lr_schedule_params["initial_learning_rate"]
     assert per_sample * config.plan.batching.global_batch_size == pytest.approx(
         rate, rel=1e-4
@@ -123,16 +159,21 @@ def test_named_configurations_have_graphcores_learning_rates(name, rate):
 
 def test_logs_that_do_not_divide_an_epoch_are_moved_with_a_warning():
     quiet = {"logs_per_epoch": 10, "validation": False, "ckpts_per_epoch": 0}
-    config = build(CnnConfig, SEEDS | quiet | {"model_name": "cifar_resnet8"})
+    config = build(CnnConfig, GRAPHCORE | SEEDS | quiet | {"model_name": "cifar_resnet8"})
     schedule = plan_events(config, 50_000)
     assert (schedule.updates_per_epoch, schedule.updates_per_execution) == (781, 71)
     assert len(schedule.warnings) == 1
     with pytest.raises(ConfigurationError, match=r"2\.0 epochs at a time for 5 epochs"):
         plan_events(
-            build(CnnConfig, SEEDS | {"num_epochs": 5, "logs_per_epoch": 0.5}), 50_000
+            build(
+                CnnConfig,
+                GRAPHCORE | SEEDS | {"num_epochs": 5, "logs_per_epoch": 0.5},
+            ),
+            50_000,
         )
 
 
+@pytest.mark.slow
 def test_the_seed_determines_the_run(tmp_path):
     settings = {"micro_batch_size": 64, "validation": False, "deterministic": True,
                 "lr_schedule_params": {"initial_learning_rate": 0.001}}  # fmt: skip

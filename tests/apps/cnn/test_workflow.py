@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -37,7 +38,7 @@ AVERAGES = ["weight_avg_exp_0.5", "weight_avg_N_2"]
 
 
 def run(directory, **options):
-    config = build(CnnConfig, {"run_dir": directory, **options})
+    config = build(CnnConfig, GRAPHCORE | {"run_dir": directory, **options})
     status = run_command(train, config, command="cnn-train", command_line="test")
     path = directory / "summary.json"
     return status, json.loads(path.read_text()) if path.exists() else None
@@ -276,7 +277,10 @@ def test_checkpoints_and_validation_can_be_turned_off(tmp_path, capsys):
 
 def test_shuffle_false_keeps_the_order_of_samples():
     def in_order(shuffle):
-        config = build(CnnConfig, {"micro_batch_size": 50, "shuffle": shuffle})
+        config = build(
+            CnnConfig,
+            GRAPHCORE | {"micro_batch_size": 50, "shuffle": shuffle},
+        )
         images = data.load(config)
         first = images.training[np.arange(50)]["label"]
         return (data.open_infeed(images, config, 28).peek()["label"] == first).all()
@@ -287,11 +291,14 @@ def test_shuffle_false_keeps_the_order_of_samples():
 
 def test_first_ckpt_epoch_delays_all_checkpoints():
     options = RECIPE | {"num_epochs": 38, "ckpts_per_epoch": 0.25, "first_ckpt_epoch": 2}
-    schedule = plan_events(build(CnnConfig, options), 1437)
+    schedule = plan_events(build(CnnConfig, GRAPHCORE | options), 1437)
     due = [e for e in range(1, 39) if schedule.due("checkpoint", 12 * e)]
     assert due == [*range(2, 39, 4)]
     with pytest.raises(ConfigurationError, match="cannot come after 40 epochs"):
-        plan_events(build(CnnConfig, options | {"first_ckpt_epoch": 40}), 1437)
+        plan_events(
+            build(CnnConfig, GRAPHCORE | options | {"first_ckpt_epoch": 40}),
+            1437,
+        )
 
 
 def test_training_does_not_limit_the_memory_of_the_device(tmp_path, monkeypatch, capsys):

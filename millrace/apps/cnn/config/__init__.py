@@ -1,37 +1,64 @@
 """Options of ``millrace cnn train``. Imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from millrace.apps.cnn.config.augmentation import AugmentationOptions, Basics
 from millrace.apps.cnn.config.data import DataOptions
-from millrace.apps.cnn.config.graphcore import GraphcoreTrainingOptions, expand_options
+from millrace.apps.cnn.config.graphcore import GraphcoreTrainingOptions
 from millrace.apps.cnn.config.model import ModelOptions
+from millrace.apps.cnn.config.recipe import expand_training_options, start_from_named
 from millrace.apps.cnn.config.training import RecipeOptions, WorkflowOptions
 from millrace.apps.cnn.models.spec import Size, check_group_dim, has_small_images
 from millrace.plan import Plan
 from millrace.run.options import RunOptions
 
+ARRAYS = "arrays"
+"""The name of a dataset of arrays that were passed from Python."""
 _DEFAULT_IMAGE_SIZE = 224
+_MIN_TOY_SIZE = 16
+"""Height and width from which toy_model is the default for arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CnnConfig:
     """Train a convolutional network for image classification."""
 
+    common_options: ClassVar = (
+        *("model_name", "model_size", "pretrained", "dataset", "dataset_path"),
+        *("recipe", "optimizer", "learning_rate", "lr_schedule", "warmup_epochs"),
+        *("weight_decay", "clip_norm", "ema", "label_smoothing"),
+        *("augment", "mixup"),
+        *("num_epochs", "micro_batch_size", "num_replicas", "precision"),
+        *("validation", "run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
+    )
+
+    default_texts: ClassVar = dict.fromkeys(
+        (
+            *("optimizer", "learning_rate", "lr_schedule", "warmup_epochs"),
+            *("num_epochs", "micro_batch_size", "precision", "norm_layer"),
+            *("label_smoothing", "random_erasing", "l2_regularization"),
+        ),
+        "by recipe",
+    )
+
     model: ModelOptions = ModelOptions()
     recipe: RecipeOptions = RecipeOptions()
     data: DataOptions = DataOptions()
+    augmentation: AugmentationOptions = AugmentationOptions()
     workflow: WorkflowOptions = WorkflowOptions()
     plan: Plan = Plan()
     run: RunOptions = RunOptions()
     graphcore: GraphcoreTrainingOptions = GraphcoreTrainingOptions()
 
-    expand_options = staticmethod(expand_options)
+    expand_options = staticmethod(expand_training_options)
+    start_from_named = staticmethod(start_from_named)
 
     def __post_init__(self) -> None:
         """Check what crosses sections; each section has checked itself."""
         self._check_model()
         self._check_data()
+        self._check_augmentation()
         self._check_workflow()
         self.graphcore.check_memory_proportion(self.plan.num_stages)
 
@@ -64,10 +91,34 @@ class CnnConfig:
                 "fused_preprocessing is for preprocessing on the device, so "
                 "accelerator_side_preprocess must be on as well."
             )
-        micro_batch = self.plan.micro_batch_size
-        if self.recipe.mixes_samples and micro_batch < 2:
+
+    def _check_augmentation(self) -> None:
+        dataset, options, recipe = self.resolved_dataset, self.augmentation, self.recipe
+        options.check_dataset(dataset, self._side_of_arrays)
+        if options.changes_pixels and not self.scales_on_device:
+            name = "color_jitter" if options.num_ops == 0 else f"augment {options.augment}"
             raise ValueError(
-                "mixup_alpha and cutmix_lambda blend the samples of a micro-batch, so "
+                f"{name} changes images on the device before they are scaled, so "
+                "accelerator_side_preprocess must be on as well."
+            )
+        arrays = self.data.arrays
+        if options.changes_pixels and arrays and arrays["types"]["image"] != "uint8":
+            raise ValueError(
+                "augment and color_jitter change bytes, from 0 to 255, but the images are "
+                f"{arrays['types']['image']}: pass them as uint8."
+            )
+        if options.mixes_samples and recipe.mixes_samples:
+            raise ValueError(
+                "Give mixup and cutmix, or mixup_alpha and cutmix_lambda: they blend "
+                "samples in different ways and cannot be combined."
+            )
+        micro_batch = self.plan.micro_batch_size
+        if self.mixes_samples and micro_batch < 2:
+            names = "mixup and cutmix"
+            if recipe.mixes_samples:
+                names = "mixup_alpha and cutmix_lambda"
+            raise ValueError(
+                f"{names} blend the samples of a micro-batch, so "
                 f"micro_batch_size must be at least 2, got {micro_batch}."
             )
 
@@ -87,10 +138,31 @@ class CnnConfig:
     @property
     def resolved_dataset(self) -> str:
         """The dataset, derived from the model if it is not given."""
+        if self.data.arrays is not None:
+            return ARRAYS
         if self.data.dataset == "gc-imagenet":
             return "imagenet"
         small = self.model.model_name in (None, "digits_cnn")
         return self.data.dataset or ("digits" if small else "cifar10")
+
+    @property
+    def schedule_params(self) -> dict[str, Any]:
+        """The parameters of the learning rate schedule, with the length of its decay."""
+        recipe, epochs = self.recipe, self.workflow.num_epochs
+        params = recipe.lr_schedule_params
+        decays = recipe.lr_schedule in ("cosine", "polynomial", "exponential")
+        if recipe.learning_rate is None or not decays:
+            return params
+        warmup = recipe.lr_warmup_params or {}
+        is_shifted = warmup.get("warmup_mode") == "shift"
+        shifted = warmup.get("warmup_epochs", 0) if is_shifted else 0
+        after = epochs - shifted if epochs > shifted else epochs
+        return {"epochs_to_total_decay": after} | params
+
+    @property
+    def logs_like_graphcore(self) -> bool:
+        """Whether logs may be at uneven updates, as in the families' application."""
+        return self.model.is_family and self.recipe.recipe != "modern"
 
     @property
     def scales_on_device(self) -> bool:
@@ -105,9 +177,28 @@ class CnnConfig:
         return decoded or self.data.eight_bit_transfer
 
     @property
+    def mixes_samples(self) -> bool:
+        """Whether samples of a micro-batch are blended."""
+        return self.recipe.mixes_samples or self.augmentation.mixes_samples
+
+    @property
+    def basics(self) -> Basics:
+        """The crops and flips of training images."""
+        return self.augmentation.basics(self.resolved_dataset, self._side_of_arrays)
+
+    @property
+    def _side_of_arrays(self) -> int | None:
+        """The smaller of height and width of arrays from Python; None for a dataset."""
+        if self.data.arrays is None:
+            return None
+        return min(self.data.arrays["shapes"]["image"][1:3])
+
+    @property
     def resolved_model(self) -> str:
         """The model, derived from the dataset if it is not given."""
         digits = self.resolved_dataset == "digits"
+        if (side := self._side_of_arrays) is not None:
+            digits = side < _MIN_TOY_SIZE
         return self.model.model_name or ("digits_cnn" if digits else "toy_model")
 
     @property

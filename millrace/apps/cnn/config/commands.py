@@ -5,17 +5,20 @@ import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.augmentation import AugmentationOptions, expand_augmentation
 from millrace.apps.cnn.config.data import DataOptions, DatasetName, find_dataset
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions, expand_options
 from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.training import WorkflowOptions
 from millrace.config import ConfigurationError, flat_options, option_value
 from millrace.plan import HalfType, Plan, PrecisionName
-from millrace.run.options import RunOptions
+from millrace.run.options import RunOptions, Which
 from millrace.run.saved import find_run
+
+ExportFormat = Literal["safetensors", "stablehlo", "onnx"]
 
 _TRAINING_ONLY = ("bn_momentum", "stable_norm", "dbn_replica_group_size")
 """Options of a model that matter only in training."""
@@ -31,6 +34,13 @@ _FROM_RUN = {
 class ValidateConfig:
     """Measure inference: throughput, latency and, with real data, accuracy."""
 
+    common_options: ClassVar = (
+        *("checkpoint_dir", "model_name", "model_size", "pretrained"),
+        *("dataset", "dataset_path", "image_size", "synthetic_data"),
+        *("batch_size", "num_replicas", "precision", "latency_calls"),
+        *("run_dir", "seed", "quiet", "debug"),
+    )
+
     batch_size: list[int] = field(
         default_factory=lambda: [1], metadata={"aliases": ("--micro-batch-size",)}
     )
@@ -39,7 +49,7 @@ class ValidateConfig:
     """Throughput measurements per batch size."""
     num_batches: int | None = None
     """Batches per throughput measurement, with synthetic data (default: one pass over the
-    validation set)."""
+    validation set, or fewer if the figure is known to 1 % or 30 seconds are over)."""
     batches_per_step: int = 1000
     """Approximate number of batches per call when measuring throughput."""
     latency_calls: int | None = None
@@ -55,10 +65,14 @@ class ValidateConfig:
     fold_batch_norm: bool = True
     """Fold batch norm into the preceding convolutions."""
     checkpoint_dir: Path | None = field(
-        default=None, metadata={"aliases": ("--restore-path",)}
+        default=None, metadata={"aliases": ("--restore-path",), "positional": "RUN"}
     )
-    """Directory of the run that trained the model, or one of its checkpoints; options of
-    the model and the data default to those of the run (default: random weights)."""
+    """Directory of the run that trained the model, its folder of checkpoints, or one
+    checkpoint; options of the model and the data default to those of the run (default:
+    random weights)."""
+    which: Which = "best"
+    """Checkpoint of the run to use: the best by validation accuracy, the last, or the one
+    after this number of updates."""
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
     run: RunOptions = RunOptions()
@@ -236,5 +250,134 @@ class BenchmarkDatasetConfig:
         return CnnConfig(
             data=self.data,
             plan=Plan(micro_batch_size=self.micro_batch_size),
+            run=RunOptions(seed=self.seed),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Print the most likely classes of image files.
+
+    IMAGES are files, folders (searched for images, with their subfolders) and patterns such
+    as 'photos/*.jpg'. Images are cropped and scaled as in the validation of RUN. Images
+    that cannot be read are named and left out, and the exit status is then 1.
+    """
+
+    run: Path = field(metadata={"positional": True})
+    """Directory of a run of cnn train, or one of its checkpoints."""
+    images: list[str] = field(metadata={"positional": True})
+    """Image files, folders or patterns."""
+    which: Which = "best"
+    """Checkpoint of the run to use: the best by validation accuracy, the last, or the one
+    after this number of updates."""
+    top: int = 5
+    """Classes per image, the most likely first."""
+    format: Literal["table", "csv", "json"] | None = None
+    """Format: table, csv (a line per image and class) or json (a list with an entry per
+    image) (default: by the ending of --output, otherwise table)."""
+    output: Path | None = field(default=None, metadata={"aliases": ("--out",)})
+    """Write to this file instead of the terminal."""
+    batch_size: int = 64
+    """Images that are classified at a time."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", "batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not self.images:
+            raise ValueError("IMAGES is required: a file, a folder or a pattern.")
+
+    @property
+    def resolved_format(self) -> str:
+        """The format of the output."""
+        ending = self.output.suffix.lower() if self.output else ""
+        return self.format or {".csv": "csv", ".json": "json"}.get(ending, "table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a trained model to a folder, for use without millrace.
+
+    The folder gets config.json (classes, image size, normalization), README.md (a model
+    card with the metrics and the code that loads the model), and in each format:
+
+    safetensors: model.safetensors, the weights as float32. The families resnet, resnext
+    and efficientnet have the names and shapes of torchvision, which cnn train --pretrained
+    reads as well; other models have the names of our layers.
+
+    stablehlo: model.stablehlo, a program with weights and preprocessing inside. It takes
+    any number of images as bytes, returns logits, and runs on CPUs and NVIDIA GPUs with
+    jax.export.
+
+    onnx: model.onnx, the same program for ONNX Runtime and others.
+    """
+
+    run: Path = field(metadata={"positional": True})
+    """Directory of a run of cnn train, or one of its checkpoints."""
+    which: Which = "best"
+    """Checkpoint of the run to use: the best by validation accuracy, the last, or the one
+    after this number of updates."""
+    format: list[ExportFormat] = field(default_factory=lambda: ["safetensors"])
+    """Formats: safetensors, stablehlo, onnx."""
+    output: Path | None = field(default=None, metadata={"aliases": ("--out",)})
+    """Folder to write; created if needed (default: export in the run directory)."""
+    names: Literal["torchvision", "timm"] = "torchvision"
+    """Names of the weights of an efficientnet; other models have the same in both."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if not self.format:
+            raise ValueError("Give at least one format: safetensors, stablehlo or onnx.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowAugmentationConfig:
+    """Draw a grid of augmented training images.
+
+    Each row has an original image on the left and random versions of it, as the network
+    would get them in training. Nothing is trained.
+    """
+
+    output: Path = field(default=Path("augmentation.png"), metadata={"aliases": ("-o",)})
+    """PNG file to write."""
+    num_images: int = 4
+    """Images, one per row."""
+    num_versions: int = 8
+    """Augmented versions of each image."""
+    seed: int = 0
+    """Seed for the choice of images and for augmentation."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+    data: DataOptions = DataOptions()
+    augmentation: AugmentationOptions = AugmentationOptions()
+
+    def __post_init__(self) -> None:
+        for name in ("num_images", "num_versions"):
+            if (number := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}.")
+        if self.data.synthetic:
+            raise ValueError("synthetic_data has no images to look at.")
+        _ = self.train_config  # raises an error if options contradict each other
+
+    @staticmethod
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
+        """Find the dataset in its folder, and send bytes if pixels are changed."""
+        values = find_dataset(dict(values))
+        expand_augmentation(values)
+        return values
+
+    @property
+    def train_config(self) -> CnnConfig:
+        """The configuration of a training run with the same augmentation."""
+        # Blending takes at least two samples.
+        samples = max(2, self.num_images * self.num_versions)
+        return CnnConfig(
+            data=self.data,
+            augmentation=self.augmentation,
+            workflow=WorkflowOptions(validation=False),
+            plan=Plan(micro_batch_size=samples),
             run=RunOptions(seed=self.seed),
         )

@@ -23,11 +23,11 @@ class DataOptions:
     """Data options."""
 
     dataset: DatasetName | None = None
-    """Dataset: digits (bundled), mnist, fashion-mnist, cifar10, cifar100, imagenet
-    (TFRecord files or class folders; gc-imagenet is the same) or imagefolder (your own
-    images: in train/CLASS/ and val/CLASS/, packed by millrace data pack, in WebDataset
-    shards, or a Hugging Face dataset). If not given: what is found in dataset_path,
-    otherwise digits for digits_cnn and cifar10 for other models."""
+    """Dataset to use. The digits are bundled. imagenet: TFRecord files or class folders
+    (gc-imagenet is the same). imagefolder: your own images in train/CLASS/ and val/CLASS/,
+    packed by millrace data pack, in WebDataset shards, or a Hugging Face dataset. If not
+    given: what is found in dataset_path, otherwise digits for digits_cnn and cifar10 for
+    other models."""
     dataset_path: Path = field(default=Path("."), metadata={"aliases": ("--data-dir",)})
     """Folder of the dataset; for imagenet, the folder that contains imagenet-data works
     too. If the dataset is not there, the copy downloaded by millrace data fetch is
@@ -60,15 +60,20 @@ class DataOptions:
         default=None, metadata={"may_change": True, "may_differ": True}
     )
     """Processes that decode images of imagenet and imagefolder; 0 decodes in threads
-    (default: one per core, and threads for up to 5,000 images). The batches do not depend
-    on it."""
+    (default: one per core, less one from 4 cores on; threads for up to 5,000 images). The
+    batches do not depend on it."""
     pipeline_num_parallel: int = field(
         default=2, metadata={"may_change": True, "may_differ": True}
     )
-    """Batches that the host prepares in parallel; twice that many for imagenet and
+    """Batches that the host prepares in parallel; at least twice that many for imagenet and
     imagefolder."""
 
+    arrays: dict[str, Any] | None = field(default=None, metadata={"hidden": True})
+    """Record of arrays passed from Python: their shapes and a checksum."""
+
     def __post_init__(self) -> None:
+        if self.arrays is not None and (self.dataset or self.synthetic_data):
+            raise ValueError("Give data or dataset, not both.")
         if self.num_workers is not None and self.num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {self.num_workers}.")
         if self.max_corrupt is not None and self.max_corrupt < 0:

@@ -9,17 +9,21 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from millrace.apps.cnn.config.augmentation import expand_augmentation
 from millrace.apps.cnn.config.data import find_dataset
 from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
 from millrace.config import ConfigurationError, field_docs
 from millrace.plan import resolve_batching
+
+_SHORTHAND = {"shorthand": True}
+"""Marks options that only stand for others, which ``config.yml`` has as well."""
 
 Values = dict[str, Any]
 """Options by name, not yet sorted into sections."""
 
 
 def _stands_for(*names: str) -> Any:
-    return field(default=None, metadata={"stands_for": names})
+    return field(default=None, metadata={"stands_for": names, "shorthand": True})
 
 
 def _no_effect(*aliases: str) -> Any:
@@ -33,7 +37,7 @@ class GraphcoreOptions:
 
     batch_norm: bool | None = _stands_for("norm_layer")
     """Same as norm_layer batch_norm; False: group_norm."""
-    groups: int | None = None
+    groups: int | None = field(default=None, metadata=_SHORTHAND)
     """Same as norm_layer group_norm with this many groups."""
     eight_bit_io: bool | None = _stands_for(
         "eight_bit_transfer", "accelerator_side_preprocess"
@@ -91,18 +95,18 @@ class GraphcoreOptions:
 class GraphcoreTrainingOptions(GraphcoreOptions):
     """Graphcore options: shorthands, and options that have no effect here."""
 
-    momentum: float | None = None
-    """Sets momentum in optimizer_params."""
     base_learning_rate: float | None = field(
-        default=None, metadata={"aliases": ("--base-learning-rate-exponent",)}
+        default=None,
+        metadata={"aliases": ("--base-learning-rate-exponent",), **_SHORTHAND},
     )
-    """Sets initial_learning_rate in lr_schedule_params to 2 to this power; the other
-    parameters of the schedule follow from num_epochs."""
-    auto_loss_scaling: bool = False
+    """An exponent: sets initial_learning_rate in lr_schedule_params to 2 to this power, per
+    sample of the global batch. The other parameters of the schedule follow from num_epochs.
+    For an ordinary learning rate, use learning_rate."""
+    auto_loss_scaling: bool = field(default=False, metadata=_SHORTHAND)
     """Same as loss_scaling dynamic."""
-    pipeline: bool | None = None
+    pipeline: bool | None = field(default=None, metadata=_SHORTHAND)
     """Train in a pipeline, with the stages given by pipeline_splits or shards."""
-    shards: int | None = None
+    shards: int | None = field(default=None, metadata=_SHORTHAND)
     """Number of pipeline stages; without pipeline_splits, the splits are chosen by cost."""
 
     def check_memory_proportion(self, num_stages: int) -> None:
@@ -124,13 +128,19 @@ class GraphcoreTrainingOptions(GraphcoreOptions):
 
 def expand_options(values: Values) -> Values:
     """Replace shorthands by the options they stand for, and complete the recipe."""
+    return default_recipe(expand_shorthands(values))
+
+
+def expand_shorthands(values: Values) -> Values:
+    """Replace shorthands by the options they stand for."""
     values = find_dataset(dict(values))
     model = str(values.get("model_name")).lower()
     if model in FAMILIES:
         values["model_name"] = model
     for expand in (_expand_data, _expand_pipeline, _expand_norm, _expand_optimizer):
         expand(values)
-    return default_recipe(values)
+    expand_augmentation(values)
+    return values
 
 
 def _set(values: Values, shorthand: str, name: str, meaning: Any) -> None:
@@ -194,9 +204,15 @@ def _expand_norm(values: Values) -> None:
 
 
 def _expand_optimizer(values: Values) -> None:
-    if values.get("optimizer") == "momentum":
+    name = values.get("optimizer", "sgd")
+    if name in ("momentum", "nesterov"):
         values["optimizer"] = "sgd"
-        values.setdefault("optimizer_params", {"momentum": 0.9})
+        params = values.get("optimizer_params", {"momentum": 0.9})
+        values["optimizer_params"] = params | (
+            {"nesterov": True} if name == "nesterov" else {}
+        )
+    elif name in _WITH_MOMENTS:
+        values.setdefault("optimizer_params", {})
     if values.get("auto_loss_scaling"):
         if (scaling := values.get("loss_scaling", 0)) not in (0, "dynamic"):
             raise ConfigurationError(
@@ -208,6 +224,8 @@ def _expand_optimizer(values: Values) -> None:
 
 # Recipes of the families
 
+_WITH_MOMENTS = ("adam", "adamw", "lamb", "lion", "muon")
+"""Optimizers whose parameters all have defaults."""
 _EFFICIENTNET = "efficientnet"
 _WARMUP_EPOCHS = 5
 _LOGS_PER_EPOCH = 16
@@ -231,12 +249,21 @@ def default_recipe(values: Values) -> Values:
     is_family = values.get("model_name") in FAMILIES
     if is_family:
         values = _family_defaults(values) | values
-    if values.get("momentum") is not None:
-        params = values.get("optimizer_params", {})
-        values["optimizer_params"] = {**params, "momentum": values["momentum"]}
-    if is_family or values.get("base_learning_rate") is not None:
+    set_momentum(values)
+    has_rate = values.get("learning_rate") is not None
+    if not has_rate and (is_family or values.get("base_learning_rate") is not None):
         _set_learning_rate(values, is_family)
     return values
+
+
+def set_momentum(values: Values) -> None:
+    """Set the parameter of the optimizer that the option momentum stands for."""
+    if (momentum := values.get("momentum")) is None:
+        return
+    optimizer, params = values.get("optimizer", "sgd"), values.get("optimizer_params", {})
+    is_first_moment = optimizer in _WITH_MOMENTS and optimizer != "muon"
+    key = "b1" if is_first_moment else "momentum"
+    values["optimizer_params"] = {**params, key: momentum}
 
 
 def _family_defaults(values: Values) -> Values:
@@ -253,7 +280,7 @@ def _family_defaults(values: Values) -> Values:
         "norm_layer": default_norm(values),
         "num_epochs": _EPOCHS[efficientnet][small],
         "logs_per_epoch": _LOGS_PER_EPOCH,
-        "optimizer_params": params[optimizer],
+        "optimizer_params": params.get(optimizer, {}),
         "l2_regularization": 0.0 if decays_elsewhere else decay,
         "decay_kernels_only": True,
         "lr_schedule": "stepped",
@@ -293,7 +320,7 @@ def _set_learning_rate(values: Values, is_family: bool) -> None:
     if exponent is None:
         exponent = _default_exponent(values)
     name = values.get("lr_schedule", "const")
-    values["lr_schedule_params"] = _schedule_params(name, 2.0**exponent, values)
+    values["lr_schedule_params"] = schedule_params(name, 2.0**exponent, values)
     if is_family and name != "const":
         mode = "shift" if name == "polynomial" else "mask"
         warmup = {"warmup_mode": mode, "warmup_epochs": _WARMUP_EPOCHS}
@@ -310,13 +337,13 @@ def _default_exponent(values: Values) -> float:
     if optimizer not in _LR_EXPONENTS[efficientnet]:
         raise ConfigurationError(
             f"{values['model_name']} has no default learning rate for {optimizer}: give "
-            "base_learning_rate (2 to this power is the rate per sample) or "
-            "lr_schedule_params."
+            "learning_rate, or base_learning_rate (2 to this power is the rate per sample)."
         )
     return _LR_EXPONENTS[efficientnet][optimizer]
 
 
-def _schedule_params(name: str, rate: float, values: Values) -> dict[str, Any]:
+def schedule_params(name: str, rate: float, values: Values) -> dict[str, Any]:
+    """Return the parameters of a schedule over the whole run, for a rate per sample."""
     epochs = values.get("num_epochs", 1)
     decaying = {"initial_learning_rate": rate, "epochs_to_total_decay": epochs}
     if name == "cosine":
@@ -327,7 +354,7 @@ def _schedule_params(name: str, rate: float, values: Values) -> dict[str, Any]:
         after_warmup = {"epochs_to_total_decay": max(1, epochs - _WARMUP_EPOCHS)}
         return decaying | after_warmup | {"end_learning_rate_ratio": 1e-5, "power": 2}
     if name == "stepped":
-        batch, steps = _global_batch_size(values), _STEPS[_is_small(values)]
+        batch, steps = global_batch_size(values), _STEPS[_is_small(values)]
         return {
             "boundaries": [step * epochs for step in steps],
             "values": [rate * batch * 0.1**drops for drops in range(len(steps) + 1)],
@@ -335,7 +362,8 @@ def _schedule_params(name: str, rate: float, values: Values) -> dict[str, Any]:
     return {"initial_learning_rate": rate}
 
 
-def _global_batch_size(values: Values) -> int:
+def global_batch_size(values: Values) -> int:
+    """Return the samples of an update with these options."""
     return resolve_batching(
         micro_batch_size=values.get("micro_batch_size", 1),
         num_replicas=values.get("num_replicas", 1),

@@ -6,6 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+RecipeName = Literal["auto", "modern", "graphcore"]
+OptimizerName = Literal[
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adam",
+    "adamw",
+    "lamb",
+    "lion",
+    "muon",
+    "lars",
+    "rmsprop",
+]
 ScheduleName = Literal["const", "cosine", "stepped", "polynomial", "exponential"]
 When = Literal["during", "every", "last"]
 
@@ -14,25 +27,44 @@ When = Literal["during", "every", "last"]
 class RecipeOptions:
     """Recipe options."""
 
-    optimizer: Literal["sgd", "momentum", "lars", "rmsprop"] = field(
-        default="sgd", metadata={"aliases": ("--optimiser",)}
-    )
-    """Optimizer; momentum is sgd with momentum 0.9."""
+    recipe: RecipeName = "auto"
+    """Where options that are not given come from. modern: a recipe for the dataset, with
+    momentum, a cosine schedule and augmentation. graphcore: the defaults shown here, those
+    of Graphcore's applications. auto: modern, unless there is a --config or an option that
+    only Graphcore's applications have; the run prints which."""
+    optimizer: OptimizerName = field(default="sgd", metadata={"aliases": ("--optimiser",)})
+    """Optimizer: sgd, momentum (sgd with momentum 0.9), nesterov, adam, adamw, lamb, lion,
+    muon (adamw for biases and norms), lars or rmsprop."""
     optimizer_params: dict[str, Any] = field(default_factory=lambda: {"momentum": 0})
-    """Optimizer parameters: momentum; lars also weight_decay, eeta and epsilon; rmsprop
-    also base_decay_exponent, epsilon and optionally initial_accumulator."""
+    """Optimizer parameters: momentum and nesterov of sgd; b1, b2 and epsilon of adam,
+    adamw, lamb, lion and muon; lars: momentum, weight_decay, eeta and epsilon; rmsprop:
+    momentum, base_decay_exponent, epsilon and optionally initial_accumulator."""
+    learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
+    """Learning rate of the optimizer at the peak of the schedule, for any batch size and
+    number of replicas."""
+    momentum: float | None = None
+    """Momentum of sgd and muon; b1 of adam, adamw, lamb and lion. Sets optimizer_params."""
     weight_decay: float = 0.0
     """Decoupled weight decay, scaled by the learning rate."""
     l2_regularization: float = 0.0
-    """L2 regularization: adds this factor times the weight to the gradient."""
+    """L2 regularization: adds this factor times the weight to the gradient. PyTorch calls
+    this the weight decay of SGD."""
     decay_kernels_only: bool = False
     """Apply weight_decay and l2_regularization to kernels only, not to biases and norms."""
+    clip_norm: float | None = None
+    """Scale the gradients down if the norm of all of them together is larger than this."""
+    ema: float | None = None
+    """Validate, save and load an exponential moving average of the weights with this decay,
+    such as 0.999, instead of the weights themselves."""
     lr_schedule: ScheduleName = "const"
     """Learning rate schedule."""
     lr_schedule_params: dict[str, Any] = field(
         default_factory=lambda: {"initial_learning_rate": 0.0001}
     )
-    """Schedule parameters; initial_learning_rate is per sample of the global batch."""
+    """Schedule parameters; initial_learning_rate is per sample of the global batch. With
+    learning_rate, the others follow from num_epochs."""
+    warmup_epochs: float | None = None
+    """Epochs over which the learning rate rises to its peak; 0: none."""
     lr_warmup_params: dict[str, Any] | None = None
     """Warmup: warmup_mode (shift or mask) and warmup_epochs."""
     lr_staircase: bool = False
@@ -70,6 +102,12 @@ class RecipeOptions:
                 "cutmix_lambda must be more than 0 and at most 1 (off), got "
                 f"{self.cutmix_lambda:g}."
             )
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be more than 0, got {value:g}.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must be more than 0 and below 1, got {self.ema:g}.")
         for decay in self.weight_avg_exp:
             if not 0 < decay < 1:
                 raise ValueError(

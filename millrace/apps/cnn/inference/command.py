@@ -6,6 +6,7 @@ latency with one call per batch, timed on the host until its logits are ready.
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.data import ImageData
-from millrace.apps.cnn.evaluate import report_event
+from millrace.apps.cnn.evaluate import BEST_BY, report_event
 from millrace.apps.cnn.inference.feed import Feed, build_feed
 from millrace.apps.cnn.inference.latency import (
     combine_rates,
@@ -36,6 +37,7 @@ from millrace.apps.cnn.program import build_model
 from millrace.checkpoint.store import read_manifest, restore_part
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
+from millrace.loop.activity import report_progress
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
 from millrace.program.compiling import (
     compiling,
@@ -45,7 +47,7 @@ from millrace.program.compiling import (
 )
 from millrace.program.step import Weights
 from millrace.run.run import Run
-from millrace.run.saved import find_run
+from millrace.run.saved import announce, find_run
 
 _DEFAULT_CALLS, _MAX_LATENCY_SECONDS = 1000, 30.0
 
@@ -54,7 +56,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
     """Measure each batch size; results go to the run directory."""
     images = data.load(config.train_config)
     model = build_model(config.train_config, images)
-    weights, origin = load_weights(config, images, model)
+    weights, origin = load_weights(config, images, model, run.console.line)
     network = build_network(config, images.image_shape, model, weights)
     _describe(config, run, images, weights.params, origin)
     started = time.perf_counter()
@@ -66,15 +68,27 @@ def validate(config: ValidateConfig, run: Run) -> None:
 
 
 def load_weights(
-    config: ValidateConfig, images: ImageData, model: list[Layer]
+    config: ValidateConfig,
+    images: ImageData,
+    model: list[Layer],
+    announce: Callable[[str], Any] = announce,
 ) -> tuple[Weights, str]:
-    """Return the weights, and a line about where they come from."""
+    """Return the weights, and a line about where they come from.
+
+    Args:
+        config: Names a run, a file of pretrained weights, or neither.
+        images: The data, which has the shape of an image.
+        model: The layers.
+        announce: Called with a line about the checkpoint of a run.
+    """
     example = np.zeros((1, *images.image_shape), np.float32)
     if config.checkpoint_dir is not None:
-        path = find_run(config.checkpoint_dir, command="cnn train").newest()
-        shapes = _cast_to_stored(path, Weights(*init_shapes(model, example)))
-        weights, manifest = restore_part(path, shapes)
-        return weights, f"{path}, {manifest['update']} updates"
+        saved = find_run(config.checkpoint_dir, command="cnn train")
+        chosen = saved.choose(config.which, best_by=BEST_BY)
+        announce(chosen.describe())
+        shapes = _cast_to_stored(chosen.path, Weights(*init_shapes(model, example)))
+        weights, _ = restore_part(chosen.path, shapes)
+        return weights, f"{chosen.path}, {chosen.update} updates"
     params, model_state = init_layers(model, jax.random.key(config.run.seed), example)
     if (file := config.model.pretrained) is None:
         origin = "random: neither checkpoint_dir nor pretrained is given"
@@ -122,16 +136,19 @@ def _measure(
     inference.place_weights()
     rates: list[list[float]] = []
     metrics: dict[str, float] = {}
+    how = ""
     with feed:
         feed.start(inference)
         coordination.barrier("all measure at the same time")
         for _ in range(config.repeat):
             run.console.status(f"batches of {size}")
-            seconds, metrics = feed.run(inference)
-            rates.append(coordination.gather("rate", feed.num_samples / seconds))
+            measured = feed.run(inference)
+            metrics, how = measured.metrics, measured.how
+            rates.append(coordination.gather("rate", measured.samples_per_second))
             event = {"update": 0, "epoch": 0.0, "time": time.perf_counter() - started}
             event |= {"batch_size": size, "samples_per_second": sum(rates[-1]), **metrics}
             report_event(event, run)
+        run.console.status(f"latency of batches of {size}")
         seconds = _time_latency(config, inference, feed)
         calls = min(coordination.gather("latency calls", len(seconds)))
         figures = drop_unsupported(latency_figures(seconds), calls)
@@ -141,6 +158,7 @@ def _measure(
         "batch_size": size,
         "num_replicas": config.num_replicas,
         **combine_rates(rates),
+        "measured": how,
         "latency_ms": slowest(latency),
         "latency_calls": calls,
         **metrics,
@@ -185,6 +203,7 @@ def _time_latency(config: ValidateConfig, inference: Inference, feed: Feed) -> l
     seconds = []
     for each in time_calls(inference, feed.several_batches(calls), calls):
         seconds.append(each)
+        report_progress(len(seconds), calls)
         if time.perf_counter() > until:
             break
     return seconds
@@ -218,7 +237,8 @@ def _report(run: Run, results: list[dict[str, Any]]) -> None:
     for result in results:
         run.closing_notes[f"batch {result['batch_size']}"] = format_result(result)
     last = results[-1]
-    metrics = {name: last[name] for name in ("accuracy", "loss") if name in last}
+    names = ("accuracy", "top5_accuracy", "loss")
+    metrics = {name: last[name] for name in names if name in last}
     run.summary |= {
         "status": "completed",
         "samples_per_second": float(np.median(last["samples_per_second"])),

@@ -2,10 +2,9 @@
 
 import abc
 import functools
-import itertools
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +14,22 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.data import ImageData, open_infeed
 from millrace.apps.cnn.inference.network import Inference, run_chunks
+from millrace.apps.cnn.program import accuracies
 from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
+from millrace.loop.activity import report_progress
 from millrace.loop.evaluate import evaluate
-from millrace.nn.losses import correct, cross_entropy
+from millrace.loop.pace import Pace
+from millrace.loop.stability import Stability
+from millrace.nn.losses import cross_entropy
 from millrace.program.evaluate import EvaluationProgram
 from millrace.program.mixed_precision import narrow
 
 _STAGED_BYTES = 64 << 20
 _RESIDENT_BYTES = 256 << 20
+_MAX_BATCHES_ON_CPU = 64
+"""Batches per call where a call may process fewer, with memory for the logits of all."""
 
 
 def divide_into_calls(num_batches: int, per_call: int) -> tuple[int, int]:
@@ -40,6 +45,15 @@ def divide_into_calls(num_batches: int, per_call: int) -> tuple[int, int]:
         return 1, num_batches
     each = num_batches // max(1, round(num_batches / per_call))
     return num_batches // each, each
+
+
+class Measured(NamedTuple):
+    """The speed of a pass."""
+
+    samples_per_second: float
+    metrics: dict[str, float]
+    how: str
+    """How the measurement ended: because the pass did, or because it was stable."""
 
 
 class Feed(abc.ABC):
@@ -63,10 +77,12 @@ class Feed(abc.ABC):
         """Stage what a pass needs, and warm up."""
 
     @abc.abstractmethod
-    def run(
-        self, inference: Inference, calls: int | None = None
-    ) -> tuple[float, dict[str, float]]:
-        """Make a pass, or a number of calls; return the seconds and the metrics."""
+    def run(self, inference: Inference) -> Measured:
+        """Measure a pass, or what it takes for a stable figure."""
+
+    @abc.abstractmethod
+    def run_for(self, inference: Inference, seconds: float) -> int:
+        """Work for about this time, at least for one call; return the batches done."""
 
     @abc.abstractmethod
     def one_batch(self, number: int = 0) -> Any:
@@ -101,27 +117,78 @@ def build_feed(config: ValidateConfig, images: ImageData, size: int) -> Feed:
 class SyntheticFeed(Feed):
     """Random batches, run in calls of several batches each."""
 
-    _calls: int
+    _is_whole_pass: bool
+    """Whether a pass is always finished, because its length was asked for."""
 
-    def _divide(self, batches: int, per_call: int) -> None:
+    def _divide(self, asked: int | None, one_pass: int, per_call: int) -> None:
         """Set the sizes of a pass."""
-        self._calls, self.batches_per_call = divide_into_calls(batches, per_call)
-        self.num_batches = self._calls * self.batches_per_call
+        if jax.local_devices()[0].platform == "cpu":
+            per_call = min(per_call, _MAX_BATCHES_ON_CPU)
+        calls, self.batches_per_call = divide_into_calls(asked or one_pass, per_call)
+        self.num_batches = calls * self.batches_per_call
         self.num_samples = self.num_batches * self.batch.shape[0]
+        self._is_whole_pass = asked is not None
+        self._pace = Pace()
 
     @abc.abstractmethod
-    def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
-        """Return chunks of batches on the devices, one per call."""
+    def _take(self, inference: Inference, at_most: int) -> tuple[Any, tuple[int, int]]:
+        """Return a chunk of batches on the devices, and the part of it to process next."""
 
-    def run(
-        self, inference: Inference, calls: int | None = None
-    ) -> tuple[float, dict[str, float]]:
-        started = time.perf_counter()
-        logits = run_chunks(inference, self._chunks(inference, calls or self._calls))
-        seconds = time.perf_counter() - started
+    def run(self, inference: Inference) -> Measured:
+        measured, done = Stability(), 0
+
+        def batches_left(started: int) -> int:
+            is_enough = measured.is_done and not self._is_whole_pass
+            return 0 if is_enough else self.num_batches - started
+
+        last = time.perf_counter()
+        for count in self._iterate(inference, batches_left):
+            now = time.perf_counter()
+            measured.add(count * self.batch.shape[0], now - last)
+            last, done = now, done + count
+            report_progress(done, self.num_batches)
+        how = "whole pass" if done == self.num_batches else measured.describe()
+        return Measured(measured.units / measured.seconds, {}, how)
+
+    def run_for(self, inference: Inference, seconds: float) -> int:
+        until = time.perf_counter() + seconds
+
+        def batches_left(started: int) -> int:
+            is_over = started and time.perf_counter() >= until
+            return 0 if is_over else self.batches_per_call
+
+        return sum(self._iterate(inference, batches_left))
+
+    def _iterate(
+        self, inference: Inference, batches_left: Callable[[int], int]
+    ) -> Iterator[int]:
+        """Yield the number of batches of each call when it has ended.
+
+        Args:
+            inference: The network.
+            batches_left: Returns how many batches may follow those that have been started.
+        """
+        counts: list[int] = []
+
+        def parts() -> Iterator[tuple[Any, tuple[int, int]]]:
+            started = 0
+            while left := batches_left(started):
+                length = self.batches_per_call
+                if inference.takes_any_number:
+                    length = min(length, left, self._pace.updates)
+                chunk, part = self._take(inference, length)
+                started += part[1]
+                counts.append(part[1])
+                yield chunk, part
+
+        self._pace.start()
+        logits = None
+        for newest in run_chunks(inference, parts()):
+            logits, count = newest, counts.pop(0)
+            self._pace.add(count)
+            yield count
         if logits is not None and not np.isfinite(logits.astype(np.float32)).all():
             raise FloatingPointError("The logits of the model are not finite.")
-        return seconds, {}
 
 
 class DeviceFeed(SyntheticFeed):
@@ -133,7 +200,7 @@ class DeviceFeed(SyntheticFeed):
         assert isinstance(self._infeed.dataset, ResidentDataset)
         self.batch = _arriving_batch(images, train_config)
         one_pass = max(1, len(images.validation) // self.batch.shape[0])
-        self._divide(config.num_batches or one_pass, config.batches_per_step)
+        self._divide(config.num_batches, one_pass, config.batches_per_step)
         # At least two: XLA would hoist the logits of a single batch out of the loop.
         self._distinct = max(
             2, min(self.batches_per_call, _RESIDENT_BYTES // _num_bytes(self.batch))
@@ -149,10 +216,10 @@ class DeviceFeed(SyntheticFeed):
         cast = jax.jit(lambda images: images.astype(self.batch.dtype))
         self._chunk = cast(chunk.data["image"])
         self._infeed.close()
-        jax.block_until_ready(inference.many(self._chunk))
+        self.run_for(inference, 0.0)
 
-    def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
-        return itertools.repeat(self._chunk, count)
+    def _take(self, inference: Inference, at_most: int) -> tuple[Any, tuple[int, int]]:
+        return self._chunk, (0, at_most)
 
     def one_batch(self, number: int = 0) -> jax.Array:
         return jax.block_until_ready(self._chunk[number % self._distinct])
@@ -171,7 +238,7 @@ class HostFeed(SyntheticFeed):
         one_pass = max(1, len(images.validation) // image.shape[0])
         staged = max(1, _STAGED_BYTES // image.nbytes)
         per_call = min(config.batches_per_step, staged)
-        self._divide(config.num_batches or one_pass, per_call)
+        self._divide(config.num_batches, one_pass, per_call)
         num_parallel = config.data.pipeline_num_parallel
         self._infeed = Infeed(ParallelStream(self._stream, num_parallel))
 
@@ -179,16 +246,16 @@ class HostFeed(SyntheticFeed):
         inference.compile_many(self.batches_per_call, self.batches_per_call)
 
     def start(self, inference: Inference) -> None:
-        run_chunks(inference, self._chunks(inference, 1))
+        self.run_for(inference, 0.0)
 
-    def _chunks(self, inference: Inference, count: int) -> Iterator[Any]:
-        for _ in range(count):
-            chunk = self._infeed.chunk(
-                (self.batches_per_call,), inference.chunk_sharding, only_full=True
-            )
-            assert chunk is not None, "the stream does not end"
-            self._infeed.took(chunk.stop)
-            yield chunk.data["image"]
+    def _take(self, inference: Inference, at_most: int) -> tuple[Any, tuple[int, int]]:
+        chunk = self._infeed.chunk(
+            (self.batches_per_call,), inference.chunk_sharding, only_full=True
+        )
+        assert chunk is not None, "the stream does not end"
+        count = min(at_most, chunk.stop - chunk.start)
+        self._infeed.took(count)
+        return chunk.data["image"], (chunk.start, count)
 
     def one_batch(self, number: int = 0) -> np.ndarray:
         return self._stream.batch(number)["image"]
@@ -219,7 +286,7 @@ class DatasetFeed(Feed):
             logits = network.apply((params, model_state), images)
             return {
                 "loss": cross_entropy(logits, batch["label"]),
-                "accuracy": correct(logits, batch["label"]),
+                **accuracies(logits, batch["label"]),
             }
 
         program = EvaluationProgram(metric_fn, plan, inference.devices)
@@ -234,14 +301,18 @@ class DatasetFeed(Feed):
     def start(self, inference: Inference) -> None:
         self._evaluate()
 
-    def run(
-        self, inference: Inference, calls: int | None = None
-    ) -> tuple[float, dict[str, float]]:
+    def run(self, inference: Inference) -> Measured:
         started = time.perf_counter()
-        metrics: dict[str, float] = {}
-        for _ in range(calls or 1):
-            metrics = self._evaluate()
-        return time.perf_counter() - started, metrics
+        metrics = self._evaluate()
+        seconds = time.perf_counter() - started
+        return Measured(self.num_samples / seconds, metrics, "whole pass")
+
+    def run_for(self, inference: Inference, seconds: float) -> int:
+        until, batches = time.perf_counter() + seconds, 0
+        while not batches or time.perf_counter() < until:
+            self._evaluate()
+            batches += self.num_batches
+        return batches
 
     def one_batch(self, number: int = 0) -> np.ndarray:
         indices = np.arange(number * self._samples, (number + 1) * self._samples)

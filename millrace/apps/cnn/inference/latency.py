@@ -65,6 +65,8 @@ def format_result(result: dict[str, Any]) -> str:
         parts = ", ".join(f"{np.median(speeds):,.1f}" for speeds in each)
         text += f" in {len(each)} processes ({parts})"
         whose = " of the slowest process"
+    if how := result.get("measured"):
+        text += f", {how}"
     if latency := result["latency_ms"]:
         figures = ", ".join(f"{name} {value:.3f}" for name, value in latency.items())
         text += f"; latency{whose} in ms, {result['latency_calls']} calls: {figures}"

@@ -25,6 +25,7 @@ from millrace.program.compiling import active_options, compile_for, no_persisten
 from millrace.program.mixed_precision import narrow
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
 from millrace.program.step import Weights
+from millrace.program.training_loop import repeat_update
 
 # The network is one CUDA graph, so that the host does not launch hundreds of kernels:
 # ResNeXt-101 takes 0.66 ms for four images on an H200 instead of 1.14.
@@ -111,6 +112,7 @@ class Inference:
         # Local devices only: processes that run together do not share batches.
         self._mesh = replica_mesh(num_replicas, jax.local_devices())
         self._weights: Any = None
+        self._num_batches = 0
 
     @property
     def devices(self) -> list[Any]:
@@ -142,26 +144,36 @@ class Inference:
             "one", mapped, spec, preferred=_GRAPH_OPTIONS, in_shardings=(spec.sharding,)
         )
 
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether the program for many batches can be called for fewer."""
+        return self._mesh.devices.flat[0].platform == "cpu"
+
     def compile_many(self, num_distinct: int, num_batches: int) -> None:
         """Compile the program for `num_batches`, cycling through `num_distinct` batches."""
+        self._num_batches = num_batches
 
         def many(
             weights: Any,
             chunk: jax.Array,  # (distinct, batch, height, width, channels)
+            *part: jax.Array,  # the first batch and their number, by default all
         ) -> jax.Array:
-            def one(number: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            @jax.jit  # traced only once
+            def one(_: None, number: jax.Array) -> tuple[None, jax.Array]:
                 place = number % num_distinct
                 images = lax.dynamic_index_in_dim(chunk, place, keepdims=False)
-                return number + 1, self._logits(weights, images)
+                return None, self._logits(weights, images)
 
-            return lax.scan(one, jnp.int32(0), None, length=num_batches)[1]
+            return repeat_update(one, None, jnp.arange(num_batches), *part)[1]
 
         spec = self._spec((num_distinct,), self.chunk_sharding)
         weights = self.network.weights
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
         # XLA chooses the layout of weights: GPU convolutions prefer another than ours.
         weight_format = Format(Layout.AUTO, replicated(self._mesh))
-        mapped = self._shard_map(many, (PartitionSpec(), _BY_BATCH), _BY_BATCH)
+        part = (self._place_part(0, num_batches),) if self.takes_any_number else ()
+        specs = (PartitionSpec(), _BY_BATCH, *[PartitionSpec() for _ in part])
+        mapped = self._shard_map(many, specs, _BY_BATCH)
         is_small = self.batch.shape[0] // self._mesh.size <= SMALL_BATCH
         fuses = is_small and has_depthwise(self.network.layers, weights.params)
         self._compile(
@@ -169,17 +181,30 @@ class Inference:
             mapped,
             shapes,
             spec,
+            *part,
             preferred=_FUSION_OPTIONS if fuses else _GRAPH_OPTIONS,
-            in_shardings=(weight_format, spec.sharding),
+            in_shardings=(weight_format, spec.sharding, *[x.sharding for x in part]),
         )
 
     def one(self, images: jax.Array) -> jax.Array:
         """Start on a batch that is on the devices; return its logits as a future."""
         return self.programs["one"](images)
 
-    def many(self, chunk: jax.Array) -> jax.Array:
-        """Start on many batches; return logits (batches, samples, classes) as a future."""
-        return self.programs["many"](self._weights, chunk)
+    def many(self, chunk: jax.Array, part: tuple[int, int] | None = None) -> jax.Array:
+        """Start on many batches; return logits (batches, samples, classes) as a future.
+
+        Args:
+            chunk: The batches to cycle through.
+            part: The first batch and how many to process, if the program takes any number;
+                the other logits are 0.
+        """
+        if not self.takes_any_number:
+            return self.programs["many"](self._weights, chunk)
+        placed = self._place_part(*(part or (0, self._num_batches)))
+        return self.programs["many"](self._weights, chunk, placed)
+
+    def _place_part(self, first: int, count: int) -> jax.Array:
+        return jax.device_put(np.array([first, count], np.int32), replicated(self._mesh))
 
     def place_weights(self) -> None:
         """Put the weights on the devices in the layout of the program for many batches."""
@@ -239,19 +264,15 @@ def time_calls(inference: Inference, batches: Sequence[Any], calls: int) -> Iter
             yield time.perf_counter() - started
 
 
-def run_chunks(inference: Inference, chunks: Iterable[Any]) -> np.ndarray | None:
-    """Run chunks of batches, reading the logits of one while the next is computed.
-
-    Returns:
-        The last logits, on the host.
-    """
-    previous, fetched = None, None
-    for chunk in chunks:
-        logits = inference.many(chunk)
-        fetched = _fetch(previous)
+def run_chunks(
+    inference: Inference, chunks: Iterable[tuple[Any, Any]]
+) -> Iterator[np.ndarray]:
+    """Run parts of chunks; yield the logits of one while the next is computed."""
+    previous = None
+    for chunk, part in chunks:
+        logits = inference.many(chunk, part)
+        if previous is not None:
+            yield np.asarray(previous)
         previous = logits
-    return fetched if previous is None else _fetch(previous)
-
-
-def _fetch(logits: jax.Array | None) -> np.ndarray | None:
-    return None if logits is None else np.asarray(logits)
+    if previous is not None:
+        yield np.asarray(previous)

@@ -47,6 +47,10 @@ _MODELS: dict[str, Callable[..., list[Layer]]] = {
         f"cifar_resnet{6 * blocks + 2}": functools.partial(resnet.cifar_resnet, blocks)
         for blocks in (1, 3, 5, 7, 9)
     },
+    "resnet9": resnet.resnet9,
+    "resnet18_small": functools.partial(
+        resnet.resnet, (2, 2, 2, 2), bottleneck=False, small=True
+    ),
     "resnet18": functools.partial(resnet.resnet, (2, 2, 2, 2), bottleneck=False),
     "resnet34": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=False),
     "resnet50": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=True),

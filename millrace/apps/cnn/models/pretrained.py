@@ -1,4 +1,4 @@
-"""Published weights for the families, from safetensors files.
+"""Published weights for the families, from and for safetensors files.
 
 ResNet and ResNeXt files use the names of torchvision (timm has the same), EfficientNet
 files those of either. Their kernels are (out, in, height, width), their matrices (out, in).
@@ -18,7 +18,7 @@ from millrace.data.safetensors import SafetensorsError, read_safetensors
 from millrace.nn.layers import Tree
 
 _CLASSIFIER = "fc1"
-_UNUSED = "num_batches_tracked"
+_MEAN, _UNUSED = "running_mean", "num_batches_tracked"
 _MAX_SHOWN = 3
 _TO_TORCH, _FROM_TORCH = (3, 2, 0, 1), (2, 3, 1, 0)  # HWIO to OIHW and back
 
@@ -139,6 +139,28 @@ def fit_pretrained(
     return *loaded, notices
 
 
+def to_published(
+    params: Tree, model_state: Tree, *, torchvision: bool = True
+) -> dict[str, np.ndarray]:
+    """Return the weights and state of a family as ``fit_pretrained`` reads them.
+
+    Args:
+        params: The weights of the model.
+        model_state: The state of the model.
+        torchvision: Whether EfficientNet gets the names of torchvision, or those of timm.
+    """
+    sources = _sources(params, model_state, torchvision=torchvision)
+    leaves = jax.tree.leaves(sources, is_leaf=_is_source)
+    values = jax.tree.leaves((params, model_state))
+    found = {
+        source.name: _to_torch(value, source.shape)
+        for source, value in zip(leaves, values, strict=True)
+    }
+    # PyTorch wants this one as well; with a momentum, its value does not matter.
+    norms = [name.removesuffix(_MEAN) for name in found if name.endswith(_MEAN)]
+    return found | {f"{norm}{_UNUSED}": np.zeros((), np.int64) for norm in norms}
+
+
 def _sources(
     params: Tree, model_state: Tree, *, torchvision: bool = False
 ) -> tuple[Tree, Tree]:
@@ -217,6 +239,13 @@ def _check(path: Path, arrays: Tree, sources: Sequence[_Source]) -> None:
             f"--pretrained: {path} does not fit this model: "
             f"{'; '.join(wrong[:_MAX_SHOWN])}{f'; and {more} more' if more > 0 else ''}."
         )
+
+
+def _to_torch(own: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Convert a variable to the dimension order of the file, in float32."""
+    value = np.asarray(own, np.float32)
+    turned = value.transpose(_TO_TORCH) if value.ndim == 4 else value.T
+    return np.ascontiguousarray(turned.reshape(shape))
 
 
 def _convert(value: np.ndarray | None, own: Any) -> Any:

@@ -17,7 +17,7 @@ SINGLE_MODELS = (
     "digits_cnn",
     "toy_model",
     *(f"cifar_resnet{6 * blocks + 2}" for blocks in (1, 3, 5, 7, 9)),
-    *("resnet18", "resnet34", "resnet50"),
+    *("resnet9", "resnet18_small", "resnet18", "resnet34", "resnet50"),
 )
 """Models that have only one size."""
 
