@@ -4,40 +4,70 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.commands.calling import RunResult, call_command, call_without_run
+from millrace.commands.signatures import takes_options_of
+from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.autoencoder.predictor import Recommender
 
-__all__ = ["convert", "load", "sweep", "train", "validate"]
+__all__ = ["convert", "export", "load", "sweep", "train", "validate"]
 
 
-def train(**options: Any) -> "RunResult[Recommender]":
-    """Train a recommender.
+@takes_options_of("autoencoder train")
+def train(
+    *, data: Any = None, validation_data: Any = None, **options: Any
+) -> "RunResult[Recommender]":
+    """Train a recommender on a file of ratings, or on arrays.
 
-    Args:
-        options: The options of ``millrace autoencoder train``, with underscores:
-            ``training_data_file="mine.csv", epochs=20``.
+    ``data`` is ``(users, items, ratings)``, three arrays of the same length, or a table
+    such as a pandas DataFrame with the columns user, item and rating. ``validation_data``
+    has the same form. ``data="generated"`` and ``data="random"`` are as on the command
+    line.
     """
+    if isinstance(data, str):
+        options["data"] = data
+    elif data is not None or validation_data is not None:
+        from millrace.apps.autoencoder.arrays import hold_ratings
+
+        held = hold_ratings(data, validation_data)
+        return call_command("autoencoder train", options, load, arrays=held)
     return call_command("autoencoder train", options, load)
 
 
+@takes_options_of("autoencoder validate")
 def validate(**options: Any) -> RunResult[None]:
-    """Validate a recommender, with the options of ``millrace autoencoder validate``."""
+    """Measure rating errors and ranking of a trained recommender."""
     return call_command("autoencoder validate", options, lambda _: None)
 
 
+@takes_options_of("autoencoder sweep")
 def sweep(**options: Any) -> RunResult[None]:
     """Train one model per learning rate; ``summary["trials"]`` has the results."""
     return call_command("autoencoder sweep", options, lambda _: None)
 
 
+@takes_options_of("autoencoder convert")
 def convert(**options: Any) -> None:
-    """Split ratings by time into files, like ``millrace autoencoder convert``."""
+    """Split ratings by time into training, validation and test files."""
     call_without_run("autoencoder convert", options)
 
 
-def load(run: Path | str) -> "Recommender":
-    """Load the best checkpoint of a training run."""
+@takes_options_of("autoencoder export")
+def export(run: Path | str, **options: Any) -> None:
+    """Write a recommender to a folder, for use without millrace.
+
+    ``run`` is a run directory, or one of its checkpoints.
+    """
+    call_without_run("autoencoder export", {"run": run, **options})
+
+
+def load(run: Path | str, which: Which = "best") -> "Recommender":
+    """Load a model that a run has trained.
+
+    Args:
+        run: A run directory, its folder of checkpoints, or one checkpoint.
+        which: The best checkpoint, the last, or that after this number of updates.
+    """
     from millrace.apps.autoencoder.predictor import load_recommender
 
-    return load_recommender(run)
+    return load_recommender(run, which)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from millrace.apps.autoencoder.arrays import build_ratings
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.apps.autoencoder.config.training import Steps
@@ -21,11 +22,13 @@ from millrace.apps.autoencoder.resident import (
     count_table_bytes,
 )
 from millrace.config import option_value
+from millrace.data.memory import HeldArrays, require_held
 from millrace.data.ratings.generated import generate_ratings, random_ratings
 from millrace.data.ratings.matrix import (
     ColumnBiases,
     Ratings,
     Unseen,
+    align,
     fit_biases,
     transpose,
 )
@@ -88,13 +91,25 @@ def _load_by_user(options: DataOptions, seed: int) -> RatingData:
         training = random_ratings(**sizes, seed=seed)
         fewer = {"num_ratings": max(1, sizes["num_ratings"] // _VALIDATION_DIVISOR)}
         return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
-    assert options.training_data_file is not None, "checked by DataOptions"
     limits = (options.rating_range[0], options.rating_range[1])
+    if options.arrays is not None:
+        return _load_arrays(require_held(options.arrays, "mr.autoencoder.train"), limits)
+    assert options.training_data_file is not None, "checked by DataOptions"
     if options.validation_data_file is None:
         return RatingData(load_ratings(options.training_data_file, limits=limits), None)
     training, validation, unseen = load_aligned(
         options.training_data_file, options.validation_data_file, limits=limits
     )
+    return RatingData(training, validation, unseen=unseen)
+
+
+def _load_arrays(held: HeldArrays, limits: tuple[float, float]) -> RatingData:
+    """Return ratings that were passed from Python."""
+    training = build_ratings(held.arrays, "", limits)
+    if "validation_user" not in held.arrays:
+        return RatingData(training, None)
+    validation = build_ratings(held.arrays, "validation_", limits)
+    validation, unseen = align(validation, training)
     return RatingData(training, validation, unseen=unseen)
 
 
@@ -110,7 +125,9 @@ def describe(ratings: RatingData, options: DataOptions) -> str:
         num_users, num_items = num_items, num_users
     origin = "random"
     if options.kind == "generated":
-        origin = f"generated, with noise {ratings.noise:g}"
+        origin = f"MADE UP: generated with noise {ratings.noise:g}"
+    elif options.arrays is not None:
+        origin = "arrays in memory"
     elif isinstance(options.training_data_file, Path):
         origin = str(options.training_data_file)
     line = (
@@ -131,6 +148,11 @@ def print_notices(ratings: RatingData, config: TrainingConfig, run: Run) -> None
         run.console.warning(
             "No --training-data-file: THE RATINGS ARE RANDOM and there is nothing to learn "
             "from them. Use them to measure speed; --data generated shows learning."
+        )
+    if options.kind == "generated":
+        run.console.line(
+            "The ratings are made up, to try the program. Train on your own with "
+            "--training-data-file and --validation-data-file."
         )
     warn_unseen(ratings, run)
     for name in ("size", "batch_size"):

@@ -130,7 +130,9 @@ def build_validator(
 def validate(config: ValidateConfig, run: Run) -> None:
     """Report the metrics of a checkpoint on ratings that it was not trained on."""
     started = time.perf_counter()
-    recommender = load_recommender(config.checkpoint, newest=config.which == "newest")
+    recommender = load_recommender(
+        config.checkpoint, config.which, announce=run.console.line
+    )
     trained = recommender.config
     ratings, unknown = load_ratings_for(
         trained,
@@ -196,7 +198,7 @@ def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
     validate(
         ValidateConfig(
             checkpoint=config.testing_on_checkpoint,
-            which="newest",
+            which="last",
             training_data_file=config.data.training_data_file,
             validation_data_file=config.data.validation_data_file,
             validation_batch_size=config.training.validation_batch_size,

@@ -34,14 +34,6 @@ _LOSS_SCALE = 1000.0
 """The loss scale of the reference, used in place of dynamic scaling."""
 
 
-def format_label(exponent: float) -> str:
-    """Format the exponent of a learning rate for the name of a metric.
-
-    Twelve digits distinguish all exponents whose float32 learning rates differ.
-    """
-    return f"{-exponent:.12g}"
-
-
 class StepMeans(NamedTuple):
     """Sums of losses and errors of all trials since the current step began.
 

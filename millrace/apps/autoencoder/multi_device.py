@@ -84,11 +84,18 @@ class MultiDeviceProgram(TrainingProgram):
             program.compile(part, _with_sharding(chunk, program.chunk_sharding))
         self.compile_seconds = sum(program.compile_seconds for program, _ in own)
 
-    def run(self, state: Any, chunk: Any) -> tuple[Any, dict]:
-        """Start the updates on every device; `state` is donated."""
+    @property
+    def runs_parts(self) -> bool:
+        """Whether the programs make any number of the updates of a chunk."""
+        return all(program is None or program.runs_parts for program in self._programs)
+
+    def run(
+        self, state: Any, chunk: Any, part: tuple[int, int] | None = None
+    ) -> tuple[Any, dict]:
+        """Start the updates, or a part of them, on every device; `state` is donated."""
         results = [
-            program.run(part, _get_local_copy(chunk, program))
-            for program, part in self._own(state.parts)
+            program.run(own, _get_local_copy(chunk, program), part)
+            for program, own in self._own(state.parts)
         ]
         infos = [info for _, info in results]
         joined = {name: value for info in infos for name, value in info.items()}

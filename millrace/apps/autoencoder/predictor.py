@@ -22,7 +22,9 @@ from millrace.apps.autoencoder.run_ratings import (
     load_rating_files,
     load_run_files,
 )
-from millrace.checkpoint.store import Checkpoints, restore_part
+from millrace.card import Card, with_card
+from millrace.checkpoint.best import BestMetric
+from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import (
     ColumnBiases,
@@ -33,12 +35,15 @@ from millrace.data.ratings.matrix import (
 )
 from millrace.program.mixed_precision import narrow
 from millrace.program.step import Weights
-from millrace.run.saved import find_run
+from millrace.run.options import Which
+from millrace.run.saved import announce, find_run
 
 RMSE = "validation_rmse"
+BEST_BY = BestMetric(RMSE, "min")
 """The metric that selects the best checkpoint."""
 
 
+@with_card
 class Recommender(NamedTuple):
     """A trained model that predicts ratings and recommends items.
 
@@ -54,6 +59,19 @@ class Recommender(NamedTuple):
     checkpoint: Path
     manifest: dict[str, Any]
     """The update, epoch and metrics of the checkpoint."""
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        error = self.manifest.get("metrics", {}).get(RMSE)
+        rows = {
+            "rows": self.config.data.rows,
+            "items": f"{len(self.item_ids):,}",
+            "parameters": f"{sum(leaf.size for leaf in jax.tree.leaves(self.params)):,}",
+            "epoch": f"{self.manifest.get('epoch', 0):.4g}",
+            **({RMSE: f"{error:.4f}"} if isinstance(error, float) else {}),
+            "checkpoint": self.checkpoint,
+        }
+        return Card("Recommender", rows)
 
     @property
     def item_ids(self) -> np.ndarray:
@@ -133,12 +151,15 @@ def _check_finite(ratings: Mapping[Any, float]) -> np.ndarray:
     return values
 
 
-def load_recommender(path: Path | str, *, newest: bool = False) -> Recommender:
-    """Load the best checkpoint of an ``autoencoder train`` run.
+def load_recommender(
+    path: Path | str, which: Which = "best", *, announce: Callable[[str], Any] = announce
+) -> Recommender:
+    """Load a checkpoint of an ``autoencoder train`` run.
 
     Args:
         path: A run directory, its folder of checkpoints, or one checkpoint to load.
-        newest: Load the newest checkpoint even if another one was validated as better.
+        which: The best checkpoint, the last, or that after this number of updates.
+        announce: Called with a line about the checkpoint.
     """
     path = Path(path)
     saved = find_run(path, command="autoencoder train")
@@ -157,12 +178,11 @@ def load_recommender(path: Path | str, *, newest: bool = False) -> Recommender:
         AutoencoderConfig, without=("logdir", "testing_on_checkpoint")
     )
     files = load_run_files(folder, config)
-    checkpoint = saved.newest()
-    if not newest and path != checkpoint:
-        checkpoint = find_best_checkpoint(checkpoint.parent) or checkpoint
+    chosen = saved.choose(which, best_by=BEST_BY)
+    announce(chosen.describe())
     model = build_model(config, len(files.column_ids))
-    params, manifest = load_weights(checkpoint, model, config)
-    return Recommender(config, model, params, files, checkpoint, manifest)
+    params, manifest = load_weights(chosen.path, model, config)
+    return Recommender(config, model, params, files, chosen.path, manifest)
 
 
 def load_weights(
@@ -178,20 +198,6 @@ def get_weight_shapes(model: Model, dtype: str) -> Any:
     """Return the shapes and dtypes of the weights of a model."""
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), shapes)
-
-
-def is_better(scores: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a checkpoint has a lower validation RMSE than another."""
-    return scores.get(RMSE, math.inf) < other.get(RMSE, math.inf)
-
-
-def find_best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the lowest validation RMSE, if any was validated."""
-    checkpoints = Checkpoints(folder, better=is_better)
-    try:
-        return checkpoints.best()
-    finally:
-        checkpoints.close()
 
 
 Predict = Callable[[Any, jax.Array, jax.Array], jax.Array]

@@ -50,7 +50,8 @@ class Recommendation(NamedTuple):
 
 def recommend(config: RecommendConfig) -> None:
     """Print recommendations, or write them to a file."""
-    recommender = load_recommender(config.checkpoint, newest=config.which == "newest")
+    lines: list[str] = []  # printed once nothing else is wrong
+    recommender = load_recommender(config.checkpoint, config.which, announce=lines.append)
     rows = recommender.config.data.rows
     titles = load_titles(config.titles) if config.titles else {}
     console = Console(quiet=True)
@@ -64,6 +65,7 @@ def recommend(config: RecommendConfig) -> None:
         skipped = config.all and unknown.num_users
         ending = " These users get no recommendations." if skipped else ""
         console.warning(format_unknown(unknown, rows) + ending)
+    print(*lines, sep="\n", file=sys.stderr)
     predict, weights = build_predict(recommender, ratings)
     batches = _stream_top_items(
         predict, weights, ratings, users, config.top, config.batch_size

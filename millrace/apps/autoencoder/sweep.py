@@ -28,7 +28,6 @@ from millrace.apps.autoencoder.joint_training import (
     build_trials_metrics,
     build_trials_program,
     compute_trials_scores,
-    format_label,
     init_trials,
 )
 from millrace.apps.autoencoder.model import Model
@@ -157,7 +156,7 @@ def _build_validation(
     validators = []
     for number, (share, device) in enumerate(zip(shares, devices, strict=True)):
         if _is_own(device):
-            labels = [format_label(exponent) for exponent in share]
+            labels = [config.label(exponent) for exponent in share]
             metric_fn = build_trials_metrics(model, labels)
             validator = Validator(
                 metric_fn, config.plan, source, batch_size, device, local=True
@@ -186,7 +185,8 @@ def _describe(
     model: Model,
     steps: Steps,
 ) -> None:
-    labels = [format_label(exponent) for exponent in config.exponents]
+    labels = [config.label(exponent) for exponent in config.exponents]
+    rates = [f"{r:g}" for r in config.learning_rates] or [f"2^-{x}" for x in labels]
     size = num_parameters(jax.eval_shape(lambda: init_weights(config, model)[0]))
     run.describe(
         devices,
@@ -198,7 +198,7 @@ def _describe(
         f"{config.training.refeeding}",
         updates=f"{steps.total_updates:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
-        **{"learning rates": " ".join(f"2^-{label}" for label in labels)},
+        **{"learning rates": " ".join(rates)},
     )
     data.print_notices(ratings, config, run)
 
@@ -274,7 +274,7 @@ def _build_trials(
             rows_per_second,
             float(loss),
             float(error),
-            metrics.get(f"validation_rmse_{format_label(exponent)}"),
+            metrics.get(f"validation_rmse_{config.label(exponent)}"),
         )
         for exponent, rate, loss, error in zip(
             config.exponents, config.initial_learning_rates, losses, errors, strict=True
@@ -289,7 +289,8 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
         NonFiniteError: Every model diverged.
     """
     rows, folder = config.data.rows, run.directory.path
-    for line in format_table(trials, rows):
+    by_exponent = not config.learning_rates
+    for line in format_table(trials, rows, by_exponent=by_exponent):
         run.console.line(line)
     total = sum(trial.rows_per_second for trial in trials)
     run.closing_notes["throughput"] = (
@@ -297,33 +298,44 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
         f"{total / len(trials):,.0f} {rows}/s each"
     )
     run.summary["trials"] = [trial._asdict() for trial in trials]
-    save_section(folder, "sweep", part := build_plot(trials))
+    part = build_plot(trials, by_exponent=by_exponent)
+    save_section(folder, "sweep", part)
     path = Plot(part.title, part.render()).save(folder / "sweep.svg")
     run.closing_notes["plot"] = str(path)
     best = min(trials, key=lambda trial: trial.error)
     if not math.isfinite(best.error):
         raise NonFiniteError(
             "Every model diverged, so there is no best learning rate. Start again with "
-            "smaller rates, which have larger numbers in base_learning_rates."
+            "smaller learning_rates, or larger numbers in base_learning_rates."
         )
-    run.summary["best"] = best._asdict()
+    metric = "train_rmse" if best.validation_rmse is None else "validation_rmse"
+    result = {"metric": metric, "mode": "min", "value": best.error}
+    run.summary["best"] = best._asdict() | result
     run.summary["metrics"]["best_rmse"] = best.error
     path = folder / "best.yml"
     write_atomically(path, yaml.safe_dump({"best": _build_best_options(config, best)}))
+    rate = f"2^-{format_exponent(best.base_learning_rate)}"
+    if not by_exponent:
+        rate = f"learning rate {best.learning_rate:g}"
     run.closing_notes["best"] = (
-        f"2^-{format_label(best.base_learning_rate)}: millrace autoencoder train --config "
-        f"best --config-path {path}"
+        f"{rate}: millrace autoencoder train --config best --config-path {path}"
     )
 
 
-def format_table(trials: Sequence[Trial], rows: RowKind = "users") -> list[str]:
-    """Return the lines of a table of trials."""
+def format_exponent(exponent: float) -> str:
+    """Format the exponent of a learning rate without its sign."""
+    return f"{-exponent:.12g}"
+
+
+def format_table(
+    trials: Sequence[Trial], rows: RowKind = "users", *, by_exponent: bool = True
+) -> list[str]:
+    """Return the lines of a table of trials, with their exponents if they were given."""
     validated = trials[0].validation_rmse is not None
-    header = ["2^", "learning rate", f"{rows}/s", "loss", "RMSE"]
-    lines = [header + ["validation RMSE"] * validated]
+    header = ["learning rate", f"{rows}/s", "loss", "RMSE"]
+    lines = [["2^"] * by_exponent + header + ["validation RMSE"] * validated]
     for trial in trials:
-        cells = [
-            f"-{format_label(trial.base_learning_rate)}",
+        cells = [f"-{format_exponent(trial.base_learning_rate)}"] * by_exponent + [
             f"{trial.learning_rate:.3g}",
             f"{trial.rows_per_second:,.0f}",
             f"{trial.loss:.4f}",
@@ -340,14 +352,20 @@ def format_table(trials: Sequence[Trial], rows: RowKind = "users") -> list[str]:
     ]
 
 
-def build_plot(trials: Sequence[Trial]) -> Points:
-    """Return the plot of the error over the learning rate."""
+def build_plot(trials: Sequence[Trial], *, by_exponent: bool = True) -> Points:
+    """Return the plot of the error over the learning rate or its exponent."""
     validated = trials[0].validation_rmse is not None
     return Points(
         title="Error over learning rate",
-        x_name="base learning rate, as a power of 2",
+        x_name="base learning rate, as a power of 2" if by_exponent else "learning rate",
         y_name="validation RMSE" if validated else "training RMSE",
-        points=[[trial.base_learning_rate, finite_json(trial.error)] for trial in trials],
+        points=[
+            [
+                trial.base_learning_rate if by_exponent else trial.learning_rate,
+                finite_json(trial.error),
+            ]
+            for trial in trials
+        ],
     )
 
 
@@ -361,4 +379,6 @@ def _build_best_options(config: SweepConfig, best: Trial) -> dict[str, Any]:
         if plain[name] != defaults[name]:
             value = option_value(config, name)
             given[name] = str(value.resolve()) if isinstance(value, Path) else value
+    if config.learning_rates:
+        return given | {"learning_rate": best.learning_rate}
     return given | {"base_learning_rate": best.base_learning_rate}

@@ -1,6 +1,5 @@
 """Train a recommender. Read from top to bottom: this is the application."""
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +12,7 @@ from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import RatingData, open_infeed
 from millrace.apps.autoencoder.evaluate import Validator, build_validator, test_checkpoint
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.predictor import (
-    RMSE,
-    find_best_checkpoint,
-    is_better,
-    load_weights,
-)
+from millrace.apps.autoencoder.predictor import BEST_BY, RMSE, load_weights
 from millrace.apps.autoencoder.program import (
     build_model,
     build_program,
@@ -55,10 +49,9 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     state = program.init(*init_weights(config, model), seed=config.run.seed)
     save_run_files(run.directory.path, config, ratings)
     _describe(config, run, program.devices, ratings, state.params, steps)
-    opened = Checkpoints(
-        run.directory.checkpoints, keep=config.run.keep_checkpoints, better=is_better
-    )
-    with contextlib.closing(opened) as checkpoints:
+    with run.checkpoints(
+        best=RMSE, mode=BEST_BY.mode, keep=config.run.keep_checkpoints
+    ) as checkpoints:
         if config.build_init:
             return _save_initial_weights(checkpoints, state, run)
         early_stopping = _build_early_stopping(config, validator, run)
@@ -115,11 +108,23 @@ def _describe(
         f"{config.training.refeeding}",
         updates=f"{steps.total_updates:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
-        **{"learning rate": f"{config.initial_learning_rate:.4g}"},
+        optimizer=describe_optimizer(config, config.initial_learning_rate),
     )
     data.print_notices(ratings, config, run)
     if ratings.validation is None and not config.training.no_validation:
         run.console.line("No --validation-data-file: the model is not validated.")
+
+
+def describe_optimizer(config: AutoencoderConfig, learning_rate: float) -> str:
+    """Return the optimizer, its learning rate with the schedule, and the weight decay."""
+    training = config.training
+    name = "sgd with momentum 0.9" if training.optimizer == "Momentum" else "sgd"
+    changes = zip(training.decay_factors[1:], training.decay_switches, strict=True)
+    steps = ", ".join(f"x {factor:g} after {switch:.0%}" for factor, switch in changes)
+    return (
+        f"{name}, learning rate {learning_rate:.4g} ({steps or 'constant'}), weight decay "
+        f"{training.weight_decay:g}"
+    )
 
 
 def _save_initial_weights(checkpoints: Checkpoints, state: TrainState, run: Run) -> None:
@@ -216,15 +221,13 @@ def _report_best(
     config: AutoencoderConfig, run: Run, model: Model, ratings: RatingData, device: Any
 ) -> None:
     """Report the best checkpoint; test it if the ratings have a test split."""
-    folder = run.directory.checkpoints
-    best = find_best_checkpoint(folder)
-    params, manifest = load_weights(best or checkpoints_in(folder)[-1], model, config)
+    folder, best = run.directory.home, run.find_best()
+    path = checkpoints_in(run.directory.checkpoints)[-1]
+    if best is not None and best["checkpoint"] is not None:
+        path = folder / best["checkpoint"]
+    params, manifest = load_weights(path, model, config)
     if best is not None:
-        run.summary["best"] = {"epoch": manifest["epoch"], **manifest["scores"]}
-        run.closing_notes["best"] = (
-            f"validation RMSE {manifest['scores'][RMSE]:.4f} after epoch "
-            f"{manifest['epoch']:g}: {best}"
-        )
+        run.summary["best"] = best | manifest["scores"]
     targets = ratings.test or ratings.validation
     if targets is not None and not config.training.no_validation:
         save_residuals(

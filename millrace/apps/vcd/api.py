@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.commands.calling import RunResult, call_command
+from millrace.commands.signatures import takes_options_of
+from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.vcd.predictor import Generator
@@ -11,27 +13,45 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "load", "sample", "train"]
 
 
-def train(**options: Any) -> "RunResult[Generator]":
-    """Train a VAE refined by Markov chains, like ``millrace vcd train``.
+@takes_options_of("vcd train")
+def train(
+    *, data: Any = None, test_data: Any = None, **options: Any
+) -> "RunResult[Generator]":
+    """Train a VAE refined by Markov chains on a dataset, or on arrays.
 
-    Args:
-        options: Options with underscores: ``config="digits_demo", num_epochs=20``.
+    ``data`` is an array of images, (images, height, width): bytes are binarized at half
+    intensity, other values at 0.5. ``test_data`` has the same form; without it, nothing is
+    tested after training.
     """
-    return call_command("vcd train", options, load)
+    if data is None and test_data is None:
+        return call_command("vcd train", options, load)
+    from millrace.apps.vcd.data import hold_images
+
+    held = hold_images(data, test_data)
+    if test_data is None:
+        options.setdefault("testing", False)
+    return call_command("vcd train", options, load, arrays=held)
 
 
+@takes_options_of("vcd evaluate")
 def evaluate(**options: Any) -> RunResult[None]:
-    """Estimate the log-likelihood of a trained model, like ``millrace vcd evaluate``."""
+    """Estimate the log-likelihood of images under a trained model."""
     return call_command("vcd evaluate", options, lambda _: None)
 
 
+@takes_options_of("vcd sample")
 def sample(**options: Any) -> RunResult[None]:
-    """Save images of a trained model, like ``millrace vcd sample``."""
+    """Save images of samples, reconstructions and chains of a trained model."""
     return call_command("vcd sample", options, lambda _: None)
 
 
-def load(run: Path | str) -> "Generator":
-    """Load the model of a run directory or a checkpoint."""
+def load(run: Path | str, which: Which = "best") -> "Generator":
+    """Load a model that a run has trained.
+
+    Args:
+        run: A run directory, its folder of checkpoints, or one checkpoint.
+        which: The best checkpoint, the last, or that after this number of updates.
+    """
     from millrace.apps.vcd.predictor import load_generator
 
-    return load_generator(run)
+    return load_generator(run, which)

@@ -1,7 +1,7 @@
 """Binary images, packed into bits so that a whole dataset fits on the device."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from millrace.apps.vcd.config.sections import DataOptions
 from millrace.config import ConfigurationError
 from millrace.data import mnist
 from millrace.data.catalog import DatasetNotFound, download_folder
+from millrace.data.memory import HeldArrays, as_images, find_held, require_held
 from millrace.data.source import ArraySource, DatasetError
 from millrace.feeds.device import DeviceDataset
 
@@ -76,12 +77,26 @@ class ImageSplits(NamedTuple):
         )
 
 
-def load_images(options: DataOptions, *, num_validation: int = 0) -> ImageSplits:
-    """Load a dataset; the last `num_validation` training images are held out."""
-    name = options.resolved_dataset
-    loader, threshold = _LOADERS[name]
-    sources, folder = _load(name, options.dataset_path, loader)
-    training, test = (binarize(source.arrays["image"], threshold) for source in sources)
+def load_images(
+    options: DataOptions, *, num_validation: int = 0, needs_images: bool = True
+) -> ImageSplits:
+    """Load a dataset; the last `num_validation` training images are held out.
+
+    Args:
+        options: Which dataset, and where it is.
+        num_validation: Training images to hold out.
+        needs_images: Whether arrays that are no longer in memory are an error; otherwise
+            they are empty.
+    """
+    name, folder = options.resolved_dataset, None
+    if options.arrays is not None:
+        name = "arrays in memory"
+        training, test = load_arrays(options.arrays, needs_images=needs_images)
+        num_validation *= bool(len(training))
+    else:
+        loader, threshold = _LOADERS[name]
+        sources, folder = _load(name, options.dataset_path, loader)
+        training, test = (binarize(source.arrays["image"], threshold) for source in sources)
     validation = None
     if num_validation:
         if num_validation >= len(training):
@@ -92,6 +107,49 @@ def load_images(options: DataOptions, *, num_validation: int = 0) -> ImageSplits
         validation = training.subset(slice(-num_validation, None))
         training = training.subset(slice(-num_validation))
     return ImageSplits(training, validation, test, name, folder)
+
+
+def hold_images(data: Any, test_data: Any = None) -> HeldArrays:
+    """Check and binarize images from Python, and keep them in memory.
+
+    Args:
+        data: Training images: (images, height, width), with or without a channel.
+        test_data: The same, for the log-likelihood after training.
+    """
+    given = {"image": data, "test_image": test_data}
+    arrays, shapes = {}, {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        images = as_images("data" if name == "image" else "test_data", value)
+        if images.shape[3] != 1:
+            raise ConfigurationError(
+                f"Images must be black and white, got {images.shape[3]} channels."
+            )
+        threshold = _HALF_OF_BYTE if images.max() > 1 else 0.5
+        packed, shapes[name] = binarize(images, threshold)
+        arrays[name] = packed
+    if len(set(shapes.values())) > 1:
+        raise ConfigurationError(f"data and test_data have different sizes: {shapes}.")
+    return HeldArrays(arrays, size=list(shapes["image"]))
+
+
+def load_arrays(
+    record: Mapping[str, Any], *, needs_images: bool
+) -> tuple[BinaryImages, BinaryImages]:
+    """Return training and test images from Python; without test images, the same twice.
+
+    Args:
+        record: The record of the arrays.
+        needs_images: Whether missing arrays are an error.
+    """
+    shape = (record["size"][0], record["size"][1])
+    if not needs_images and find_held(record) is None:
+        empty = BinaryImages(np.zeros((0, -(-shape[0] * shape[1] // 8)), np.uint8), shape)
+        return empty, empty
+    arrays = require_held(record, "mr.vcd.train").arrays
+    test = arrays.get("test_image", arrays["image"])
+    return BinaryImages(arrays["image"], shape), BinaryImages(test, shape)
 
 
 def _load(
@@ -111,7 +169,7 @@ def _load(
 
 def binarize(
     images: np.ndarray,  # (images, height, width, 1)
-    threshold: int,
+    threshold: float,
 ) -> BinaryImages:
     """Return binary images that are 1 where a pixel is above the threshold."""
     if not len(images):

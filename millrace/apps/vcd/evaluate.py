@@ -21,6 +21,7 @@ from millrace.apps.vcd.likelihood import (
 from millrace.apps.vcd.predictor import load_generator
 from millrace.config import ConfigurationError
 from millrace.durable import finite_json, write_atomically
+from millrace.loop.activity import run_stoppable
 from millrace.plan import Plan
 from millrace.run.console import Console
 from millrace.run.run import Run
@@ -32,7 +33,11 @@ def evaluate(config: EvaluateConfig, run: Run) -> None:
     """Evaluate a checkpoint; results go to the run directory."""
     with chosen_devices(config.devices) as devices:
         model = load_generator(
-            config.checkpoint_dir, split=config.split, dataset_path=config.dataset_path
+            config.checkpoint_dir,
+            config.which,
+            split=config.split,
+            dataset_path=config.dataset_path,
+            announce=run.console.line,
         )
         images = _subsample(model.images, config.num_pictures)
         num_samples = config.likelihood.num_importance_samples
@@ -64,8 +69,10 @@ def measure(
     """Estimate log-likelihoods with a progress display, and write the results files."""
     progress = _show_progress(run.console, f"estimating the {split} log-likelihood")
     try:
-        result = estimate_log_likelihoods(
-            params, images, options, seed=seed, progress=progress
+        result = run_stoppable(
+            lambda: estimate_log_likelihoods(
+                params, images, options, seed=seed, progress=progress
+            )
         )
     finally:
         run.console.stop()
@@ -91,10 +98,7 @@ def _show_progress(console: Console, activity: str) -> Progress:
     def show(done: int, total: int) -> None:
         nonlocal lines
         if console.live:
-            if done == 1:
-                console.start(total, 0)
-                console.status(activity)
-            console.advance(done, {}, 0.0)
+            console.progress(done, total)
         elif done * _PROGRESS_LINES // total > lines:
             lines = done * _PROGRESS_LINES // total
             seconds_left = (time.monotonic() - started) * (total - done) / done

@@ -25,6 +25,7 @@ FOLDER = "pictures"
 
 _MIN_SIDE = 56  # smaller images are enlarged to at least this many pixels
 _FRAME = 0.35  # gray between images
+_GAP, _PAIR_GAP = 6, 1  # pixels between images, and between an original and what it became
 
 Grid = np.ndarray
 """(rows, columns, height, width), from 0 to 1."""
@@ -34,7 +35,11 @@ def sample(config: SampleConfig, run: Run) -> None:
     """Save grids of samples, reconstructions and chains in the run directory."""
     with chosen_devices(config.devices) as devices:
         model = load_generator(
-            config.checkpoint_dir, split=config.split, dataset_path=config.dataset_path
+            config.checkpoint_dir,
+            config.which,
+            split=config.split,
+            dataset_path=config.dataset_path,
+            announce=run.console.line,
         )
         run.describe(
             devices[:1],
@@ -129,19 +134,24 @@ def save_grids(grids: dict[str, Grid], folder: Path, update: int) -> list[Path]:
     paths = []
     for name, grid in grids.items():
         paths.append(folder / f"{name}-{update:09d}.png")
-        _save_grid(grid, paths[-1])
+        _save_grid(grid, paths[-1], in_pairs=name == "reconstructions")
     return paths
 
 
-def _save_grid(grid: Grid, path: Path) -> None:
+def _save_grid(grid: Grid, path: Path, *, in_pairs: bool) -> None:
+    """Save a grid with gaps between its images; pairs of rows are close to each other."""
     from PIL import Image
 
     rows, columns, height, width = grid.shape
     factor = max(1, -(-_MIN_SIDE // max(height, width)))
     enlarged = grid.repeat(factor, 2).repeat(factor, 3)
-    framed = np.pad(enlarged, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=_FRAME)
-    whole = framed.transpose(0, 2, 1, 3).reshape(
-        rows * (height * factor + 1), columns * (width * factor + 1)
-    )
+    height, width = enlarged.shape[2:]
+    gaps = [_PAIR_GAP if in_pairs and row % 2 else _GAP for row in range(rows)]
+    tops = np.cumsum([gap + (height if row else 0) for row, gap in enumerate(gaps)])
+    whole = np.full((tops[-1] + height + _GAP, columns * (width + _GAP) + _GAP), _FRAME)
+    for row, top in enumerate(tops):
+        for column in range(columns):
+            left = _GAP + column * (width + _GAP)
+            whole[top : top + height, left : left + width] = enlarged[row, column]
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray((whole * 255).round().astype(np.uint8)).save(path, optimize=True)

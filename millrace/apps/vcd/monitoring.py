@@ -1,5 +1,6 @@
 """Validation during training: the ELBO of held-out images, and grids of images."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,11 @@ from millrace.apps.vcd.data import ImageSplits, unpack
 from millrace.apps.vcd.images import FOLDER, compute_grids, save_grids, shown_chains
 from millrace.apps.vcd.model import bernoulli_vae
 from millrace.data.source import ArraySource
+from millrace.loop.activity import run_stoppable
 from millrace.loop.evaluate import evaluate
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 from millrace.program.step import Weights
-
-ELBO = "validation_elbo"
 
 _MAX_IMAGES = 1000  # per step and replica
 _NUM_ROWS, _NUM_COLUMNS = 8, 10
@@ -60,7 +60,8 @@ class Monitor:
 
     def _save_images(self, state: Any) -> None:
         params, step_size = jax.device_get((state.params, state.model_state["step_size"]))
-        grids = compute_grids(
+        compute = functools.partial(
+            compute_grids,
             params,
             self._images,
             num_rows=_NUM_ROWS,
@@ -68,6 +69,7 @@ class Monitor:
             hmc=shown_chains(self._config, _NUM_SHOWN_STEPS),
             step_size=float(step_size),
         )
+        grids = run_stoppable(compute)
         save_grids(grids, self._folder, int(state.update))
 
 

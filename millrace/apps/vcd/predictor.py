@@ -1,5 +1,6 @@
 """A trained model: load it, draw samples, reconstruct images."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,12 +12,20 @@ from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.data import BinaryImages, load_images
 from millrace.apps.vcd.model import decode, encode
 from millrace.apps.vcd.program import init_weights
+from millrace.card import Card, with_card
+from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import restore_part
 from millrace.config import ConfigurationError, replace_options
 from millrace.program.step import Weights
-from millrace.run.saved import find_run
+from millrace.run.options import Which
+from millrace.run.saved import announce, find_run
+
+ELBO = "validation_elbo"
+BEST_BY = BestMetric(ELBO, "max")
+"""The metric that selects the best checkpoint."""
 
 
+@with_card
 class Generator(NamedTuple):
     """A trained model; images are arrays (images, height, width) from 0 to 1."""
 
@@ -32,6 +41,18 @@ class Generator(NamedTuple):
     """The number of updates it was trained for."""
     step_size: float
     """HMC step size, as last reported in training."""
+
+    def card(self) -> Card:
+        """Return what a terminal or a notebook shows."""
+        rows = {
+            "objective": self.config.model.resolved_objective,
+            "z_dim": self.config.model.z_dim,
+            "images": "x".join(map(str, self.image_shape)),
+            "parameters": f"{sum(leaf.size for leaf in jax.tree.leaves(self.params)):,}",
+            "update": self.update,
+            "checkpoint": self.checkpoint,
+        }
+        return Card("Generator", rows)
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -55,38 +76,45 @@ class Generator(NamedTuple):
 
 def load_generator(
     path: Path | str,
+    which: Which = "best",
     *,
     split: Literal["test", "validation", "training"] = "test",
     dataset_path: Path | None = None,
+    announce: Callable[[str], Any] = announce,
 ) -> Generator:
-    """Load the newest checkpoint of a ``vcd train`` run, or the one at `path`.
+    """Load a checkpoint of a ``vcd train`` run.
 
     Args:
-        path: A run directory or a checkpoint.
+        path: A run directory, its folder of checkpoints, or one checkpoint.
+        which: The best checkpoint, the last, or that after this number of updates.
         split: The images to load with it.
         dataset_path: Where the dataset is now; by default, where it was in training.
+        announce: Called with a line about the checkpoint.
     """
     saved = find_run(Path(path), command="vcd train")
     saved.check_command("vcd-train")
     config = saved.build_config(VcdConfig, without=("results_dir",))
     if dataset_path is not None:
         config = replace_options(config, dataset_path=dataset_path)
-    splits = load_images(config.data, num_validation=config.workflow.num_held_out)
+    splits = load_images(
+        config.data, num_validation=config.workflow.num_held_out, needs_images=False
+    )
     images: BinaryImages | None = getattr(splits, split)
     if images is None:
         raise ConfigurationError(
             "There is no validation split: the model was trained without --validation."
         )
     like = jax.eval_shape(lambda: init_weights(config, images.num_pixels))
-    checkpoint = saved.newest()
-    restored = restore_part(checkpoint, Weights(like))
+    chosen = saved.choose(which, best_by=BEST_BY)
+    announce(chosen.describe())
+    restored = restore_part(chosen.path, Weights(like))
     metrics = restored.manifest["metrics"]
     return Generator(
         config,
         jax.device_put(restored.state.params),
         images,
         f"{splits.name}, {len(images):,} {split} images",
-        checkpoint,
-        restored.manifest["update"],
+        chosen.path,
+        chosen.update,
         float(metrics.get("train_step_size", config.model.step_size)),
     )

@@ -10,7 +10,8 @@ import jax
 from millrace.apps.vcd.config import VcdConfig
 from millrace.apps.vcd.data import ImageSplits, ShuffledIndices, load_images
 from millrace.apps.vcd.evaluate import chosen_devices, measure
-from millrace.apps.vcd.monitoring import ELBO, Monitor
+from millrace.apps.vcd.monitoring import Monitor
+from millrace.apps.vcd.predictor import ELBO
 from millrace.apps.vcd.program import build_program, init_state
 from millrace.checkpoint.store import Checkpoints
 from millrace.config import replace_options
@@ -83,6 +84,7 @@ def _describe(
         model=f"z of {model.z_dim} dims, {num_parameters(params):,} parameters",
         objective=objective if objective == "standard_kl" else f"{objective}, {chains}",
         dataset=images.describe(),
+        optimizer=_describe_optimizer(config),
     )
     if objective != model.objective:
         run.console.warning(
@@ -91,10 +93,22 @@ def _describe(
         )
 
 
+def _describe_optimizer(config: VcdConfig) -> str:
+    """Return the optimizer and the learning rates at the start."""
+    training = config.training
+    rates = training.learning_rates(config.plan.batching.global_batch_size)
+    return (
+        f"rmsprop, learning rate {rates['decoder']:g} (decoder), "
+        f"{rates['encoder/mean']:g} (encoder mean) and {rates['encoder/std']:g} (encoder "
+        f"std), x {training.learning_rate_decay:g} in steps"
+    )
+
+
 def _open_checkpoints(
     config: VcdConfig, run: Run
 ) -> contextlib.AbstractContextManager[Checkpoints | None]:
     if not config.workflow.checkpoints:
+        run.track_best(ELBO)
         return contextlib.nullcontext()
     return run.checkpoints(best=ELBO, keep=config.run.keep_checkpoints)
 

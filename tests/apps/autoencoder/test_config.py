@@ -4,6 +4,7 @@ import shlex
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
@@ -82,14 +83,45 @@ def test_batch_and_size_default_to_the_settings_for_the_file_name(name, batch, s
 
 
 def test_random_ratings_use_the_settings_of_the_reference():
-    config = read("")
+    config = read("--data random")
     assert (config.data.kind, config.resolved_epochs) == ("random", 2)
     assert (config.resolved_batch_size, config.resolved_size) == (64, 128)
     assert config.resolved_validation_batch_size == 128
 
 
+def test_without_ratings_a_small_example_is_generated():
+    config = read("--epochs 3")
+    assert (config.data.kind, config.data.num_users) == ("generated", 2000)
+    assert (config.resolved_epochs, config.initial_learning_rate) == (3, 0.03)
+    assert read("--num-ratings 500").data.kind == "random"
+    # A run from before: its options are all in its file.
+    assert build(AutoencoderConfig, as_plain(AutoencoderConfig())).data.kind == "random"
+
+
+def test_the_learning_rate_is_that_of_the_optimizer():
+    config = read("--data random --lr 0.005 --batch-size 8")
+    assert config.initial_learning_rate == 0.005
+    with pytest.raises(ConfigurationError, match=r"^Give learning_rate, .* not both"):
+        read("--lr 0.005 --base-learning-rate -12")
+
+
+def test_a_sweep_takes_learning_rates_or_exponents():
+    words = "--data random --batch-size 8 --learning-rates 0.001 0.003"
+    config, _ = parse(SweepConfig, words.split(), program="x")
+    assert config.initial_learning_rates == [0.001, 0.003]
+    np.testing.assert_allclose(8 * 2.0 ** np.array(config.exponents), [0.001, 0.003])
+    assert [config.label(x) for x in config.exponents] == ["lr_0.001", "lr_0.003"]
+    for more, message in (
+        ("0.001", "the same float32 rate more than once"),
+        ("0", "learning_rates must be more than 0"),
+        ("--base-learning-rates 16,17", "Give learning_rates or base_learning_rates"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            parse(SweepConfig, f"{words} {more}".split(), program="x")
+
+
 def test_loss_scaling_is_dynamic_in_float16_only():
-    args = "--size 128 --batch-size 8 "
+    args = "--data random --size 128 --batch-size 8 "
     assert read(args).plan.loss_scaling == "dynamic"
     for other in ("--precision 32.32", "--precision 16.32 --half-type bfloat16"):
         assert read(args + other).plan.loss_scaling == 0
@@ -178,7 +210,7 @@ def test_learning_rates_of_a_sweep_are_parsed_like_the_reference(args, exponents
 def test_a_sweep_accepts_every_named_configuration(name):
     trained = as_plain(read(f"--config {name}"))
     swept = as_plain(read(f"--config {name} --base-learning-rates 12,13", SweepConfig))
-    own = {"base_learning_rates", "num_ipus", "num_devices"}
+    own = {"base_learning_rates", "learning_rates", "num_ipus", "num_devices"}
     assert set(swept) - set(trained) == own
     named = set(load_named(RUNS, name)) - {"learning_rate", "base_learning_rate"}
     assert named <= set(swept)
@@ -232,7 +264,7 @@ def test_help_lists_options_by_section(capsys):
     _, *groups = capsys.readouterr().out.split("\n\n")
     titles = {group.split("\n")[0]: group for group in groups}
     for title, option in {
-        "options:": "--base-learning-rate NUMBER",
+        "options:": "--learning-rate",
         "Ratings:": "--data {file,random,generated}",
         "Model:": "--size {128,256,512}",
         "Training:": "--batch-size INT",

@@ -70,7 +70,7 @@ def expected(trained):
 
 
 def load_params(run):
-    return load_recommender(run, newest=True).params
+    return load_recommender(run, "last").params
 
 
 def test_rows_of_items_train_like_users_of_the_swapped_file(folder, trained):
@@ -100,9 +100,9 @@ def test_a_run_resumes_only_with_the_rows_it_started_with(folder, capsys):
     run = f"--run-dir {folder}/parts --keep-checkpoints 9 "
     args = f"train {RECIPE}{files(folder)}{run}"
     assert command(capsys, args + "--rows items --build-init").status == 0
-    ended = command(capsys, args + "--resume")
+    ended = command(capsys, args + "--rows users --resume")
     assert ended.status == 2 and "rows" in ended.err
-    ended = command(capsys, args + "--rows items --resume")
+    ended = command(capsys, args + "--resume")
     assert ended.status == 0, ended.err
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -133,7 +133,7 @@ def test_an_overflow_makes_gradients_non_finite():
 )
 def test_trials_become_the_same_models_with_and_without_the_kernels(monkeypatch, precision):
     scaling = {"32.32": 1, "16.32": "dynamic"}[precision]
-    options = {"size": 128, "batch_size": USERS, "precision": precision}
+    options = {"size": 128, "batch_size": USERS, "precision": precision, "data": "random"}
     config = build(AutoencoderConfig, options | {"loss_scaling": scaling})
     model = build_model(config, ITEMS)
     steps = plan_steps(config, USERS)._replace(batches_per_step=4)

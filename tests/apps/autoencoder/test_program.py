@@ -16,7 +16,9 @@ from millrace.config import ConfigurationError, build
 
 
 def build_config(**options):
-    return build(AutoencoderConfig, {"precision": "32.32"} | options)
+    # No ratings are read; without a source, there would be a small example.
+    source = {} if "training_data_file" in options else {"data": "random"}
+    return build(AutoencoderConfig, {"precision": "32.32"} | source | options)
 
 
 @pytest.mark.parametrize(

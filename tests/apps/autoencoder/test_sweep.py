@@ -15,7 +15,6 @@ from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.joint_training import (
     build_trials_program,
-    format_label,
     mean_with_sum_gradient,
     skip_nonfinite_trials,
 )
@@ -46,7 +45,8 @@ def test_a_sweep_reports_the_best_learning_rate(swept):
     assert [t["learning_rate"] for t in summary["trials"]] == [4, 2.0**-8, 2.0**-10]
     errors = [float(t["validation_rmse"]) for t in summary["trials"]]
     assert not math.isfinite(errors[0]) and errors[1] < errors[2]
-    assert summary["best"] == summary["trials"][1]
+    result = {"metric": "validation_rmse", "mode": "min", "value": errors[1]}
+    assert summary["best"] == summary["trials"][1] | result
     each = summary["trials"][0]["rows_per_second"]
     assert summary["samples_per_second"] == pytest.approx(3 * each)
     assert summary["samples"] == 3 * 12 * 8
@@ -170,7 +170,7 @@ def test_more_devices_than_available_are_rejected(tmp_path, capsys):
 def test_learning_rates_that_differ_slightly_have_different_labels():
     args = "--training-data-file 3m_train.txt --base-learning-rates 10,10.000001"
     config, _ = parse(SweepConfig, args.split(), program="")
-    assert [format_label(exponent) for exponent in config.exponents] == ["10", "10.000001"]
+    assert [config.label(exponent) for exponent in config.exponents] == ["10", "10.000001"]
     trials = [TRIALS[1]._replace(base_learning_rate=value) for value in config.exponents]
     assert [line.split()[0] for line in format_table(trials)[1:]] == ["-10", "-10.000001"]
     assert config.exponents is config.exponents

@@ -5,19 +5,31 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.apps.autoencoder.config.training import ModelOptions, TrainingOptions
 from millrace.config import ConfigurationError, build
 from millrace.plan import Plan, resolve_precision
-from millrace.run.options import RunOptions
+from millrace.run.options import TRANSIENT, RunOptions
 
 _MAY_CHANGE = {"may_change": True}
 
 LARGEST_EXPONENT = 100
 """Bound on exponents of learning rates: 2^-100 trains nothing in any precision."""
-_EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0}
+_SOURCES = (
+    *("data", "training_data_file", "validation_data_file", "testing_on_checkpoint"),
+    *("num_users", "num_items", "num_ratings"),
+)
+"""Options that say which ratings to use."""
+_SMALL_EXAMPLE: dict[str, Any] = {
+    **{"data": "generated", "num_users": 2000, "num_items": 300},
+    **{"batch_size": 16, "epochs": 20.0, "learning_rate": 0.03},
+    **{"learning_rate_schedule": "0.6,0.8", "dropout_rate": 0.5, "untied_decoder": True},
+    **{"no_dense_refeeding": True, "steps_per_log": 5},
+}
+"""What ``autoencoder train`` does without any ratings: a quick look at learning."""
+_EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0, "arrays": 40.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +88,19 @@ class TrainingConfig:
 class AutoencoderConfig(TrainingConfig):
     """Train a deep autoencoder to predict ratings."""
 
+    common_options: ClassVar = (
+        *("training_data_file", "validation_data_file", "data", "rows"),
+        *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
+        *("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer"),
+        *("early_stopping", "precision", "num_replicas"),
+        *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
+    )
+
     base_learning_rate: float = -16.0
     """Exponent of the learning rate, which is 2^EXPONENT x batch_size."""
-    learning_rate: float | None = None
-    """Learning rate, independent of the batch size; overrides base_learning_rate."""
+    learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
+    """Learning rate at the start of the run, for any batch size; replaces
+    base_learning_rate."""
     num_replicas: int = field(
         default=1, metadata=_MAY_CHANGE | {"aliases": ("--replicas",)}
     )
@@ -96,19 +117,49 @@ class AutoencoderConfig(TrainingConfig):
     multiprocessing: bool = field(default=False, metadata=_MAY_CHANGE)
     """Validate while training continues, on the second device if there is one. This uses a
     thread, not a process."""
-    build_init: bool = field(default=False, metadata=_MAY_CHANGE)
+    build_init: bool = field(default=False, metadata=_MAY_CHANGE | TRANSIENT)
     """Only write the initial weights as a checkpoint; --resume trains from there."""
     logdir: Path | None = field(
-        default=None, metadata={"may_change": True, "may_differ": True}
+        default=None, metadata={"may_change": True, "may_differ": True, **TRANSIENT}
     )
     """Create the run directory in this folder, named after batch size, model size and
     time."""
-    testing_on_checkpoint: Path | None = field(default=None, metadata=_MAY_CHANGE)
+    testing_on_checkpoint: Path | None = field(
+        default=None, metadata=_MAY_CHANGE | TRANSIENT
+    )
     """Do not train; validate the newest checkpoint of this run."""
 
     @staticmethod
+    def check_given(given: dict[str, Any]) -> None:
+        """Raise if the learning rate is given in two ways."""
+        rate, exponent = given.get("learning_rate"), given.get("base_learning_rate")
+        if rate is not None and exponent is not None:
+            raise ConfigurationError(
+                "Give learning_rate, which the optimizer sees, or base_learning_rate, an "
+                "exponent of the rate per row, not both."
+            )
+
+    @staticmethod
+    def start_from_named(named: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Return a named configuration without the learning rate that a flag replaces.
+
+        Without ratings, it means the random ones of the reference, not the small example.
+        """
+        named = {"data": None} | named
+        rates = {"learning_rate", "base_learning_rate"}
+        if all(given.get(name) is None for name in rates):
+            return named
+        return {name: value for name, value in named.items() if name not in rates}
+
+    @staticmethod
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:
-        """Replace ``logdir`` by the run directory that it stands for."""
+        """Choose ratings if none are given; replace ``logdir`` by a run directory."""
+        if not any(name in values for name in _SOURCES):
+            other = {"base_learning_rate": "learning_rate"}
+            other |= {"detached_refeeding": "no_dense_refeeding"}
+            replaced = {other[name] for name in other.keys() & values.keys()}
+            example = {n: v for n, v in _SMALL_EXAMPLE.items() if n not in replaced}
+            values = example | values
         if (folder := values.get("logdir")) is None:
             return values
         if values.get("run_dir") is not None:

@@ -1,6 +1,7 @@
 """Options of the commands besides ``train``. Imports nothing heavy."""
 
 import functools
+import math
 import re
 import struct
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from typing import ClassVar, Literal
 from millrace.apps.autoencoder.config import LARGEST_EXPONENT, TrainingConfig
 from millrace.apps.autoencoder.config.training import parse_numbers
 from millrace.config import ConfigurationError
-from millrace.run.options import RunOptions
+from millrace.run.options import RunOptions, Which
 
-Which = Literal["best", "newest"]
+ExportFormat = Literal["safetensors", "stablehlo", "onnx"]
 
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.{2,3}\s*(\d+(?:\.\d+)?)\s*")
 """Two numbers separated by two or three dots; neither number starts or ends with a dot."""
@@ -21,20 +22,30 @@ _MOST_MODELS = 1000
 """Bound on the models of a range; a larger one is a typo."""
 _OUTPUT_SUFFIXES = (".tsv", ".txt", ".csv")
 _TOLERANCE = 1e-6
+_DEFAULT_EXPONENTS = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(TrainingConfig):
     """Train one recommender per learning rate, all together."""
 
-    named_without: ClassVar = ("base_learning_rate", "learning_rate")
+    common_options: ClassVar = (
+        *("training_data_file", "validation_data_file", "data", "rows"),
+        *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
+        *("epochs", "batch_size", "weight_decay", "optimizer"),
+        *("learning_rates", "base_learning_rates", "num_devices"),
+        *("run_dir", "resume", "seed", "quiet", "debug"),
+    )
+
+    named_without: ClassVar = ("base_learning_rate", "learning_rate", "lr")
     """Options of named configurations that a sweep ignores, because it varies them."""
 
-    base_learning_rates: str = (
-        "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
-    )
+    base_learning_rates: str = _DEFAULT_EXPONENTS
     """Exponents of the learning rates without the minus sign: 16,17,18 or 16..20 means
     2^-16 and so on, times batch_size. A range has steps of 1, or num_ipus values."""
+    learning_rates: list[float] = field(default_factory=list)
+    """Learning rates, for any batch size, such as 0.001 0.003 0.01; replaces
+    base_learning_rates."""
     num_ipus: int | None = field(default=None, metadata={"aliases": ("--num-trials",)})
     """Number of learning rates, which the reference trains on one IPU each."""
     num_devices: int | None = None
@@ -49,9 +60,10 @@ class SweepConfig(TrainingConfig):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         count = len(self.exponents)
         if self.num_ipus is not None and count != self.num_ipus:
+            name = "learning_rates" if self.learning_rates else "base_learning_rates"
             raise ValueError(
-                f"base_learning_rates has {count} values, but num_ipus is {self.num_ipus}. "
-                "Give one value for each."
+                f"{name} has {count} values, but num_ipus is {self.num_ipus}. Give one "
+                "value for each."
             )
         if self.num_devices is not None and self.num_devices > count:
             raise ValueError(
@@ -61,6 +73,8 @@ class SweepConfig(TrainingConfig):
     @functools.cached_property
     def exponents(self) -> list[float]:
         """The exponents of the learning rates, with their signs."""
+        if self.learning_rates:
+            return self._exponents_of_rates()
         text = self.base_learning_rates
         values = (
             self._expand_range(text)
@@ -78,6 +92,30 @@ class SweepConfig(TrainingConfig):
                 f"base_learning_rates has the same float32 rate more than once: {text!r}."
             )
         return [-value for value in values]
+
+    def _exponents_of_rates(self) -> list[float]:
+        rates = self.learning_rates
+        if self.base_learning_rates != _DEFAULT_EXPONENTS:
+            raise ValueError("Give learning_rates or base_learning_rates, not both.")
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(
+                f"learning_rates must be more than 0, got {' '.join(map(str, rates))}."
+            )
+        if len({struct.pack("f", rate) for rate in rates}) < len(rates):
+            raise ValueError(
+                "learning_rates has the same float32 rate more than once: "
+                f"{' '.join(map(str, rates))}."
+            )
+        return [math.log2(rate / self.resolved_batch_size) for rate in rates]
+
+    def label(self, exponent: float) -> str:
+        """Return the name of a trial in metrics: its exponent or its learning rate.
+
+        Twelve digits distinguish all exponents whose float32 learning rates differ.
+        """
+        if self.learning_rates:
+            return f"lr_{2.0**exponent * self.resolved_batch_size:.8g}"
+        return f"{-exponent:.12g}"
 
     def _expand_range(self, text: str) -> list[float]:
         if (ends := _RANGE.fullmatch(text)) is None:
@@ -100,6 +138,8 @@ class SweepConfig(TrainingConfig):
     @property
     def initial_learning_rates(self) -> list[float]:
         """The learning rates at the start of the run."""
+        if self.learning_rates:
+            return self.learning_rates
         return [2.0**exponent * self.resolved_batch_size for exponent in self.exponents]
 
 
@@ -107,10 +147,11 @@ class SweepConfig(TrainingConfig):
 class ValidateConfig:
     """Measure how well a trained recommender predicts ratings and ranks items."""
 
-    checkpoint: Path
-    """Directory of a training run, or one of its checkpoints."""
+    checkpoint: Path = field(metadata={"positional": "RUN"})
+    """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
-    """Which checkpoint of the run: the best by validation RMSE, or the newest."""
+    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    this number of updates."""
     training_data_file: Path | None = None
     """Known ratings to predict from (default: the training file of the run)."""
     validation_data_file: Path | None = None
@@ -135,10 +176,11 @@ class ValidateConfig:
 class RecommendConfig:
     """List the unrated items that users are likely to rate highest."""
 
-    checkpoint: Path
-    """Directory of a training run, or one of its checkpoints."""
+    checkpoint: Path = field(metadata={"positional": "RUN"})
+    """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
-    """Which checkpoint of the run: the best by validation RMSE, or the newest."""
+    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    this number of updates."""
     user: list[str] = field(default_factory=list)
     """IDs of the users, as in the ratings file."""
     all: bool = False
@@ -166,6 +208,39 @@ class RecommendConfig:
             raise ValueError(
                 f"out must end in {', '.join(_OUTPUT_SUFFIXES)}, got {self.out.name!r}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a trained recommender to a folder, for use without millrace.
+
+    The folder gets config.json (the network, the biases, the metrics), column_ids.json
+    (which item each column is), README.md, and in each format:
+
+    safetensors: model.safetensors, the weights as float32 and the biases of the items.
+
+    stablehlo: model.stablehlo, a program with weights and biases inside. It takes the
+    ratings of any number of users, (users, items) with 0 where there is none, and returns
+    the predicted ratings of all items. It runs on CPUs and NVIDIA GPUs with jax.export.
+
+    onnx: model.onnx, the same program for ONNX Runtime and others.
+    """
+
+    run: Path = field(metadata={"positional": True})
+    """Directory of a run of autoencoder train, or one of its checkpoints."""
+    format: list[ExportFormat] = field(default_factory=lambda: ["safetensors"])
+    """Formats: safetensors, stablehlo, onnx."""
+    output: Path | None = field(default=None, metadata={"aliases": ("--out",)})
+    """Folder to write; created if needed (default: export in the run directory)."""
+    which: Which = "best"
+    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    this number of updates."""
+    debug: bool = False
+    """Show the full traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if not self.format:
+            raise ValueError("Give at least one format: safetensors, stablehlo or onnx.")
 
 
 @dataclass(frozen=True, kw_only=True)

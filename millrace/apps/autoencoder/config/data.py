@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 DataKind = Literal["file", "random", "generated"]
 RowKind = Literal["users", "items"]
@@ -38,7 +38,8 @@ class DataOptions:
     data: DataKind | None = None
     """Source of the ratings: file, random (to measure speed; there is nothing to learn) or
     generated (drawn from a known truth that a model can learn). Default: file if there is
-    a training file, else random."""
+    a training file; random with num_users, num_items or num_ratings; otherwise a small
+    generated example, and random ratings for a sweep."""
     rows: RowKind = "users"
     """What one sample is: all ratings of a user, or all ratings of an item. Rows of items
     predict MovieLens better, but only for users in the training ratings."""
@@ -62,6 +63,9 @@ class DataOptions:
     """Keep all ratings on the device in sparse form and build batches there (default: yes
     if they fit in a tenth of its memory; no on CPU)."""
 
+    arrays: dict[str, Any] | None = field(default=None, metadata={"hidden": True})
+    """Record of arrays passed from Python: their shapes and a checksum."""
+
     def __post_init__(self) -> None:
         for name in (*_COUNTS, "pipeline_num_parallel"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -75,6 +79,11 @@ class DataOptions:
 
     def check_source(self) -> None:
         """Raise if the options do not describe one source of ratings."""
+        if self.arrays is not None:
+            given = ("data", "training_data_file", "validation_data_file", *_COUNTS)
+            if any(getattr(self, name) is not None for name in given):
+                raise ValueError("Give arrays as data, or a file, not both.")
+            return
         if self.kind == "file":
             if self.training_data_file is None:
                 raise ValueError("data file needs a training_data_file.")
@@ -93,8 +102,10 @@ class DataOptions:
             )
 
     @property
-    def kind(self) -> DataKind:
+    def kind(self) -> DataKind | Literal["arrays"]:
         """The source of the ratings, after defaults."""
+        if self.arrays is not None:
+            return "arrays"
         if self.data is not None:
             return self.data
         return "random" if self.training_data_file is None else "file"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from millrace.apps.vcd.config.sections import (
     DataOptions,
@@ -16,7 +16,7 @@ from millrace.apps.vcd.config.sections import (
     named,
 )
 from millrace.config import ConfigurationError
-from millrace.run.options import RunOptions
+from millrace.run.options import RunOptions, Which
 
 _CHECKPOINTS_PER_RUN = 20
 _QUIET_LEVELS = ("WARNING", "ERROR", "CRITICAL")
@@ -25,6 +25,13 @@ _QUIET_LEVELS = ("WARNING", "ERROR", "CRITICAL")
 @dataclass(frozen=True, kw_only=True)
 class VcdConfig:
     """Train a variational autoencoder whose posterior is refined by HMC."""
+
+    common_options: ClassVar = (
+        *("objective", "z_dim", "num_hidden", "num_burn_in_steps", "num_hmc_steps"),
+        *("num_leapfrog_steps", "num_epochs", "learning_rate", "testing", "validation"),
+        *("dataset", "dataset_path", "micro_batch_size", "num_replicas", "precision"),
+        *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
+    )
 
     model: ModelOptions = ModelOptions()
     training: TrainingOptions = TrainingOptions()
@@ -51,6 +58,9 @@ class VcdConfig:
         _ = self.training.learning_rates(self.plan.batching.global_batch_size)  # or raises
         if self.plan.num_stages > 1:
             raise ValueError("pipeline_splits: this model is too small for a pipeline.")
+        if self.data.arrays is not None and self.workflow.testing:
+            if "test_image" not in self.data.arrays["shapes"]:
+                raise ValueError("testing needs test_data, the images to test on.")
         if self.run.resume and not self.workflow.checkpoints:
             raise ValueError("resume needs a checkpoint, but checkpoints is off.")
 
@@ -90,8 +100,11 @@ def _new_run_dir(values: dict[str, Any]) -> Path:
 class SavedModelConfig:
     """Trained model and images."""
 
-    checkpoint_dir: Path = field(metadata=named("--results-dir", "-r"))
-    """Run directory of the training, or one of its checkpoints."""
+    checkpoint_dir: Path = field(metadata=named("--results-dir", "-r", positional="RUN"))
+    """Run directory of the training, its folder of checkpoints, or one checkpoint."""
+    which: Which = "best"
+    """Checkpoint of the run to use: the best by validation ELBO, the last, or the one after
+    this number of updates."""
     dataset_path: Path | None = field(default=None, metadata=named("--data-dir"))
     """Folder of the dataset (default: the one used in training)."""
     split: Literal["test", "validation", "training"] = "test"

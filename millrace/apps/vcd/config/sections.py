@@ -82,7 +82,7 @@ class TrainingOptions:
 
     num_epochs: int = field(default=_EPOCHS, metadata=named("--n-epoch"))
     """Passes over the training images."""
-    learning_rate: float | None = field(default=None, metadata=named("-l"))
+    learning_rate: float | None = field(default=None, metadata=named("-l", "--lr"))
     """Learning rate of the encoder mean and the decoder; the encoder std uses half.
     Overrides the next three."""
     encoder_mean_learning_rate: float | None = 5e-4
@@ -163,7 +163,8 @@ class WorkflowOptions:
     """Train and test this many times with different seeds, in the folders repeat-0,
     repeat-1 and so on of the run directory."""
     results_dir: Path | None = field(
-        default=None, metadata=named("-r", may_differ=True, **_MAY_CHANGE)
+        default=None,
+        metadata=named("-r", may_differ=True, transient=True, **_MAY_CHANGE),
     )
     """Folder in which to create the run directory (instead of --run-dir)."""
     run_name: str = field(default="default", metadata=named("-n", **_MAY_CHANGE))
@@ -240,6 +241,8 @@ class DataOptions:
     dataset_path: Path = field(default=Path("."), metadata=named("--data-dir"))
     """Folder of the dataset. If it is not there, the copy that millrace data fetch
     downloaded is used."""
+    arrays: dict[str, Any] | None = field(default=None, metadata={"hidden": True})
+    """Record of arrays passed from Python: their shapes and a checksum."""
 
     @property
     def resolved_dataset(self) -> str:
@@ -268,7 +271,7 @@ class DeviceOptions:
             raise ValueError("only_accelerator and device cpu contradict each other.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class VcdPlan(Plan):
     """Batch size, replicas, precision and memory."""
 
