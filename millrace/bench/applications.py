@@ -264,6 +264,10 @@ class _VcdTraining(TrainingWorkload):
         with chosen_devices(self._config.devices):
             super().compile(options)
 
+    def run(self, seconds: float) -> int:
+        with chosen_devices(self._config.devices):
+            return super().run(seconds)
+
 
 def _load_images(config: VcdConfig) -> binary_data.BinaryImages:
     num_held_out = config.workflow.num_held_out

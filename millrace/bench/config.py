@@ -24,10 +24,13 @@ class BenchConfig:
     out: Path | None = None
     """Folder for results.json, results.csv and results.md (default: runs/bench-TIME)."""
     repeat: int = 5
-    """Measurements per entry, after a first one that is dropped."""
+    """Least number of measurements per entry, after a first one that is dropped."""
     seconds: float = 2.0
-    """Total time of the measurements of an entry, without the first. Latency takes half of
-    it, or up to three times as long if that gives enough calls for p99 or p99.9."""
+    """Least time of the measurements of an entry, without the first. They go on until the
+    mean is known to 1 %. Latency takes half of this time, or up to three times as long if
+    that gives enough calls for p99 or p99.9."""
+    max_seconds: float = 30.0
+    """Time after which an entry is done even if its figure is not stable."""
     compare: Path | None = None
     """results.json of an earlier session: report what became slower or faster."""
     peer: Literal["torch"] | None = None
@@ -60,7 +63,7 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        for name in ("seconds", "torch_seconds"):
+        for name in ("seconds", "max_seconds", "torch_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}.")
         for option in self.xla:

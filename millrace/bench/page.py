@@ -1,6 +1,6 @@
-"""The results page: kept measurements with their commands and hardware.
+"""The pages of results: kept measurements with their commands and hardware.
 
-It depends on nothing but the kept files, so that a test can check it.
+They depend on nothing but the kept files, so that a test can check them.
 """
 
 import fnmatch
@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -27,17 +27,26 @@ _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
 _DRAWING = re.compile(r"(!\[[^\]]*\])\(([^)/]+\.svg)\)")
 _DRAWINGS = "results"
 """Folder for the drawings, next to the page."""
+_COMPARED = (
+    *("torch eager", "eager spread", "torch compiled", "compiled spread"),
+    *("ratio", "latency ratio", "published elsewhere"),
+)
+"""Columns of the second table of a session."""
 
 _INTRODUCTION = """\
 # Results
 
-Measurements of `millrace bench`, newest first, followed by the [reports](#reports) of the
-scripts in `benchmarks/`: accuracy on real data, and the cost of each feature. This page is
-generated from the files in `benchmarks/results/`:
+Measurements of `millrace bench`, and reports of the scripts in `benchmarks/`: accuracy on
+real data, and the cost of each feature. All pages are generated from the files in
+`benchmarks/results/`:
 
 ```
 millrace bench --page benchmarks/results --out docs/results.md
 ```
+"""
+
+_COLUMNS = """\
+## How to read the tables
 
 A row is an entry of the spec. Its command is below the table and runs on its own.
 
@@ -56,15 +65,46 @@ A row is an entry of the spec. Its command is below the table and runs on its ow
 """
 
 
+class _Subject(NamedTuple):
+    """A page of results: its title, and which entries and reports it shows."""
+
+    title: str
+    command: str
+    """Entries whose command starts with this; empty for none."""
+    reports: str
+    """Regular expression for the names of reports."""
+
+
+_SUBJECTS = {
+    "training": _Subject("CNN training", "cnn train", "cifar|cnn|convolutions"),
+    "inference": _Subject("CNN inference", "cnn validate", "(?!)"),
+    "images": _Subject("Image files", "", "image_"),
+    "recommender": _Subject("Recommender", "autoencoder", "autoencoder|ratings"),
+    "vcd": _Subject("VCD", "vcd", "vcd"),
+    # What no other page has:
+    "runtime": _Subject("Runtime", "", ""),
+}
+
+
 def write_page(places: Sequence[Path], out: Path | None) -> None:
-    """Write the page of these files and folders to a file, or print it."""
+    """Write the pages of these files and folders, or print them.
+
+    Args:
+        places: JSON results, and folders of results and reports.
+        out: The first page; those of the subjects are next to it, with the subject after
+            an underscore. None prints all of them.
+    """
     reports = find_reports(places)
-    text = format_page(find_results(places), reports)
+    stem = "results" if out is None else out.stem
+    pages = format_pages(find_results(places), reports, stem)
     if out is None:
-        print(text, end="")
+        print("\n".join(pages.values()), end="")
         return
     with writing(out):
-        out.write_text(text)
+        first, *others = pages.items()
+        out.write_text(first[1])
+        for name, text in others:
+            out.with_name(name).write_text(text)
         for drawing in find_drawings(reports):
             (out.parent / _DRAWINGS).mkdir(exist_ok=True)
             shutil.copyfile(drawing, out.parent / _DRAWINGS / drawing.name)
@@ -101,38 +141,87 @@ def find_drawings(reports: Sequence[Path]) -> list[Path]:
     ]
 
 
-def format_page(paths: Sequence[Path], reports: Sequence[Path] = ()) -> str:
-    """Return the page as Markdown."""
+def format_pages(
+    paths: Sequence[Path], reports: Sequence[Path] = (), stem: str = "results"
+) -> dict[str, str]:
+    """Return the pages as Markdown, by file name; the first one links to the others."""
     files = resources.files("millrace.bench")
     published = yaml.safe_load((files / "published.yml").read_text())
-    kept = [read_results(path) for path in paths]
-    kept.sort(key=lambda results: results["facts"]["date"], reverse=True)
-    sections = [_format_session(results, published) for results in kept]
-    parts = [_INTRODUCTION, *sections, _format_published(published)]
-    return "\n".join([*parts, *_format_reports(reports)]).rstrip() + "\n"
+    sessions = [read_results(path) for path in paths]
+    sessions.sort(key=lambda results: results["facts"]["date"], reverse=True)
+    pages: dict[str, str] = {}
+    rows = []
+    left = list(reports)
+    for name, subject in _SUBJECTS.items():
+        chosen = [path for path in left if re.match(subject.reports, _subject_of(path))]
+        left = [path for path in left if path not in chosen]
+        sections = [_format_session(s, subject.command, published) for s in sessions]
+        parts = [part for part in sections if part] + [*map(_format_report, chosen)]
+        if not parts:
+            continue
+        page = f"{stem}_{name}.md"
+        pages[page] = "\n".join([f"# Results: {subject.title}\n", *parts]).rstrip() + "\n"
+        shown = [line[3:] for line in pages[page].splitlines() if line.startswith("## ")]
+        rows.append({"page": f"[{subject.title}]({page})", "shows": "; ".join(shown)})
+    pages[f"{stem}_published.md"] = _format_published(published) + "\n"
+    link = f"[Published elsewhere]({stem}_published.md)"
+    rows.append({"page": link, "shows": "figures of vendors and maintainers"})
+    left_out = _format_unmeasured(sessions)
+    first = "\n".join([_INTRODUCTION, *format_table(rows), "", _COLUMNS, *left_out])
+    return {f"{stem}.md": first.rstrip() + "\n", **pages}
+
+
+def _subject_of(report: Path) -> str:
+    dated = _DATED.fullmatch(report.stem)
+    assert dated is not None, "chosen by find_reports"
+    return dated[1]
 
 
 def _format_session(
-    results: Mapping[str, Any], published: Sequence[Mapping[str, Any]]
+    results: Mapping[str, Any], command: str, published: Sequence[Mapping[str, Any]]
 ) -> str:
+    """Return the entries of a session whose command starts so; empty if there are none."""
     facts = results["facts"]
-    measured = [e for e in results["entries"] if e["status"] == "measured"]
+    entries = [
+        e
+        for e in results["entries"]
+        if e["status"] == "measured" and command and e["command"].startswith(command)
+    ]
+    if not entries:
+        return ""
+    rows = [format_row(entry) for entry in entries]
+    for row, entry in zip(rows, entries, strict=True):
+        row["published elsewhere"] = find_published(entry["name"], published)
     lines = [f"## {facts['device']}, {facts['date']}", "", *_format_facts(results), ""]
-    for title, entries in _group_by_topic(measured).items():
-        rows = [
-            format_row(entry)
-            | {"published elsewhere": find_published(entry["name"], published)}
-            for entry in entries
-        ]
-        lines += [f"### {title}", "", *format_table(rows)]
-        lines += [*format_notes(entries), "", *map(format_command, entries), ""]
-    if others := [e for e in results["entries"] if e["status"] != "measured"]:
-        lines += ["Not measured:", ""]
-        lines += [
-            f"- {e['name']}: {e['status']}, {e['reason'].rstrip('.')}" for e in others
-        ]
-        lines.append("")
-    return "\n".join(lines)
+    # Two tables: one of all columns would be wider than any screen.
+    lines += format_table([_without(row, _COMPARED) for row in rows])
+    compared = [_only(row, ("entry", "samples/s", *_COMPARED)) for row in rows]
+    if any(row[name] for row in compared for name in _COMPARED):
+        lines += ["", "Compared with PyTorch, and with figures for other hardware:", ""]
+        lines += format_table(compared)
+    lines += [*format_notes(entries), "", '??? note "Commands"', ""]
+    lines += [f"    {format_command(entry)}" for entry in entries]
+    return "\n".join([*lines, ""])
+
+
+def _without(row: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: cell for name, cell in row.items() if name not in names}
+
+
+def _only(row: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: row[name] for name in names}
+
+
+def _format_unmeasured(sessions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a section about entries that were skipped or failed."""
+    lines = [
+        f"- {results['facts']['device']}, {e['name']}: {e['status']}, "
+        f"{e['reason'].rstrip('.')}"
+        for results in sessions
+        for e in results["entries"]
+        if e["status"] != "measured"
+    ]
+    return ["## Not measured", "", *dict.fromkeys(lines)] if lines else []
 
 
 def _format_facts(results: Mapping[str, Any]) -> list[str]:
@@ -141,22 +230,6 @@ def _format_facts(results: Mapping[str, Any]) -> list[str]:
     shown["command"] = f"`{shown['command']}`"
     shown["limits"] = ", ".join(f"{name} {value}" for name, value in limits.items())
     return [f"- {name}: {value}" for name, value in shown.items()]
-
-
-def _group_by_topic(
-    entries: Sequence[Mapping[str, Any]],
-) -> dict[str, list[Mapping[str, Any]]]:
-    titles = {
-        "cnn train": "CNN training",
-        "cnn validate": "CNN inference",
-        "autoencoder": "Autoencoder",
-        "vcd": "VCD",
-    }
-    return {
-        title: matching
-        for command, title in titles.items()
-        if (matching := [e for e in entries if e["command"].startswith(command)])
-    }
 
 
 def _format_published(published: Sequence[Mapping[str, Any]]) -> str:
@@ -176,7 +249,7 @@ def _format_published(published: Sequence[Mapping[str, Any]]) -> str:
     ]
     return "\n".join(
         [
-            "## Published elsewhere",
+            "# Results: published elsewhere",
             "",
             "Figures for other hardware, from its vendors or the maintainers of the "
             "networks. We found none for the IPU-M2000 commands of Graphcore's benchmarks. "
@@ -196,10 +269,7 @@ def find_published(name: str, published: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _format_reports(paths: Sequence[Path]) -> list[str]:
-    """Return the reports with their headings two levels lower."""
-    if not paths:
-        return []
-    texts = [_HEADING.sub(r"##\1", path.read_text().rstrip()) + "\n" for path in paths]
-    shown = [_DRAWING.sub(rf"\1({_DRAWINGS}/\2)", text) for text in texts]
-    return ["\n## Reports\n", *shown]
+def _format_report(path: Path) -> str:
+    """Return a report with its headings one level lower."""
+    text = _HEADING.sub(r"#\1", path.read_text().rstrip()) + "\n"
+    return _DRAWING.sub(rf"\1({_DRAWINGS}/\2)", text)

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,9 @@ from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import CannotRun, Workload, measure
 from millrace.config import flat_options, replace_options
+from millrace.loop.activity import listening
 from millrace.program import compiling
+from millrace.run.console import Console
 
 _MAX_COMPILE_THREADS = 8
 
@@ -59,6 +60,7 @@ class Session:
         stamp = time.strftime("bench-%Y-%m-%d_%H-%M-%S")
         self._folder = config.out or Path("runs") / stamp
         self._started = time.perf_counter()
+        self._console = Console()
         kept = ("name", "command", "about", "reference")
         unreached = {"status": "failed", "reason": "not reached"}
         self._figures: dict[str, dict[str, Any]] = {
@@ -80,12 +82,16 @@ class Session:
 
     def run(self) -> None:
         """Measure all entries and print the results."""
-        self._measure_roofline()
-        if self._on_cpu:
-            self._run_side_by_side()
-        else:
-            self._run_ours_first()
-        self._measure_roofline()
+        try:
+            with listening(show=self._console.progress):
+                self._measure_roofline()
+                if self._on_cpu:
+                    self._run_side_by_side()
+                else:
+                    self._run_ours_first()
+                self._measure_roofline()
+        finally:
+            self._console.stop()
         print(format_markdown(self._results))
         if self._config.compare is not None:
             print(compare_results(read_results(self._config.compare), self._results))
@@ -114,6 +120,7 @@ class Session:
     def _measure_roofline(self) -> None:
         """Measure the limits of the device; the best of several measurements counts."""
         self._log(f"roofline of {self._devices[0].device_kind}")
+        self._show("measuring the roofline")
         before, now = self._results["limits"], measure_roofline(self._devices[0])
         limits = {name: max(value, before.get(name, 0.0)) for name, value in now.items()}
         self._results["limits"] = limits
@@ -128,6 +135,7 @@ class Session:
         With several threads, all are compiled before the first is yielded, because
         compilation would disturb the measurements.
         """
+        self._show("compiling")
         if self._num_threads == 1:
             pending = {
                 name: functools.partial(self._compile, name) for name in self._entries
@@ -175,11 +183,15 @@ class Session:
 
     def _measure(self, name: str, work: Workload) -> None:
         repeat, seconds = self._config.repeat, self._config.seconds
-        figures = self._try(name, lambda: measure(work, repeat, seconds))
+        most = max(self._config.max_seconds, seconds)
+        self._show(f"measuring {name}")
+        figures = self._try(name, lambda: measure(work, repeat, seconds, most))
         if figures is not None:
             figures |= roofline_shares(figures, self._results["limits"])
             self._figures[name].update(figures, status="measured", reason=None)
-            self._log(f"{name}: {figures['samples_per_second']['median']:,.1f} samples/s")
+            speed = figures["samples_per_second"]["median"]
+            how = figures["measured"]["how"]
+            self._log(f"{name}: {speed:,.1f} samples/s, {how}")
         self._write()
 
     def _create_peer(self, works: dict[str, Workload]) -> TorchPeer:
@@ -203,6 +215,7 @@ class Session:
         figures = self._figures[name]
         if self._config.peer == "torch" and figures["status"] == "measured":
             if name in peer.works:
+                self._show(f"measuring {name} in PyTorch")
                 repeat, seconds = self._config.repeat, self._config.torch_seconds
                 figures |= compare_with_torch(figures, peer.measure(name, repeat, seconds))
             else:
@@ -232,7 +245,12 @@ class Session:
 
     def _log(self, text: str) -> None:
         elapsed = time.perf_counter() - self._started
-        print(f"{elapsed:7.1f} s  {text}", file=sys.stderr, flush=True)
+        self._console.line(f"{elapsed:7.1f} s  {text}")
+
+    def _show(self, activity: str) -> None:
+        """Show what is being done in a bar, where there is a terminal."""
+        if self._console.live:
+            self._console.status(activity)
 
 
 def compare_with_torch(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,17 @@ from millrace.apps.cnn.inference.network import Network, time_calls
 from millrace.bench.measuring import count_latency_calls, drop_unsupported
 from millrace.bench.roofline import Cost, count_cost
 from millrace.feeds.infeed import Infeed
-from millrace.loop.staging import MAX_IN_FLIGHT, compile_calls, next_chunk
+from millrace.loop.activity import report_progress
+from millrace.loop.stability import Stability
+from millrace.loop.staging import Call, Calls
 from millrace.program.compiling import Options, compiling, peak_bytes
 from millrace.program.training import TrainingProgram
 
 _FIRST_LATENCY_CALLS = 5
 """Calls that estimate the time of a call, to choose how many to time."""
+
+_WARMUP_RUNS = 4
+_ENDLESS = 1 << 30
 
 _log = logging.getLogger("millrace")
 
@@ -64,8 +69,8 @@ class Workload(abc.ABC):
         """Put everything on the devices."""
 
     @abc.abstractmethod
-    def run(self, calls: int) -> None:
-        """Make calls and wait until they are done."""
+    def run(self, seconds: float) -> int:
+        """Work for about this time, at least for one call; return the units done."""
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -95,16 +100,21 @@ class Workload(abc.ABC):
         return []
 
 
-def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
-    """Start a compiled workload, measure it, and stop it; return the figures."""
+def measure(
+    work: Workload, repeat: int, seconds: float, max_seconds: float = 30.0
+) -> dict[str, Any]:
+    """Start a compiled workload, measure it, and stop it; return the figures.
+
+    It is measured at least `repeat` times in `seconds`, and then until the mean is known to
+    1 % or `max_seconds` are over.
+    """
     try:
         work.start()
-        values = _time_calls(work, repeat, seconds)
+        measured = _time_blocks(work, repeat, seconds, max_seconds)
         latency = work.time_single_calls(seconds / 2)
     finally:
         work.stop()
-    per_call = work.samples_per_unit * work.units_per_call
-    speeds = [per_call / value for value in values]
+    speeds = measured.grouped_rates(repeat)
     median = statistics.median(speeds)
     unit_seconds = work.samples_per_unit / median
     return {
@@ -114,6 +124,7 @@ def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
             "highest": max(speeds),
             "values": speeds,
         },
+        "measured": measured.figures() | {"how": measured.describe()},
         "unit": work.unit,
         "samples_per_unit": work.samples_per_unit,
         "units_per_call": work.units_per_call,
@@ -129,17 +140,19 @@ def measure(work: Workload, repeat: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _time_calls(work: Workload, repeat: int, seconds: float) -> list[float]:
-    """Return the seconds per call, measured `repeat` times for about `seconds` in all."""
-
-    def timed(calls: int) -> float:
+def _time_blocks(
+    work: Workload, repeat: int, seconds: float, max_seconds: float
+) -> Stability:
+    """Return the samples per second of blocks, each about a `repeat`-th of `seconds`."""
+    measured = Stability(repeat, block_seconds=0.0, max_seconds=max_seconds)
+    work.run(0.0)  # dropped: caches and queues were still filling
+    while not measured.is_done:
+        report_progress(len(measured.rates), None)
         started = time.perf_counter()
-        work.run(calls)
-        return time.perf_counter() - started
-
-    first = timed(1)  # dropped: caches and queues were still filling
-    calls = max(1, int(seconds / repeat / first))
-    return [timed(calls) / calls for _ in range(repeat)]
+        units = work.run(seconds / repeat)
+        elapsed = time.perf_counter() - started
+        measured.add(work.samples_per_unit * units, elapsed)
+    return measured
 
 
 class TrainingWorkload(Workload):
@@ -167,30 +180,44 @@ class TrainingWorkload(Workload):
         )
         self._state: Any = program.init(*weights)
         self._compiled: list[Any] = []
-        self._capacities: tuple[int, ...] = ()
+        self._calls = Calls(program, infeed, execution=execution, total=_ENDLESS)
+        self._done = 0
+        self._options: Options | None = None
 
     def compile(self, options: Options | None = None) -> None:
+        self._options = options
         with _compiling_with(options) as self._compiled:
-            self._capacities = compile_calls(
-                self._program, self._state, self._infeed, self._execution
-            )[:1]
-        micro_batches = self._program.plan.batching.gradient_accumulation_count
-        self.units_per_call = self._capacities[0] // micro_batches
+            self._calls.compile(self._state)
         self.compile_seconds = self._program.compile_seconds
         self.memory_bytes = peak_bytes(self._compiled)
 
     def start(self) -> None:
-        self.run(1)
+        # The length of calls settles.
+        for _ in range(_WARMUP_RUNS):
+            self.run(0.0)
 
-    def run(self, calls: int) -> None:
-        in_flight: collections.deque[Any] = collections.deque()
-        for _ in range(calls):
-            chunk = next_chunk(self._program, self._infeed, self._capacities)
-            self._state, info = self._program.run(self._state, chunk)
-            in_flight.append(info)
-            if len(in_flight) >= MAX_IN_FLIGHT:
-                jax.block_until_ready(in_flight.popleft())
-        jax.block_until_ready(list(in_flight))
+    def run(self, seconds: float) -> int:
+        calls, until = self._calls, time.perf_counter() + seconds
+        in_flight: collections.deque[Call] = collections.deque()
+        units = 0
+        calls.pace.start()
+        while not units or time.perf_counter() < until:
+            chunk = calls.next_chunk()
+            with _compiling_with(self._options):  # it may need another length of calls
+                self._state, call = calls.run(self._state, chunk, self._done, _ENDLESS)
+            self._done += call.updates
+            units += call.updates
+            in_flight.append(call)
+            while len(in_flight) >= calls.max_in_flight:
+                self._wait(in_flight.popleft())
+        while in_flight:
+            self._wait(in_flight.popleft())
+        self.units_per_call = calls.pace.updates
+        return units
+
+    def _wait(self, call: Call) -> None:
+        jax.block_until_ready(call.info)
+        self._calls.pace.add(call.updates)
 
     def stop(self) -> None:
         self._infeed.close()
@@ -252,8 +279,8 @@ class InferenceWorkload(Workload):
         self._inference.place_weights()
         self._feed.start(self._inference)
 
-    def run(self, calls: int) -> None:
-        self._feed.run(self._inference, calls)
+    def run(self, seconds: float) -> int:
+        return self._feed.run_for(self._inference, seconds)
 
     def stop(self) -> None:
         self._feed.close()

@@ -43,7 +43,18 @@ def measured(tmp_path_factory):
     path = folder / "spec.yml"
     path.write_text(json.dumps(SPEC))
     out = folder / "out"
-    options = ("--seconds", 0.1, "--repeat", 3, "--commit", "abc", "--compile-threads", 2)
+    options = (
+        "--seconds",
+        0.1,
+        "--max-seconds",
+        1,
+        "--repeat",
+        3,
+        "--commit",
+        "abc",
+        "--compile-threads",
+        2,
+    )
     status = bench("--spec", path, "--out", out, *options)
     return status, out, json.loads((out / "results.json").read_text())
 
@@ -74,7 +85,20 @@ def test_on_an_accelerator_an_entry_is_measured_before_the_next_is_compiled(
     path = tmp_path / "spec.yml"
     path.write_text(json.dumps(SPEC))
     arguments = ("infer_b2", "broken", "train", "--spec", path, "--out", tmp_path / "out")
-    assert bench(*arguments, "--seconds", 0.1, "--repeat", 2, "--compile-threads", 1) == 1
+    assert (
+        bench(
+            *arguments,
+            "--seconds",
+            0.1,
+            "--max-seconds",
+            1,
+            "--repeat",
+            2,
+            "--compile-threads",
+            1,
+        )
+        == 1
+    )
     logged = re.findall(
         r"s  (\S+): (compiled|failed|[\d,.]+ samples)", capsys.readouterr().err
     )

@@ -1,5 +1,8 @@
 """Which of the measured values are kept, and how many calls they take."""
 
+import itertools
+import re
+
 import pytest
 
 from millrace.bench import workload
@@ -15,10 +18,15 @@ class Clocked(Workload):
     samples_per_unit = units_per_call = num_devices = 1
 
     def __init__(self, seconds, latencies=()):
-        self._seconds, self._latencies, self.now = iter(seconds), list(latencies), 0.0
+        endless = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+        self._seconds, self._latencies, self.now = endless, list(latencies), 0.0
 
-    def run(self, calls):
-        self.now += sum(next(self._seconds) for _ in range(calls))
+    def run(self, seconds):
+        until, calls = self.now + seconds, 0
+        while not calls or self.now < until:
+            self.now += next(self._seconds)
+            calls += 1
+        return calls
 
     def time_single_calls(self, seconds):
         return self._latencies
@@ -44,14 +52,25 @@ def measure(monkeypatch):
     return run
 
 
-def test_only_the_first_value_is_dropped(measure):
-    figures = measure(Clocked([10.0, 1.0, 2.0, 4.0]), repeat=3, seconds=1.0)
-    assert figures["samples_per_second"]["values"] == [1.0, 0.5, 0.25]
+def test_only_the_first_value_is_dropped_and_a_stable_figure_is_not_repeated(measure):
+    figures = measure(Clocked([10.0, 0.5]), repeat=3, seconds=1.5)
+    assert figures["samples_per_second"]["values"] == [2.0, 2.0, 2.0]
+    assert figures["measured"]["how"] == "stable after 1.5 s"
 
 
-def test_a_value_covers_as_many_calls_as_fit(measure):
-    figures = measure(Clocked([0.25, *[0.5] * 4, *[1.0] * 4]), repeat=2, seconds=2.0)
-    assert figures["samples_per_second"]["values"] == [2.0, 1.0]
+def test_an_unstable_figure_is_measured_for_30_seconds(measure):
+    times = [10.0, *[0.5, 1.5] * 20]
+    figures = measure(Clocked(times), repeat=5, seconds=1.0)
+    assert figures["measured"]["seconds"] == pytest.approx(30.0, abs=1.5)
+    assert not figures["measured"]["stable"]
+    assert re.fullmatch(r"±\d+\.\d% after 3\d\.\d s", figures["measured"]["how"])
+    assert len(figures["samples_per_second"]["values"]) == 5
+
+
+def test_a_call_that_takes_longer_than_that_is_measured_once(measure):
+    figures = measure(Clocked([80.0, 80.0]), repeat=5, seconds=1.0)
+    assert figures["samples_per_second"]["values"] == [1 / 80]
+    assert figures["measured"]["how"] == "one measurement of 80.0 s"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from millrace.bench.page import (
     find_published,
     find_reports,
     find_results,
-    format_page,
+    format_pages,
     write_page,
 )
 from millrace.bench.reporting import write_results
@@ -52,9 +52,10 @@ def results(date, median, device="a GPU"):
     return {"facts": facts, "limits": {"bytes": 4e12}, "entries": entries}
 
 
-def test_the_page_in_the_docs_is_up_to_date():
-    text = format_page(find_results([KEPT]), find_reports([KEPT]))
-    assert (ROOT / "docs" / "results.md").read_text() == text, (
+def test_the_pages_in_the_docs_are_up_to_date():
+    pages = format_pages(find_results([KEPT]), find_reports([KEPT]))
+    written = {p.name: p.read_text() for p in (ROOT / "docs").glob("results*.md")}
+    assert written == pages, (
         "run: millrace bench --page benchmarks/results --out docs/results.md"
     )
     for drawing in find_drawings(find_reports([KEPT])):
@@ -71,29 +72,35 @@ def test_the_page_shows_the_drawings_of_reports(tmp_path):
     with pytest.raises(SystemExit) as left:
         main(["bench", "--page", str(tmp_path), "--out", str(out)])
     assert left.value.code == 0
-    assert "### curves\n\n![c](results/curves.svg)\n" in out.read_text()
+    page = out.with_name("results_runtime.md").read_text()
+    assert "## curves\n\n![c](results/curves.svg)\n" in page
     assert (out.parent / "results" / "curves.svg").read_text() == "<svg/>"
 
 
 def test_rows_have_commands_hardware_and_published_figures(tmp_path):
     for name, date, median in (("a", "2026-01-01", 5.0), ("b", "2026-02-01", 7123.0)):
         (tmp_path / f"{name}.json").write_text(json.dumps(results(date, median)))
-    text = format_page(find_results([tmp_path]))
+    pages = format_pages(find_results([tmp_path]))
+    assert list(pages) == ["results.md", "results_training.md", "results_published.md"]
+    text = pages["results_training.md"]
     assert text.index("## a GPU, 2026-02-01") < text.index("## a GPU, 2026-01-01")
     assert "| 7,123 " in text and "200.0 (25 %)" in text and "failed" in text
     assert "- resnet50_train_b256: `millrace cnn train --model resnet`" in text
     assert "42,029 (16 Bow IPUs (Bow Pod16), batch 1,920)" in text
-    assert "- large: skipped, it needs 9 devices\n" in text
+    assert "a GPU, large: skipped, it needs 9 devices\n" in pages["results.md"]
+    assert "[CNN training](results_training.md)" in pages["results.md"]
 
 
-def test_the_command_writes_the_page_or_prints_it(tmp_path, capsys):
+def test_the_command_writes_the_pages_or_prints_them(tmp_path, capsys):
     kept = tmp_path / "a.json"
     kept.write_text(json.dumps(results("2026-01-01", 5.0)))
-    for arguments in ([], ["--out", str(tmp_path / "page.md")]):
+    for arguments in ([], ["--out", str(tmp_path / "results.md")]):
         with pytest.raises(SystemExit) as left:
             main(["bench", "--page", str(kept), *arguments])
         assert left.value.code == 0
-    assert (tmp_path / "page.md").read_text() == capsys.readouterr().out
+    names = ("results.md", "results_training.md", "results_published.md")
+    written = "\n".join((tmp_path / name).read_text() for name in names)
+    assert capsys.readouterr().out == written
 
 
 def test_a_folder_without_results_is_an_error(tmp_path):
@@ -140,7 +147,7 @@ def test_files_from_before_a_figure_existed_are_shown_without_it(tmp_path):
         "ratio": 100 / 95,
     }
     (tmp_path / "a.json").write_text(json.dumps(kept))
-    text = format_page(find_results([tmp_path]))
+    text = format_pages(find_results([tmp_path]))["results_training.md"]
     assert "| eager spread |" in text and "| 10.0 % " in text
     assert "| ~1.05 |" in text and "\n~: the distance of the ratio from 1" in text
     assert "| 1.500 " in text and "2.500" not in text  # the number of calls is unknown
@@ -153,7 +160,6 @@ def test_the_page_has_the_newest_report_of_each_subject_and_device(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(results("2026-01-01", 5.0)))
     found = find_reports([tmp_path])
     assert [path.stem for path in found] == ["2026-01-01-speed-GPU", "2026-02-01-speed-cpu"]
-    text = format_page(find_results([tmp_path]), found)
-    assert text.index("## Published") < text.index("\n## Reports\n")
-    assert "### 2026-02-01-speed-cpu\n" in text and "\n#### More\n" in text
+    text = format_pages(find_results([tmp_path]), found)["results_runtime.md"]
+    assert "## 2026-02-01-speed-cpu\n" in text and "\n### More\n" in text
     assert "2026-01-01-speed-cpu" not in text and "not a report" not in text

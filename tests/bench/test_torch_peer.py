@@ -176,7 +176,18 @@ def compare(tmp_path, monkeypatch):
     def run(body):
         spec, out = tmp_path / "spec.yml", tmp_path / "out"
         spec.write_text(json.dumps({"infer": {"command": DIGITS, "batch_sizes": [2]}}))
-        arguments = ["--spec", spec, "--out", out, "--seconds", 0.02, "--repeat", 1]
+        arguments = [
+            "--spec",
+            spec,
+            "--out",
+            out,
+            "--seconds",
+            0.02,
+            "--max-seconds",
+            1,
+            "--repeat",
+            1,
+        ]
         arguments += ["--peer", "torch", "--torch-python", fake_python(tmp_path, body)]
         with pytest.raises(SystemExit) as left:
             main(["bench", *map(str, arguments)])
