@@ -122,6 +122,8 @@ FOUNDATION = {
     "durable": "files that survive a power cut",
     "numbers": "formatting of numbers",
     "output": "output to lost terminals",
+    "card": "how objects show themselves",
+    "user_code": "the user's line in a traceback",
     "versions": "versions of libraries",
 }
 """Rooms that every other room may import; drawn as one box."""
@@ -135,21 +137,22 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "bench": Room(2.5, "benchmarks, PyTorch peers"),
-    "cli": Room(0.5, "the command line"),
-    "apps": Room(2.5, "cnn, autoencoder, vcd"),
-    "commands": Room(1.5, "registry, small commands"),
-    "run": Room(1.5, "run directory, console"),
-    "loop": Room(1, "training, events, validation"),
-    "report": Room(3, "pages and plots of runs"),
-    "data": Room(0, "datasets on the host"),
-    "feeds": Room(1, "infeed and outfeed"),
-    "checkpoint": Room(2, "snapshot, write, restore"),
-    "drawing": Room(3, "SVG, PNG and HTML"),
-    "distributed": Room(1, "launch, heartbeats, signals"),
-    "program": Room(2, "all that is compiled"),
-    "nn": Room(1.5, "layers, norms, losses"),
-    "schedule": Room(2.5, "pipeline schedules"),
+    "bench": Room(3.25, "benchmarks, PyTorch peers"),
+    "cli": Room(1.25, "the command line"),
+    "apps": Room(3.25, "cnn, autoencoder, vcd"),
+    "commands": Room(2.25, "registry, small commands"),
+    "run": Room(2.25, "run directory, console"),
+    "loop": Room(1.75, "training, events, validation"),
+    "report": Room(3.75, "pages and plots of runs"),
+    "exports": Room(0, "files for other programs"),
+    "data": Room(0.75, "datasets on the host"),
+    "feeds": Room(1.75, "infeed and outfeed"),
+    "checkpoint": Room(2.75, "snapshot, write, restore"),
+    "drawing": Room(3.75, "SVG, PNG and HTML"),
+    "distributed": Room(1.75, "launch, heartbeats, signals"),
+    "program": Room(2.75, "all that is compiled"),
+    "nn": Room(2.25, "layers, norms, losses"),
+    "schedule": Room(3.25, "pipeline schedules"),
 }
 _UNDRAWN = {"__init__", "__main__"}
 """The public names, which import most rooms on first use, and ``python -m millrace``."""
@@ -277,7 +280,8 @@ def _draw_box(x: float, y: float, name: str, text: str, *, uses_jax: bool) -> li
 def _finish(shapes: list[Shape], num_rows: int) -> str:
     """Add the foundation and the legend; return SVG that follows light or dark."""
     y = _MARGIN + num_rows * (_HEIGHT + _GAP_Y) - 6
-    full = 4 * _WIDTH + 3 * _GAP_X
+    last = max(room.column for room in ROOMS.values())
+    full = last * (_WIDTH + _GAP_X) + _WIDTH
     height = 96
     shapes.append(Label(_MARGIN, y - 14, "any room may import:"))
     shapes.append(Rect(_MARGIN, y, full, height, "raised", outline="grid"))

@@ -1,6 +1,10 @@
 """A complete application: options, progress, checkpoints, --resume and a report.
 
-Try --help, --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume.
+Try --help, --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume RUN.
+After --run-dir runs/curve, another script has the weights in two lines:
+
+    fitted = mr.load("runs/curve")
+    print(fitted.params["out"].shape, fitted.metrics["train_loss"])
 """
 
 from dataclasses import dataclass
@@ -44,7 +48,7 @@ def train(config: CurveConfig, run) -> None:
     draw = jax.random.normal(jax.random.key(config.run.seed), (2, 64))
     params = {"in": draw[:1] * 2, "bias": draw[1], "out": jnp.zeros((64, 1))}
     infeed = mr.Infeed(mr.Stream(samples, config.plan.batching.samples_per_step))
-    with run.checkpoints(best="", keep=3) as checkpoints:
+    with run.checkpoints(keep=3) as checkpoints:
         state = program.init(params, seed=config.run.seed)
         run.train(program, state, infeed, schedule, checkpoints=checkpoints)
     print(f"curve: train loss {run.summary['metrics']['train_loss']:.4f}")
