@@ -82,7 +82,7 @@ def work(config, run):
     }
     state = program.init(params, {"mean": jnp.zeros(8)}, seed=config.run.seed)
     stream = SlowStream(source, 4, batches_per_epoch=56, seed=config.run.seed)
-    with run.checkpoints(best="none", keep=2) as checkpoints:
+    with run.checkpoints(keep=2) as checkpoints:
         state = run.train(
             program,
             state,

@@ -111,7 +111,7 @@ def work(config, run):
     def validate(state):
         return evaluate(judge, judge.place_state(state), samples(VALIDATION), 8)
 
-    with run.checkpoints(best="none", keep=2) as checkpoints:
+    with run.checkpoints(keep=2) as checkpoints:
         if coordination.is_first() and config.fill_disk_at >= 0:
             fill_disk(config.fill_disk_at)
         state = run.train(

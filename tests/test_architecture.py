@@ -33,8 +33,10 @@ MAY_IMPORT = {
     "durable": set(),
     "numbers": set(),
     "output": set(),
+    "card": set(),
+    "user_code": set(),
     "versions": set(),
-    "plan": {"config"},
+    "plan": {"card", "config"},
     # Runtime.
     "data": set(),
     "distributed": set(),
@@ -43,6 +45,7 @@ MAY_IMPORT = {
     "schedule": set(),
     "program": {"nn", "schedule"},
     "checkpoint": {"distributed", "program"},
+    "exports": {"data", "nn"},
     "loop": {"checkpoint", "data", "distributed", "feeds", "program"},
     # Runs and what they leave.
     "drawing": {"schedule"},
@@ -56,20 +59,21 @@ MAY_IMPORT = {
     },
     # Applications and entry points.
     "apps": {
-        *("checkpoint", "data", "distributed", "feeds", "loop", "nn", "program"),
-        *("commands", "report", "run"),
+        *("checkpoint", "data", "distributed", "exports", "feeds", "loop", "nn"),
+        *("commands", "program", "report", "run"),
     },
     "bench": {"apps", "data", "feeds", "loop", "nn", "program", "run"},
     "cli": {"__init__", "commands", "distributed", "run"},
     "__main__": {"cli"},
     "__init__": {
-        *("data", "feeds", "loop", "nn", "plan", "program"),
+        *("data", "exports", "feeds", "loop", "nn", "plan", "program"),
         *("apps", "commands", "report", "run"),
     },
 }
 """The rooms that a room may import, next to the foundation."""
 
 LIBRARIES = {
+    "onnx": {"exports"},
     "orbax": {"checkpoint"},
     "rich": {"commands", "drawing", "run"},
     "sklearn": {"data"},
@@ -91,24 +95,35 @@ LAYERS = (
     # Options. models.spec has the names of the CNNs, which options are checked against.
     {"config", "models.spec"},
     {"kernels", "loss", "model", "models", "objective", "sampler"},
-    {"augment", "data", "resident", "run_ratings"},
+    {
+        *("arrays", "augment", "auto_augment", "data", "image_ops", "resident"),
+        "run_ratings",
+    },
     {"item_rows", "joint_training", "metrics", "multi_device", "program"},
     {
+        "classify",
         "evaluate",
         "images",
+        "learning",
         "likelihood",
         "mistakes",
         "monitoring",
         "predictor",
+        "preview",
         "residuals",
     },
     # Functions of commands.
-    {"convert", "datasets", "inference", "recommend", "sweep", "train"},
+    {
+        *("convert", "datasets", "export", "inference", "model_card", "predict"),
+        *("recommend", "sweep", "train"),
+    },
     {"api"},
 )
 """The modules of all applications: none imports one of a later layer."""
 
-CONFIG_MAY_IMPORT = {"config", "data.layouts", "plan", "run.options", "run.saved"}
+CONFIG_MAY_IMPORT = {
+    *("config", "data.layouts", "distributed.hardware", "plan", "run.options", "run.saved"),
+}
 MODELS_MAY_IMPORT = {"config", "data", "nn", "plan", "program"}
 
 SAME_FILES = (

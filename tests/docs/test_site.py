@@ -59,8 +59,8 @@ def test_no_page_is_wider_than_a_phone(looked, pages):
 def test_text_can_be_selected(looked, pages):
     first = looked.pages[2 * pages.index("first_run.html")]
     assert "validation accuracy" in first.selected
-    api = looked.pages[2 * pages.index("api.html")]
-    assert "training_program" in api.selected and "Infeed" in api.selected
+    api = looked.pages[2 * pages.index("api_training.html")]
+    assert "training_program" in api.selected and "Plan" in api.selected
 
 
 def test_pages_load_nothing_from_other_sites(site, pages):
