@@ -19,13 +19,19 @@ from millrace.commands.usage import (
 )
 from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import add_launcher_replicas, is_follower
-from millrace.distributed.signals import INTERRUPTED, exit_on_signals, interruptible
+from millrace.distributed.signals import (
+    INTERRUPTED,
+    end_if_unanswered,
+    exit_on_signals,
+    interruptible,
+)
 from millrace.output import drop_lost_output
 
 
 def script() -> None:
     """Run as a program of its own, which a signal may end at any time."""
     exit_on_signals()
+    end_if_unanswered()
     drop_lost_output()
     try:
         main()

@@ -2,17 +2,22 @@
 
 The training loop handles these signals itself and saves a checkpoint. Everywhere else they
 raise ``KeyboardInterrupt`` (``interruptible``) or end the process (``exit_on_signals``).
+Python calls a handler only when the main thread is not in C++, so a command also ends
+itself if none was called for some seconds (``end_if_unanswered``).
 """
 
 import atexit
 import contextlib
+import math
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -24,6 +29,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if SIGHUP is None else [SIGH
 """Signals that ask a process to stop: Ctrl-C, a cluster, a closed terminal."""
 
 _RETRY_SECONDS = 0.02
+_ANSWER_SECONDS = 2.5
+"""Starting the driver of a GPU and loading its libraries can take longer than this."""
+_LAST_ACTIONS_SECONDS = 1.0
+_SAME_MOMENT_SECONDS = 1.0
+"""The thread that watches may learn of a signal this much later than its handler."""
 _CALLED_FROM_CPP = {"_xla_gc_callback"}
 """Functions that C++ calls: it swallows their exceptions or aborts the process."""
 
@@ -35,6 +45,11 @@ class _Received:
     any = False
     last: int | None = None
     """Its number; it is kept when the context ends."""
+    answered_at = -math.inf
+    """When a handler was called last, on the monotonic clock."""
+    may_end = False
+    """Whether the process may end without having called the handler."""
+    last_actions: ClassVar[list[Callable[[], Any]]] = []
 
 
 def last_signal() -> int | None:
@@ -61,11 +76,17 @@ def end_with_signal_while(busy: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def handle_signals(
-    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS
+    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS, *, may_end: bool = False
 ) -> Iterator[None]:
     """Call `handler` on these signals inside the context.
 
     Python allows this in the main thread only; in other threads nothing changes.
+
+    Args:
+        handler: The handler.
+        numbers: The signals.
+        may_end: Whether the process may end if `handler` cannot be called for some seconds;
+            see ``end_if_unanswered``.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -74,11 +95,13 @@ def handle_signals(
         _Received.any = False
         _Received.last = None
     _Received.depth += 1
+    could_end, _Received.may_end = _Received.may_end, may_end
     previous = install_handler(handler, numbers)
     try:
         yield
     finally:
         _Received.depth -= 1
+        _Received.may_end = could_end
         for number, before in previous.items():
             signal.signal(number, before)
 
@@ -94,6 +117,7 @@ def install_handler(
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
+        _Received.answered_at = time.monotonic()
         if number == SIGHUP and _Received.any:
             return
         _Received.any = True
@@ -110,6 +134,53 @@ def install_handler(
 def exit_on_signals() -> None:
     """Exit immediately on a signal, for processes that have not started any work."""
     install_handler(lambda *_: os._exit(INTERRUPTED))
+    _Received.may_end = True
+
+
+def end_if_unanswered(seconds: float = _ANSWER_SECONDS) -> None:
+    """End this process if a handler that may end it cannot be called for some seconds.
+
+    Call it once, in the main thread of a program. ``acting_before_end`` adds what to do
+    first.
+    """
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
+    threading.Thread(
+        target=_watch, args=(receiving, seconds), name="millrace-signals", daemon=True
+    ).start()
+
+
+def _watch(receiving: socket.socket, seconds: float) -> None:
+    """Wait for the signals whose numbers C writes to a socket, whatever Python does."""
+    while numbers := receiving.recv(64):
+        received_at = time.monotonic()
+        if not any(number in STOP_SIGNALS for number in numbers):
+            continue
+        time.sleep(seconds)
+        is_answered = _Received.answered_at > received_at - _SAME_MOMENT_SECONDS
+        if _Received.may_end and not is_answered:
+            _end_now()
+
+
+def _end_now() -> None:
+    timer = threading.Timer(_LAST_ACTIONS_SECONDS, os._exit, (INTERRUPTED,))
+    timer.daemon = True
+    timer.start()
+    for action in list(_Received.last_actions):
+        with contextlib.suppress(Exception):
+            action()
+    os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def acting_before_end(action: Callable[[], Any]) -> Iterator[None]:
+    """Call `action` on another thread, if ``end_if_unanswered`` ends the process."""
+    _Received.last_actions.append(action)
+    try:
+        yield
+    finally:
+        _Received.last_actions.remove(action)
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
@@ -118,7 +189,7 @@ def interruptible() -> contextlib.AbstractContextManager[None]:
     Raised during the import of an extension module or in a callback from C++, the
     exception would be swallowed or crash the process.
     """
-    return handle_signals(_interrupt)
+    return handle_signals(_interrupt, may_end=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from millrace.distributed.environment import record_run_directory
 from millrace.distributed.heartbeat import is_communication_error, start_heartbeat
 from millrace.distributed.signals import (
     INTERRUPTED,
+    acting_before_end,
     end_with_signal_while,
     interruptible,
     last_signal,
@@ -65,6 +66,7 @@ from millrace.versions import versions
 
 _USAGE_ERROR = 2
 """The exit status after a wrong option, as shells and argparse have it."""
+_STOPPED = {"status": "interrupted", "error": "stopped immediately"}
 
 
 class Run:
@@ -349,6 +351,7 @@ def _execute(
             run.writers += open_writers(options, directory, as_plain(config), command)
         with (
             interruptible(),
+            acting_before_end(functools.partial(_record_end, run)),
             deterministic(options.deterministic),
             compiling({}, programs, cache_dir=compile_cache_folder()),
             listening(show=run.console.progress),
@@ -357,7 +360,7 @@ def _execute(
             function(config, run)
         return INTERRUPTED if run.summary["status"] == "interrupted" else 0
     except KeyboardInterrupt:
-        run.summary |= {"status": "interrupted", "error": "stopped immediately"}
+        run.summary |= _STOPPED
         run.signal = last_signal()
         end_with_signal_while(is_compiling)
         if peers is not None:
@@ -379,6 +382,14 @@ def _execute(
         status = _USAGE_ERROR if isinstance(error, ConfigurationError) else 1
         _report_failure(_format_error(error), status, silent=options.debug)
         return status
+
+
+def _record_end(run: Run) -> None:
+    """Leave a summary: the main thread is in C++, and the process ends without it."""
+    run.console.stop()
+    if coordination.is_first():
+        run.directory.write_summary(run.summary | _STOPPED)
+    run.console.line(f"interrupted; partial results are in {run.directory.home}")
 
 
 @contextlib.contextmanager

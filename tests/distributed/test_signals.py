@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -125,3 +126,69 @@ def test_a_command_that_has_just_started_exits_silently(tmp_path, number, second
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors and "Exception" not in errors
+
+
+STUCK = """
+import ctypes, sys, threading, time
+from dataclasses import dataclass
+from pathlib import Path
+from millrace.distributed.signals import end_if_unanswered, exit_on_signals
+from millrace.distributed.signals import handle_signals
+from millrace.run.options import RunOptions
+from millrace.run.run import run_command
+
+def stay_in_c():
+    # Like a driver that starts: releases the interpreter lock, and ignores signals.
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("stuck", flush=True)
+    threading.Timer(3.0, ctypes.CDLL(None).pthread_mutex_unlock, (mutex,)).start()
+    lock(mutex)
+
+def function(config, run):
+    if sys.argv[2] == "protected":
+        with handle_signals(lambda *_: print("handled", flush=True)):
+            stay_in_c()
+        run.summary["status"] = "completed"
+    else:
+        stay_in_c()
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: RunOptions = RunOptions()
+
+exit_on_signals()
+end_if_unanswered(0.3)
+config = Config(run=RunOptions(run_dir=Path(sys.argv[1])))
+sys.exit(run_command(function, config, command="x", command_line="x"))
+"""
+
+
+def interrupt_stuck_process(folder, kind):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(folder), kind],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "stuck\n"
+    time.sleep(0.3)  # now it is in C
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    return process.returncode, printed + errors, time.monotonic() - began
+
+
+def test_a_signal_that_python_cannot_handle_ends_the_process(tmp_path):
+    status, printed, seconds = interrupt_stuck_process(tmp_path / "run", "unprotected")
+    assert status == 130 and seconds < 2.5
+    assert f"partial results are in {tmp_path / 'run'}" in printed
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+
+
+def test_a_signal_that_the_training_loop_handles_does_not_end_the_process(tmp_path):
+    status, printed, seconds = interrupt_stuck_process(tmp_path / "run", "protected")
+    assert status == 0 and "handled" in printed and seconds > 1
