@@ -12,6 +12,7 @@ USERS, ITEMS = 48, 30
 FIRST_USER, FIRST_ITEM = 1000, 500
 SMALL = "--size 128 --batch-size 8 --precision 32.32 --quiet"
 """Options without a default for these file names, and full precision."""
+PLAIN = f"--recipe graphcore {SMALL}"
 
 
 def write_ratings(folder, *, extra=""):
@@ -55,3 +56,8 @@ def events_of(folder):
     return [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
+
+
+def clip(ratings):
+    """Limit ratings to the scale of the files."""
+    return np.clip(ratings, 0.5, 5)

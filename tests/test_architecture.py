@@ -99,7 +99,7 @@ LAYERS = (
         *("arrays", "augment", "auto_augment", "data", "image_ops", "resident"),
         "run_ratings",
     },
-    {"item_rows", "joint_training", "metrics", "multi_device", "program"},
+    {"baselines", "item_rows", "joint_training", "metrics", "multi_device", "program"},
     {
         "classify",
         "evaluate",
@@ -122,7 +122,8 @@ LAYERS = (
 """The modules of all applications: none imports one of a later layer."""
 
 CONFIG_MAY_IMPORT = {
-    *("config", "data.layouts", "distributed.hardware", "plan", "run.options", "run.saved"),
+    *("config", "data.layouts", "data.ratings.counts", "distributed.hardware", "plan"),
+    *("run.options", "run.saved"),
 }
 MODELS_MAY_IMPORT = {"config", "data", "nn", "plan", "program"}
 

@@ -76,7 +76,7 @@ def test_custom_ratings_are_learned_and_lead_to_recommendations(ratings):
         for command, _ in split_commands(console_with("convert"))
     ]
     assert outputs[0][0].startswith("split/train.txt  19,200 ratings by 800 users")
-    assert "--config small_ratings" in outputs[0][-1]  # as in the next command
+    assert "train --training-data-file split/train.txt" in outputs[0][-1]
     (summary,) = (ratings / "runs").glob("autoencoder-validate-*/summary.json")
     rmse = json.loads(summary.read_text())["metrics"]["validation_rmse"]
     assert rmse < 0.85  # the standard deviation of the ratings is 1.03

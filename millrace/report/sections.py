@@ -146,6 +146,19 @@ class Points(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Table(Section):
+    """Rows of text."""
+
+    kind: ClassVar[str] = "table"
+    columns: list[str]
+    rows: list[list[str]]
+
+    def render(self) -> str:
+        """Show the rows."""
+        return html.table(self.rows, head=self.columns)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SvgFigure(Section):
     """A finished SVG, which may be wider than a phone."""
 
@@ -173,7 +186,9 @@ _DAMAGED = (
 )
 """Errors from reading or drawing a section whose file was damaged or changed."""
 
-_KINDS = {cls.kind: cls for cls in (Confusion, Gallery, Histogram, Points, SvgFigure)}
+_KINDS = {
+    cls.kind: cls for cls in (Confusion, Gallery, Histogram, Points, Table, SvgFigure)
+}
 
 
 def save_section(run: Path, name: str, section: Section) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from millrace.apps.autoencoder.config.commands import ConvertConfig
-from millrace.apps.autoencoder.config.data import REFERENCE_SETTINGS
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.chunks import Events
 from millrace.data.ratings.reading import read_timed_events
@@ -23,8 +22,6 @@ from millrace.data.ratings.split import (
 )
 from millrace.data.source import DatasetError
 
-_MOST_SMALL_RATINGS = 100_000
-"""Up to this many ratings, the named configuration small_ratings trains well."""
 _PARTS = {"train": "training", "valid": "validation", "test": "test"}
 
 
@@ -111,22 +108,10 @@ def _print_counts(
             f"that. Here, after that: {_format_counts(events, later)}."
         )
     train, valid = paths["train"], paths["valid"]
-    # Only the file names of the published periods imply a size and a batch size.
-    implied = train.name in REFERENCE_SETTINGS
-    options = "" if implied else _suggest_options(len(split.training))
     print(
-        f"To train: millrace autoencoder train {options}--training-data-file {train} "
-        f"--validation-data-file {valid}"
+        f"To train: millrace autoencoder train --training-data-file {train} "
+        f"--validation-data-file {valid} --test-data-file {paths['test']}"
     )
-
-
-def _suggest_options(num_ratings: int) -> str:
-    """Return options to start with for this many ratings."""
-    if num_ratings <= _MOST_SMALL_RATINGS:
-        return "--config small_ratings "
-    enough = (name for name, period in PERIODS.items() if num_ratings <= period.num_ratings)
-    settings = REFERENCE_SETTINGS[f"{next(enough, 'full')}_train.txt"]
-    return f"--size {settings.size} --batch-size {settings.batch_size} "
 
 
 def _format_counts(events: Events, chosen: np.ndarray) -> str:

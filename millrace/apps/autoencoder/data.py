@@ -30,10 +30,12 @@ from millrace.data.ratings.matrix import (
     Unseen,
     align,
     fit_biases,
+    hold_out,
     transpose,
 )
-from millrace.data.ratings.reading import load_aligned, load_ratings
+from millrace.data.ratings.reading import load_ratings, load_targets
 from millrace.data.ratings.source import RatingsSource, evaluation_source, training_source
+from millrace.data.source import DatasetError
 from millrace.data.stream import ParallelStream, Stream
 from millrace.feeds.infeed import Infeed
 from millrace.run.run import Run
@@ -51,7 +53,7 @@ class RatingData(NamedTuple):
     training: Ratings
     validation: Ratings | None
     test: Ratings | None = None
-    """Only for generated ratings."""
+    """Generated, or from a file of their own."""
     unseen: Unseen | None = None
     """Counts of what was left out of validation."""
     noise: float | None = None
@@ -71,7 +73,7 @@ def load(options: DataOptions, seed: int) -> RatingData:
     ratings = ratings.map(transpose) if options.rows == "items" else ratings
     if not options.subtract_biases:
         return ratings
-    return subtract_biases(ratings, fit_biases(ratings.training))
+    return subtract_biases(ratings, fit_biases(ratings.training, options.bias_strength))
 
 
 def subtract_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
@@ -93,14 +95,37 @@ def _load_by_user(options: DataOptions, seed: int) -> RatingData:
         return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
     limits = (options.rating_range[0], options.rating_range[1])
     if options.arrays is not None:
-        return _load_arrays(require_held(options.arrays, "mr.autoencoder.train"), limits)
+        held = require_held(options.arrays, "mr.autoencoder.train")
+        ratings = _load_arrays(held, limits)
+    else:
+        ratings = _load_files(options, limits)
+    if ratings.validation is None and options.validation_fraction:
+        training, validation = hold_out(ratings.training, options.validation_fraction, seed)
+        if not validation.num_ratings:
+            raise DatasetError(
+                f"{ratings.training.num_ratings} ratings are too few to hold some out for "
+                "validation. Give --validation-data-file, or --no-validation."
+            )
+        ratings = ratings._replace(training=training, validation=validation)
+    return ratings
+
+
+def _load_files(options: DataOptions, limits: tuple[float, float]) -> RatingData:
+    """Return the ratings in files; those to predict get the numbers of the others."""
     assert options.training_data_file is not None, "checked by DataOptions"
-    if options.validation_data_file is None:
-        return RatingData(load_ratings(options.training_data_file, limits=limits), None)
-    training, validation, unseen = load_aligned(
-        options.training_data_file, options.validation_data_file, limits=limits
-    )
-    return RatingData(training, validation, unseen=unseen)
+    training = load_ratings(options.training_data_file, limits=limits)
+    ratings = RatingData(training, None)
+    if options.validation_data_file is not None:
+        validation, unseen = load_targets(
+            options.validation_data_file, options.training_data_file, training, limits
+        )
+        ratings = ratings._replace(validation=validation, unseen=unseen)
+    if options.test_data_file is not None:
+        test, _ = load_targets(
+            options.test_data_file, options.training_data_file, training, limits
+        )
+        ratings = ratings._replace(test=test)
+    return ratings
 
 
 def _load_arrays(held: HeldArrays, limits: tuple[float, float]) -> RatingData:

@@ -124,7 +124,9 @@ def build_validator(
         return None
     batch_size = config.resolved_validation_batch_size
     source = open_evaluation_source(known, targets, batch_size)
-    return Validator(build_metrics(model), config.plan, source, batch_size, device)
+    clip = config.data.clip_predictions
+    metric_fn = build_metrics(model, None, known.biases, clip=clip)
+    return Validator(metric_fn, config.plan, source, batch_size, device)
 
 
 def validate(config: ValidateConfig, run: Run) -> None:
@@ -161,6 +163,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
             targets,
             batch_size,
             trained.plan.types.compute,
+            clip=trained.data.clip_predictions,
         )
     event = {name: recommender.manifest[name] for name in ("update", "epoch")}
     event |= {"time": round(time.perf_counter() - started, 3), **metrics}
@@ -181,7 +184,10 @@ def _compute_scores(
     plan, device = recommender.config.plan, jax.devices()[0]
     rows_are_users = recommender.config.data.rows == "users"
     source = open_evaluation_source(known, targets, batch_size)
-    metric_fn = build_metrics(model, ranking if rows_are_users else None, known.biases)
+    clip = recommender.config.data.clip_predictions
+    metric_fn = build_metrics(
+        model, ranking if rows_are_users else None, known.biases, clip=clip
+    )
     scores = Validator(metric_fn, plan, source, batch_size, device).score(params)
     if rows_are_users:
         return scores

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config.commands import ExportConfig
-from millrace.apps.autoencoder.model import reconstruct
+from millrace.apps.autoencoder.model import predict_rows
 from millrace.apps.autoencoder.predictor import Recommender, load_recommender
 from millrace.config import ConfigurationError, writing
 from millrace.durable import write_atomically
@@ -79,14 +79,15 @@ def predict_ratings(
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), recommender.params)
     biases = recommender.column_biases
     if biases is None:
-        return reconstruct(recommender.model, params, rows)
+        return predict_rows(recommender.model, params, rows)
     is_known = rows != 0
     base = jnp.float32(biases.mean) + jnp.asarray(biases.of_column)
     residuals = jnp.where(is_known, rows - base, 0)
     count = is_known.astype(jnp.float32).sum(1)
     of_row = (residuals.sum(1) / (count + biases.strength))[:, None]
     inputs = jnp.where(is_known, residuals - of_row, 0)
-    return reconstruct(recommender.model, params, inputs) + base + of_row
+    predicted = predict_rows(recommender.model, params, inputs) + base + of_row
+    return jnp.clip(predicted, biases.smallest, biases.largest)
 
 
 def describe_recommender(recommender: Recommender) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from millrace.apps.autoencoder.model import (
     Model,
     OutputLayer,
     activate_output,
+    add_input_offset,
     compute_hidden,
     get_known_ratings,
     get_output_layer,
@@ -42,7 +43,7 @@ def encode_items(
 
     @jit
     def encode(params: Any, batch: Any) -> jax.Array:
-        known = get_known_ratings(narrow(batch, compute_dtype))
+        known = add_input_offset(model, get_known_ratings(narrow(batch, compute_dtype)))
         return compute_hidden(model, params, known, batch["user"].shape[0])
 
     device = jax.local_devices()[0]
@@ -57,6 +58,30 @@ def encode_items(
         jnp.concatenate(hidden)[:num_items],  # the last batch is padded
         get_output_layer(model, params),
     )
+
+
+def fold_in(
+    encoded: EncodedItems,
+    items: np.ndarray,
+    residuals: np.ndarray,
+    penalty: float,
+) -> np.ndarray:  # (items,)
+    """Return the predictions for a user who is not a column of the model.
+
+    The column of the last layer for this user, and its bias, are the optimum of the loss
+    that the other columns were trained with: ridge regression on the encoded items.
+
+    Args:
+        encoded: The items.
+        items: The items that the user has rated.
+        residuals: The ratings without biases.
+        penalty: L2 penalty of the sum of squared errors.
+    """
+    hidden = np.asarray(encoded.hidden, np.float64)
+    features = np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
+    rated = features[items]
+    gram = rated.T @ rated + penalty * np.eye(rated.shape[1])
+    return features @ np.linalg.solve(gram, rated.T @ residuals)
 
 
 def predict_for_users(

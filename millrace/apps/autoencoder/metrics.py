@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from millrace.apps.autoencoder.item_rows import EncodedItems, predict_for_users
 from millrace.apps.autoencoder.loss import to_dense_rows
-from millrace.apps.autoencoder.model import Model, get_known_ratings, reconstruct
+from millrace.apps.autoencoder.model import Model, get_known_ratings, predict_rows
 from millrace.data.ratings.matrix import Biases
 from millrace.program.evaluate import MetricFn
 
@@ -28,18 +28,27 @@ class RankingOptions(NamedTuple):
 
 
 def build_metrics(
-    model: Model, ranking: RankingOptions | None = None, biases: Biases | None = None
+    model: Model,
+    ranking: RankingOptions | None = None,
+    biases: Biases | None = None,
+    *,
+    clip: bool = False,
 ) -> MetricFn:
     """Return the metric function of rating errors, and of rankings if rows are users.
 
-    `biases` are those subtracted from the ratings; only rankings need them.
+    Args:
+        model: The model.
+        ranking: How to score rankings.
+        biases: Those subtracted from the ratings; rankings and clipping need them.
+        clip: Whether predictions are limited to the scale of the ratings.
     """
+    limits = biases if clip else None
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
         del model_state
         rows = to_dense_rows(batch, model.num_items)
-        output = reconstruct(model, params, rows).astype(jnp.float32)
-        metrics = _compute_rating_errors(output, batch)
+        output = predict_rows(model, params, rows).astype(jnp.float32)
+        metrics = _compute_rating_errors(output, batch, limits)
         if ranking is not None:
             metrics |= compute_ranking_quality(output, rows, batch, ranking, biases)
         return metrics
@@ -86,11 +95,17 @@ def build_add_biases(biases: Biases | None) -> AddBiases:
 def _compute_rating_errors(
     output: jax.Array,  # (users, items)
     batch: Any,
+    limits: Biases | None,
 ) -> dict[str, jax.Array]:  # (users,) each
     """Return the summed errors of each row on its target ratings."""
     row, item, value = get_known_ratings(batch, "target_")
     # Padding has a row past the end: it reads 0, and the sums drop it.
-    error = output.at[row, item].get(mode="fill", fill_value=0) - value.astype(jnp.float32)
+    predicted = output.at[row, item].get(mode="fill", fill_value=0)
+    if limits is not None:
+        of_user = jnp.asarray(limits.of_user)[batch["user"]].at[row].get(mode="clip")
+        base = limits.mean + of_user + jnp.asarray(limits.of_item)[item]
+        predicted = jnp.clip(predicted + base, limits.smallest, limits.largest) - base
+    error = predicted - value.astype(jnp.float32)
     zeros = jnp.zeros(output.shape[0])
 
     def sum_by_row(values: jax.Array) -> jax.Array:

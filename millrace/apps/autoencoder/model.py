@@ -41,6 +41,10 @@ class Model(NamedTuple):
     tied: bool = True
     input_dropout_rate: float = 0.0
     """Fraction of the known ratings that are hidden from the network in training."""
+    input_offset: float = 0.0
+    """Added to the known ratings that the network sees."""
+    zero_output: bool = False
+    """Whether the last layer of an untied decoder starts with zeros."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -65,6 +69,8 @@ def init_params(model: Model, key: jax.Array) -> dict[str, Any]:
         if not model.tied:
             decoder_key = jax.random.fold_in(key, len(_LAYERS) + number)
             decoder[name]["kernel"] = _glorot_uniform(decoder_key, before, after)
+    if model.zero_output:
+        decoder[_LAYERS[-1]]["kernel"] = jnp.zeros((widths[1], widths[0]))
     return {"encoder": encoder, "decoder": decoder}
 
 
@@ -88,6 +94,19 @@ def reconstruct(
     output = get_output_layer(model, params)
     hidden = apply_hidden_layers(model, params, sums, mask)
     return activate_output(model, hidden @ output.kernel.T + output.bias)
+
+
+def predict_rows(
+    model: Model,
+    params: Any,
+    rows: jax.Array,  # (users, items), 0 where there is no rating
+) -> jax.Array:  # (users, items)
+    """Return what a trained model predicts from known ratings."""
+    if model.input_offset:
+        rows = jnp.where(
+            rows == 0, rows, rows + jnp.asarray(model.input_offset, rows.dtype)
+        )
+    return reconstruct(model, params, rows)
 
 
 def reconstruct_by_item(
@@ -313,8 +332,17 @@ def draw_dropout_masks(
     return [masks[number] for number in range(num_passes)]
 
 
+def add_input_offset(model: Model, known: KnownRatings) -> KnownRatings:
+    """Return the ratings as the network sees them."""
+    if not model.input_offset:
+        return known
+    offset = jnp.asarray(model.input_offset, known.value.dtype)
+    return known._replace(value=known.value + offset)
+
+
 def drop_input_ratings(model: Model, known: KnownRatings, key: jax.Array) -> KnownRatings:
-    """Set a random part of the ratings to 0, so that the network does not see them."""
+    """Return the ratings as the network sees them, a random part of them as 0: hidden."""
+    known = add_input_offset(model, known)
     rate = model.input_dropout_rate
     if not rate:
         return known

@@ -1,6 +1,5 @@
 """A trained recommender: find its run, load it, and predict ratings."""
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.item_rows import encode_items, predict_for_users
+from millrace.apps.autoencoder.item_rows import (
+    EncodedItems,
+    encode_items,
+    fold_in,
+    predict_for_users,
+)
 from millrace.apps.autoencoder.metrics import build_add_biases, select_top_items
-from millrace.apps.autoencoder.model import Model, init_params, reconstruct
+from millrace.apps.autoencoder.model import Model, init_params, predict_rows
 from millrace.apps.autoencoder.program import build_model
 from millrace.apps.autoencoder.run_ratings import (
     ITEMS,
@@ -20,7 +24,9 @@ from millrace.apps.autoencoder.run_ratings import (
     find_users,
     load_known_ratings,
     load_rating_files,
+    load_ratings_for,
     load_run_files,
+    without_targets,
 )
 from millrace.card import Card, with_card
 from millrace.checkpoint.best import BestMetric
@@ -48,7 +54,7 @@ class Recommender(NamedTuple):
     """A trained model that predicts ratings and recommends items.
 
     A user is given by ratings, a mapping from item IDs to values. If the rows of the model
-    are items, only users of the training ratings are known, by their IDs.
+    are items, other users than those of the training ratings are folded in.
     """
 
     config: AutoencoderConfig
@@ -59,6 +65,8 @@ class Recommender(NamedTuple):
     checkpoint: Path
     manifest: dict[str, Any]
     """The update, epoch and metrics of the checkpoint."""
+    kept: dict[str, Any]
+    """Results of reading the training ratings, which later calls use again."""
 
     def card(self) -> Card:
         """Return what a terminal or a notebook shows."""
@@ -83,13 +91,29 @@ class Recommender(NamedTuple):
         """The biases that are subtracted from ratings, if any."""
         return self.files.column_biases
 
+    @property
+    def folds_in(self) -> bool:
+        """Whether the model has rows of items, and can take in users it does not know."""
+        by_item = self.config.data.rows == "items"
+        return by_item and self.model.linear_output and self.column_biases is not None
+
     def predict(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
         """Return the predicted rating of every item for a user with these ratings."""
+        scores = self._predict_scores(ratings)
+        return {item: self.limit(score) for item, score in scores.items()}
+
+    def limit(self, rating: Any) -> float:
+        """Return a predicted rating within the scale of the training ratings."""
+        biases = self.column_biases
+        low, high = self.config.data.rating_range
+        if biases is not None:
+            low, high = max(low, biases.smallest), min(high, biases.largest)
+        return min(max(float(rating), low), high)
+
+    def _predict_scores(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
+        """Return ``predict`` before it is limited, which makes no ties at the ends."""
         if self.config.data.rows == "items":
-            raise ValueError(
-                "A model with rows of items predicts only for users of its training "
-                "ratings: call recommend_to(user)."
-            )
+            return self._fold_in(ratings)
         known = from_events(
             np.zeros(len(ratings), int),
             self._find_items(ratings),
@@ -102,19 +126,56 @@ class Recommender(NamedTuple):
         row = np.zeros((1, self.model.num_items), np.float32)
         row[0, known.items] = known.values
         params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), self.params)
-        output = reconstruct(self.model, params, jnp.asarray(row))
+        output = predict_rows(self.model, params, jnp.asarray(row))
         output = build_add_biases(known.biases)(output, jnp.zeros(1, int))
         values = np.asarray(output)[0].tolist()
         return dict(zip(self.item_ids.tolist(), values, strict=True))
+
+    def _fold_in(self, ratings: Mapping[Any, float]) -> dict[Any, float]:
+        """Return the scores of a user who is no column of a model with rows of items."""
+        if not self.folds_in or self.column_biases is None:
+            raise ValueError(
+                "A model with rows of items and without biases predicts only for users of "
+                "its training ratings: call recommend_to(user)."
+            )
+        encoded, item_biases, penalty = self._encode_items()
+        items, values = self._find_items(ratings), _check_finite(ratings)
+        base = self.column_biases.mean + item_biases
+        residuals = values - base[items]
+        of_user = residuals.sum() / max(len(residuals) + self.column_biases.strength, 1)
+        output = fold_in(encoded, items, residuals - of_user, penalty) + base + of_user
+        return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
+
+    def _encode_items(self) -> tuple[EncodedItems, np.ndarray, float]:
+        """Return the items with their biases, and the penalty of a user's weights.
+
+        The weight decay of training is a penalty of the mean squared error; this is the one
+        of the sum.
+        """
+        if "items" not in self.kept:
+            config = without_targets(self.config)
+            training = load_ratings_for(config, self.files).ratings.training
+            assert training.biases is not None
+            encoded = encode_items(
+                self.model,
+                self.params,
+                training,
+                config.resolved_validation_batch_size,
+                config.plan.types.compute,
+            )
+            penalty = training.num_ratings * config.training.weight_decay / 2
+            self.kept["items"] = (encoded, training.biases.of_user, penalty)
+        return self.kept["items"]
 
     def recommend(
         self, ratings: Mapping[Any, float], top: int = 10
     ) -> list[tuple[Any, float]]:
         """Return the unrated items with the highest predicted ratings, best first."""
-        predicted = self.predict(ratings)
+        predicted = self._predict_scores(ratings)
         rated = set(self.item_ids[self._find_items(ratings)].tolist())
         unrated = [pair for pair in predicted.items() if pair[0] not in rated]
-        return sorted(unrated, key=lambda pair: -pair[1])[:top]
+        best = sorted(unrated, key=lambda pair: -pair[1])[:top]
+        return [(item, self.limit(rating)) for item, rating in best]
 
     def recommend_to(self, user: Any, top: int = 10) -> list[tuple[Any, float]]:
         """Return the best unrated items for a user of the training ratings.
@@ -131,7 +192,7 @@ class Recommender(NamedTuple):
         output = predict(weights, rows, jnp.asarray(users))
         best, places = jax.device_get(select_top_items(output, rows, top))
         pairs = zip(ratings.item_ids[places[0]], best[0].tolist(), strict=True)
-        return [(item, rating) for item, rating in pairs if math.isfinite(rating)]
+        return [(item, self.limit(rating)) for item, rating in pairs if np.isfinite(rating)]
 
     def _find_items(self, ratings: Mapping[Any, float]) -> np.ndarray:
         """Return the places of rated items; the model must know all of them."""
@@ -182,7 +243,7 @@ def load_recommender(
     announce(chosen.describe())
     model = build_model(config, len(files.column_ids))
     params, manifest = load_weights(chosen.path, model, config)
-    return Recommender(config, model, params, files, chosen.path, manifest)
+    return Recommender(config, model, params, files, chosen.path, manifest, {})
 
 
 def load_weights(
@@ -220,7 +281,7 @@ def build_predict(recommender: Recommender, ratings: Ratings) -> tuple[Predict, 
 
     def predict(weights: Any, rows: jax.Array, users: jax.Array) -> jax.Array:
         if config.data.rows == "users":
-            output = reconstruct(model, weights, rows)
+            output = predict_rows(model, weights, rows)
         else:
             output = predict_for_users(model, weights, users)
         return add_biases(output.astype(jnp.float32), users)

@@ -103,6 +103,8 @@ def build_model(config: TrainingConfig, num_items: int) -> Model:
         linear_output=config.data.subtract_biases,
         tied=not options.untied_decoder,
         input_dropout_rate=options.input_dropout_rate,
+        input_offset=options.input_offset,
+        zero_output=options.zero_output_layer,
     )
 
 
@@ -121,10 +123,13 @@ def init_weights(config: TrainingConfig, model: Model) -> tuple[Any, Any]:
 def build_learning_rate(
     config: TrainingConfig, initial: float | np.ndarray, steps: Steps
 ) -> optax.Schedule:
-    """Return the learning rate schedule, which is constant within a step.
+    """Return the learning rate schedule; factors are constant within a step.
 
     `initial` is the learning rate at the start, or one per model.
     """
+    if config.training.has_cosine_schedule:
+        shape = optax.cosine_decay_schedule(1.0, steps.total_updates)
+        return lambda update: shape(update) * jnp.asarray(initial, jnp.float32)
     factors = np.array(config.training.decay_factors, np.float32)
     switches = config.training.decay_switches
     last_steps = np.array([int(switch * steps.total) for switch in switches], np.int32)

@@ -4,8 +4,9 @@ import codecs
 import contextlib
 import csv
 import gzip
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,14 +18,20 @@ from millrace.apps.autoencoder.config.commands import RecommendConfig
 from millrace.apps.autoencoder.data import RowSource
 from millrace.apps.autoencoder.loss import to_dense_rows
 from millrace.apps.autoencoder.metrics import select_top_items
-from millrace.apps.autoencoder.predictor import Predict, build_predict, load_recommender
+from millrace.apps.autoencoder.predictor import (
+    Predict,
+    Recommender,
+    build_predict,
+    load_recommender,
+)
 from millrace.apps.autoencoder.run_ratings import (
     find_users,
     format_unknown,
     load_known_ratings,
 )
 from millrace.config import ConfigurationError, writing
-from millrace.data.ratings.matrix import Ratings
+from millrace.data.ratings.matrix import Ratings, find_ids
+from millrace.data.ratings.reading import load_ratings
 from millrace.data.ratings.source import active_users, evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.durable import replacing
@@ -44,7 +51,7 @@ class Recommendation(NamedTuple):
     """1 for the best item."""
     item: Any
     rating: float
-    """The predicted rating."""
+    """The predicted rating, within the scale of the training ratings."""
     title: str
 
 
@@ -55,13 +62,20 @@ def recommend(config: RecommendConfig) -> None:
     rows = recommender.config.data.rows
     titles = load_titles(config.titles) if config.titles else {}
     console = Console(quiet=True)
+    new_users = find_new_users(recommender, config)
+    is_new = [user in new_users for user in config.user]
+    if new_users and not config.all and all(is_new):
+        print(*lines, sep="\n", file=sys.stderr)
+        found = _fold_in(recommender, new_users, config.top, titles)
+        return _show(found, len(new_users), config, titles, console)
     ratings, unknown = load_known_ratings(
         recommender.config, recommender.files, config.training_data_file
     )
     users = active_users(ratings)
     if not config.all:
-        users = find_users(config.user, ratings, unknown, rows)
-    if unknown.num_ratings:
+        known = [user for user, new in zip(config.user, is_new, strict=True) if not new]
+        users = find_users(known, ratings, unknown, rows)
+    if unknown.num_ratings and not new_users:
         skipped = config.all and unknown.num_users
         ending = " These users get no recommendations." if skipped else ""
         console.warning(format_unknown(unknown, rows) + ending)
@@ -70,14 +84,63 @@ def recommend(config: RecommendConfig) -> None:
     batches = _stream_top_items(
         predict, weights, ratings, users, config.top, config.batch_size
     )
-    found = _build_recommendations(batches, ratings, titles)
+    found = itertools.chain(
+        _build_recommendations(batches, ratings, titles, recommender.limit),
+        _fold_in(recommender, new_users, config.top, titles),
+    )
+    _show(found, len(users) + len(new_users), config, titles, console)
+
+
+def find_new_users(
+    recommender: Recommender, config: RecommendConfig
+) -> dict[str, dict[Any, float]]:
+    """Return the ratings of wanted users in the file that a model can fold in."""
+    if config.training_data_file is None or not recommender.folds_in:
+        return {}
+    low, high = recommender.config.data.rating_range
+    ratings = load_ratings(config.training_data_file, limits=(low, high), quiet=True)
+    is_new = find_ids(recommender.files.column_ids, ratings.user_ids) < 0
+    is_known_item = find_ids(recommender.item_ids, ratings.item_ids) >= 0
+    found = {}
+    for place in np.flatnonzero(is_new).tolist():
+        user = str(ratings.user_ids[place])
+        if not config.all and user not in config.user:
+            continue
+        items, values = ratings.get_user(place)
+        known = is_known_item[items]
+        if known.any():
+            ids = ratings.item_ids[items[known]].tolist()
+            found[user] = dict(zip(ids, values[known].tolist(), strict=True))
+    return found
+
+
+def _fold_in(
+    recommender: Recommender,
+    users: Mapping[str, Mapping[Any, float]],
+    top: int,
+    titles: dict[str, str],
+) -> Iterator[Recommendation]:
+    """Yield the best items of users whom the model was not trained on."""
+    for user, ratings in users.items():
+        for rank, (item, rating) in enumerate(recommender.recommend(ratings, top), 1):
+            yield Recommendation(user, rank, item, rating, titles.get(str(item), ""))
+
+
+def _show(
+    found: Iterable[Recommendation],
+    num_users: int,
+    config: RecommendConfig,
+    titles: dict[str, str],
+    console: Console,
+) -> None:
+    """Print recommendations, or write them to a file."""
     if config.titles is not None:
         found = _warn_without_titles(found, config.titles, console)
     if config.out is None:
         return _print(found, with_titles=bool(titles))
     with _write_atomically(config.out) as file:
         count = _write(found, file, "," if config.out.suffix == ".csv" else "\t")
-    print(f"{count:,} recommendations for {len(users):,} users: {config.out}")
+    print(f"{count:,} recommendations for {num_users:,} users: {config.out}")
 
 
 def _stream_top_items(
@@ -114,7 +177,10 @@ def _stream_top_items(
 
 
 def _build_recommendations(
-    batches: Iterable[dict[str, np.ndarray]], ratings: Ratings, titles: dict[str, str]
+    batches: Iterable[dict[str, np.ndarray]],
+    ratings: Ratings,
+    titles: dict[str, str],
+    limit: Callable[[Any], float],
 ) -> Iterator[Recommendation]:
     """Yield the best items of each user, best first."""
     for batch in batches:
@@ -127,7 +193,7 @@ def _build_recommendations(
                 if np.isfinite(rating):
                     item_id = ratings.item_ids[item]
                     title = titles.get(str(item_id), "")
-                    yield Recommendation(user, rank, item_id, float(rating), title)
+                    yield Recommendation(user, rank, item_id, limit(rating), title)
 
 
 def _warn_without_titles(

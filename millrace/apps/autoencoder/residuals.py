@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.apps.autoencoder.data import open_evaluation_source
 from millrace.apps.autoencoder.loss import to_dense_rows
-from millrace.apps.autoencoder.model import Model, get_known_ratings, reconstruct
+from millrace.apps.autoencoder.model import Model, get_known_ratings, predict_rows
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
@@ -31,10 +31,12 @@ def save_residuals(
     targets: Ratings,
     batch_size: int,
     compute_dtype: str,
+    *,
+    clip: bool,
 ) -> None:
     """Add the distribution of the errors on `targets` to the report of a run."""
     errors, ratings = _compute_residuals(
-        model, params, known, targets, batch_size, compute_dtype
+        model, params, known, targets, batch_size, compute_dtype, clip=clip
     )
     is_finite = np.isfinite(errors)
     if not is_finite.any():
@@ -63,6 +65,8 @@ def _compute_residuals(
     targets: Ratings,
     batch_size: int,
     compute_dtype: str,
+    *,
+    clip: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the errors (predicted minus actual) and the actual ratings."""
 
@@ -70,7 +74,7 @@ def _compute_residuals(
     def compute_errors(params: Any, batch: Any) -> jax.Array:
         batch = narrow(batch, compute_dtype)  # as in validation
         rows = to_dense_rows(batch, model.num_items)
-        output = reconstruct(model, narrow(params, compute_dtype), rows)
+        output = predict_rows(model, narrow(params, compute_dtype), rows)
         row, item, value = get_known_ratings(batch, "target_")
         predicted = output.astype(jnp.float32).at[row, item].get(mode="fill", fill_value=0)
         return predicted - value.astype(jnp.float32)
@@ -93,7 +97,12 @@ def _compute_residuals(
         error, row, item, value = (x[is_real] for x in (error, row, item, value))
         if targets.biases is not None:
             # Rounded to float32 twice; this restores whole and half stars.
-            value = np.round(value + targets.biases.lookup(batch["user"][row], item), 3)
+            base = targets.biases.lookup(batch["user"][row], item)
+            predicted = error + value + base
+            value = np.round(value + base, 3)
+            if clip:
+                limits = (targets.biases.smallest, targets.biases.largest)
+                error = np.clip(predicted, *limits) - value
         parts.append((error, value))
         num_seen += int(is_real.sum())
     errors, ratings = map(np.concatenate, zip(*parts, strict=True))

@@ -39,7 +39,7 @@ BIASES = "biases.npz"
 """The mean and the column biases, if biases are subtracted."""
 RATINGS = "ratings.json"
 """Absolute paths and hashes of the rating files."""
-ROLES = {"training": "trained on", "validation": "validated on"}
+ROLES = {"training": "trained on", "validation": "validated on", "test": "tested on"}
 """How a run uses each of its rating files."""
 
 _NONE_UNSEEN = Unseen(0, 0, 0)
@@ -120,9 +120,8 @@ def _load_biases(path: Path) -> ColumnBiases:
             f"There is no {path}, but the model needs these biases to predict ratings."
         )
     with np.load(path) as biases:
-        return ColumnBiases(
-            float(biases["mean"]), biases["of_column"], float(biases["strength"])
-        )
+        numbers = {n: float(biases[n]) for n in biases.files if n != "of_column"}
+        return ColumnBiases(of_column=biases["of_column"], **numbers)
 
 
 class FittedRatings(NamedTuple):
@@ -159,6 +158,16 @@ def load_ratings_for(
     return FittedRatings(fitted, unknown)
 
 
+def without_targets(config: AutoencoderConfig) -> AutoencoderConfig:
+    """Return the configuration of a run with all ratings known, and none to predict.
+
+    Files of ratings to predict are not needed any more, and may be gone.
+    """
+    return replace_options(
+        config, validation_data_file=None, test_data_file=None, validation_fraction=0.0
+    )
+
+
 def load_known_ratings(
     config: AutoencoderConfig, files: RunFiles, path: Path | None = None
 ) -> tuple[Ratings, Unseen]:
@@ -166,8 +175,7 @@ def load_known_ratings(
 
     They come from the file at `path`, or are those of the run.
     """
-    # The validation file is not needed and may be gone.
-    config = replace_options(config, validation_data_file=None)
+    config = without_targets(config)
     fitted, unknown = load_ratings_for(config, files, training=path)
     by_item = config.data.rows == "items"
     return transpose(fitted.training) if by_item else fitted.training, unknown
@@ -195,7 +203,8 @@ def _replace_files(
     # The default sizes depend on the name of the training file, which may change.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     # load_ratings_for subtracts the biases of the model, after fitting the columns.
-    return replace_options(config, subtract_biases=False, **sizes, **given)
+    without = {"subtract_biases": False, "clip_predictions": False}
+    return replace_options(config, **without, **sizes, **given)
 
 
 def _check_file(config: AutoencoderConfig, files: RunFiles, role: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from millrace.apps.autoencoder import data
+from millrace.apps.autoencoder.baselines import find_better, score_baselines
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import RatingData, open_infeed
@@ -29,6 +30,7 @@ from millrace.distributed import coordination
 from millrace.loop.evaluate import AsyncValidation
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
+from millrace.report.sections import Table, save_section
 from millrace.run.run import Run
 
 
@@ -46,6 +48,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     validator = build_validator(
         config, model, ratings.training, ratings.validation, validation_device
     )
+    _score_baselines(config, run, ratings, validation_device)
     state = program.init(*init_weights(config, model), seed=config.run.seed)
     save_run_files(run.directory.path, config, ratings)
     _describe(config, run, program.devices, ratings, state.params, steps)
@@ -113,12 +116,22 @@ def _describe(
     data.print_notices(ratings, config, run)
     if ratings.validation is None and not config.training.no_validation:
         run.console.line("No --validation-data-file: the model is not validated.")
+    if config.data.validation_fraction and ratings.validation is not None:
+        run.console.line(
+            f"No --validation-data-file: {ratings.validation.num_ratings:,} of the ratings "
+            "are held out for validation."
+        )
 
 
 def describe_optimizer(config: AutoencoderConfig, learning_rate: float) -> str:
     """Return the optimizer, its learning rate with the schedule, and the weight decay."""
     training = config.training
     name = "sgd with momentum 0.9" if training.optimizer == "Momentum" else "sgd"
+    if training.has_cosine_schedule:
+        return (
+            f"{name}, learning rate {learning_rate:.4g} (cosine), weight decay "
+            f"{training.weight_decay:g}"
+        )
     changes = zip(training.decay_factors[1:], training.decay_switches, strict=True)
     steps = ", ".join(f"x {factor:g} after {switch:.0%}" for factor, switch in changes)
     return (
@@ -238,8 +251,63 @@ def _report_best(
             targets,
             config.resolved_validation_batch_size,
             config.plan.types.compute,
+            clip=config.data.clip_predictions,
         )
     tester = build_validator(config, model, ratings.training, ratings.test, device)
     if tester is not None:
         run.summary["metrics"]["test_rmse"] = tester.score(params)["rmse"]
-        run.closing_notes["noise"] = f"{ratings.noise:g}: no model can predict better"
+        if ratings.noise is not None:
+            run.closing_notes["noise"] = f"{ratings.noise:g}: no model can predict better"
+    if best is not None and "baselines" in run.summary:
+        _compare_with_baselines(run)
+
+
+def _score_baselines(
+    config: AutoencoderConfig, run: Run, ratings: RatingData, device: Any
+) -> None:
+    """Compute and print how well the simplest models predict."""
+    if ratings.validation is None or config.data.kind == "random":
+        return
+    scores = score_baselines(
+        ratings,
+        config.data.rows,
+        strength=config.data.bias_strength,
+        with_linear=config.recipe == "modern",
+        device=device,
+    )
+    run.summary["baselines"] = {f"{role}_rmse": of for role, of in scores.items()}
+    shown = ", ".join(f"{name} {rmse:.4f}" for name, rmse in scores["validation"].items())
+    run.console.line(f"Validation RMSE to beat: {shown}")
+
+
+def _compare_with_baselines(run: Run) -> None:
+    """Compare the best model with the simple ones; say if it loses to one of them."""
+    table = dict(run.summary["baselines"])
+    reached = {RMSE: run.summary["best"][RMSE]}
+    if "test_rmse" in run.summary["metrics"]:
+        reached["test_rmse"] = run.summary["metrics"]["test_rmse"]
+    rows, better = [], []
+    for metric, simple in table.items():
+        if metric not in reached:
+            continue
+        rows += [[metric, name, f"{rmse:.4f}"] for name, rmse in simple.items()]
+        rows.append([metric, "this model", f"{reached[metric]:.4f}"])
+        shown = ", ".join(f"{name} {rmse:.4f}" for name, rmse in simple.items())
+        run.closing_notes[f"{metric.split('_')[0]} RMSE of simple models"] = shown
+        better = find_better(reached[metric], simple)  # the test counts, if there is one
+    save_section(
+        run.directory.path,
+        "baselines",
+        Table(
+            title="Simple models on the same ratings",
+            note="A network that does not predict better than these is not worth its time.",
+            columns=["metric", "model", "RMSE"],
+            rows=rows,
+        ),
+    )
+    run.summary["loses_to"] = better
+    if better:
+        run.console.warning(
+            f"The model does not predict better than {' and '.join(better)}. More ratings, "
+            "or --search, may help; until then, the simple model is the better one."
+        )

@@ -21,6 +21,9 @@ class Biases(NamedTuple):
     """float32[num_users]"""
     of_item: np.ndarray
     """float32[num_items]"""
+    smallest: float = -np.inf
+    largest: float = np.inf
+    """The smallest and the largest rating that the biases were fitted to."""
 
     def lookup(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
         """Return what was subtracted from ratings of these items by these users."""
@@ -144,8 +147,34 @@ def transpose(ratings: Ratings) -> Ratings:
         values=ratings.values[order],
         user_ids=ratings.item_ids,
         item_ids=ratings.user_ids,
-        biases=biases and Biases(biases.mean, biases.of_item, biases.of_user),
+        biases=biases and biases._replace(of_user=biases.of_item, of_item=biases.of_user),
     )
+
+
+def hold_out(ratings: Ratings, fraction: float, seed: int) -> tuple[Ratings, Ratings]:
+    """Set a random fraction of the ratings aside.
+
+    Each user and each item keeps at least one rating.
+
+    Returns:
+        The ratings that are left, and those set aside.
+    """
+    assert ratings.biases is None, "biases are subtracted afterwards"
+    users, items = ratings.users, np.asarray(ratings.items)
+    order = np.random.default_rng(seed).permutation(ratings.num_ratings)
+    may_go = np.ones(ratings.num_ratings, bool)
+    for ids in (users, items):
+        _, firsts = np.unique(ids[order], return_index=True)
+        may_go[order[firsts]] = False
+    chosen = order[may_go[order]][: round(fraction * ratings.num_ratings)]
+    is_held_out = np.zeros(ratings.num_ratings, bool)
+    is_held_out[chosen] = True
+
+    def select(mask: np.ndarray) -> Ratings:
+        ids = {"user_ids": ratings.user_ids, "item_ids": ratings.item_ids}
+        return from_events(users[mask], items[mask], ratings.values[mask], **ids)
+
+    return select(~is_held_out), select(is_held_out)
 
 
 def align(ratings: Ratings, like: Ratings) -> tuple[Ratings, Unseen]:
@@ -242,6 +271,9 @@ class ColumnBiases:
     """float32[num_items]"""
     strength: float = _STRENGTH
     """L2 shrinkage of the biases, in units of ratings."""
+    smallest: float = -np.inf
+    largest: float = np.inf
+    """The smallest and the largest rating."""
 
     def of_rows(self, ratings: Ratings) -> np.ndarray:
         """Return the bias of each row, given the mean and the columns."""
@@ -255,7 +287,8 @@ class ColumnBiases:
             ratings: Ratings with the rows and columns of `known`.
             known: The ratings from which the biases of the rows are computed.
         """
-        biases = Biases(self.mean, self.of_rows(known), self.of_column)
+        limits = (self.smallest, self.largest)
+        biases = Biases(self.mean, self.of_rows(known), self.of_column, *limits)
         residuals = np.float32(ratings.values)
         residuals = residuals - biases.lookup(ratings.users, ratings.items)
         residuals[residuals == 0] = _ALMOST_ZERO
@@ -267,7 +300,9 @@ def fit_biases(ratings: Ratings, strength: float = _STRENGTH) -> ColumnBiases:
     rows = ratings.users
     mean = float(np.mean(ratings.values, dtype=np.float64)) if len(ratings.values) else 0.0
     centered = np.float32(ratings.values) - np.float32(mean)
-    fitted = ColumnBiases(mean, np.zeros(ratings.num_items, np.float32), strength)
+    of_column = np.zeros(ratings.num_items, np.float32)
+    limits = (ratings.smallest, ratings.largest)
+    fitted = ColumnBiases(mean, of_column, strength, *limits)
     for _ in range(_ROUNDS):
         residuals = centered - fitted.of_rows(ratings)[rows]
         of_column = _shrunk_means(residuals, ratings.items, ratings.num_items, strength)

@@ -59,7 +59,9 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError)
 _log = logging.getLogger("millrace")
 
 
-def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ratings:
+def load_ratings(
+    path: str | Path, *, limits: tuple[float, float] = STARS, quiet: bool = False
+) -> Ratings:
     """Return the ratings in a text file, plain or gzip.
 
     A line has user, item and rating, separated by tabs, commas, semicolons or '::', and
@@ -69,6 +71,7 @@ def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ra
     Args:
         path: The file.
         limits: The smallest and the largest valid rating.
+        quiet: Whether not to log warnings.
     """
     path = Path(path)
     check_regular_file(path)
@@ -92,7 +95,7 @@ def load_ratings(path: str | Path, *, limits: tuple[float, float] = STARS) -> Ra
     lowest, highest = np.array(limits, np.float32)
     if not lowest <= ratings.smallest <= ratings.largest <= highest:
         read()  # it was cached with wider limits; parsing again names the line
-    if ratings.num_duplicates:
+    if ratings.num_duplicates and not quiet:
         _log.warning(
             "%s has %d ratings of items that the same user had rated before; the later "
             "line counts.",
@@ -113,13 +116,24 @@ def load_aligned(
     Validation ratings of users or items that are not in training are dropped and counted.
     """
     training = load_ratings(training_path, limits=limits)
-    validation, unseen = align(load_ratings(validation_path, limits=limits), training)
-    if not validation.num_ratings:
+    targets, unseen = load_targets(validation_path, training_path, training, limits)
+    return training, targets, unseen
+
+
+def load_targets(
+    path: str | Path, training_path: str | Path, like: Ratings, limits: tuple[float, float]
+) -> tuple[Ratings, Unseen]:
+    """Return ratings to predict, with the numbering of the training ratings.
+
+    Ratings of users or items that are not in training are dropped and counted.
+    """
+    targets, unseen = align(load_ratings(path, limits=limits), like)
+    if not targets.num_ratings:
         raise DatasetError(
-            f"No rating in {validation_path} has both its user and its item in "
-            f"{training_path}. Are the identifiers the same?"
+            f"No rating in {path} has both its user and its item in {training_path}. Are "
+            "the identifiers the same?"
         )
-    return training, validation, unseen
+    return targets, unseen
 
 
 def read_timed_events(

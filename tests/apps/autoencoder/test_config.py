@@ -148,9 +148,15 @@ def test_every_named_configuration_is_complete(name):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--training-data-file mine.txt", "a default only for files called 3m_train.txt"),
-        ("--training-data-file mine.txt --batch-size 8", "size must be given for mine.txt"),
-        ("--training-data-file nope.txt", "There is no training_data_file nope.txt."),
+        (
+            "--training-data-file mine.txt --recipe graphcore",
+            "a default only for files called 3m_train.txt",
+        ),
+        (
+            "--training-data-file mine.txt --batch-size 8 --no-prng",
+            "size must be given for mine.txt",
+        ),
+        ("--training-data-file nope.txt", "There is no file nope.txt."),
         ("--size 100", "--size must be one of 128, 256, 512; got '100'"),
         ("--validation-data-file b.txt", "Give a training_data_file as well"),
         ("--data generated --training-data-file a.txt", "the ratings are synthetic"),

@@ -297,19 +297,12 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
         convert(ConvertConfig(input=path, period="3m", output_dir=in_file))
 
 
-@pytest.mark.parametrize(
-    ("most_small", "how"),
-    [(30, "--config small_ratings"), (29, "--size 128 --batch-size 64")],
-)
-def test_suggested_options_depend_on_the_number_of_ratings(
-    tmp_path, capsys, monkeypatch, most_small, how
-):
-    monkeypatch.setattr(module, "_MOST_SMALL_RATINGS", most_small)
+def test_the_next_command_needs_no_options_but_the_files(tmp_path, capsys):
     path = tmp_path / "u.data"
     path.write_text("".join("{}\t{}\t{}\t{}\n".format(*row) for row in TIMED))
     assert run(path, "--fractions", 0.6, 0.2, 0.2, "--output-dir", tmp_path) == 0
     printed = capsys.readouterr().out
-    assert f"train {how} --training-data-file {tmp_path}/train.txt" in printed
+    assert f"train --training-data-file {tmp_path}/train.txt --validation" in printed
 
 
 @pytest.mark.parametrize(

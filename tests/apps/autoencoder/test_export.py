@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from autoencoder_runs import FIRST_ITEM, ITEMS, SMALL, command, write_ratings
+from autoencoder_runs import FIRST_ITEM, ITEMS, PLAIN, command, write_ratings
 
 import millrace as mr
 from millrace.data.safetensors import read_safetensors
@@ -15,7 +15,7 @@ GIVEN = {FIRST_ITEM + 2: 4.0, FIRST_ITEM + 7: 1.5, FIRST_ITEM + 11: 3.5}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("autoencoder")
-    args = f"train {write_ratings(folder)} {SMALL} --epochs 1 --subtract-biases"
+    args = f"train {write_ratings(folder)} {PLAIN} --epochs 1 --subtract-biases"
     assert command(None, f"{args} --run-dir {folder}/run").status == 0
     return folder / "run"
 

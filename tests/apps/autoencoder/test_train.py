@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from autoencoder_runs import SMALL, command, events_of, summary_of, write_ratings
+from autoencoder_runs import PLAIN, SMALL, command, events_of, summary_of, write_ratings
 
 from millrace.apps.autoencoder.predictor import load_recommender
 from millrace.apps.autoencoder.train import has_stopped_improving
@@ -70,7 +70,7 @@ def test_a_run_without_validation_writes_one_checkpoint(tmp_path, capsys):
 @pytest.mark.devices(3)
 def test_a_run_stops_early_and_reports_its_best_checkpoint(tmp_path, capsys):
     # The learning rate is far too large, so the run soon stops improving.
-    args = f"train {SMALL} --learning-rate 0.2 --epochs 400 --early-stopping 2 "
+    args = f"train {PLAIN} --learning-rate 0.2 --epochs 400 --early-stopping 2 "
     args += "--no-dense-refeeding --select-devices 1,2 "
     args = args.replace("--quiet", "") + write_ratings(tmp_path)
     ended = command(capsys, args + f"--run-dir {tmp_path}/run")
@@ -217,7 +217,8 @@ def test_a_bad_file_is_reported_and_the_run_directory_can_be_used_again(
     if text is not None:
         path.write_text(text)
     ended = command(
-        capsys, f"train {SMALL} --training-data-file {path} --run-dir {tmp_path}/run"
+        capsys,
+        f"train {PLAIN} --training-data-file {path} --run-dir {tmp_path}/run",
     )
     assert ended.status == status
     assert message in ended.err and "Traceback" not in ended.err
@@ -225,7 +226,7 @@ def test_a_bad_file_is_reported_and_the_run_directory_can_be_used_again(
     assert (tmp_path / "run").exists() == (status == 1)
     if status == 1:
         assert summary_of(tmp_path / "run")["status"] == "failed"
-        again = f"train {SMALL} --training-data-file {path} --run-dir {tmp_path}/run"
+        again = f"train {PLAIN} --training-data-file {path} --run-dir {tmp_path}/run"
         assert message in command(capsys, again).err
 
 

@@ -5,9 +5,10 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from millrace.apps.autoencoder.config.data import DataOptions
+from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.config.training import ModelOptions, TrainingOptions
 from millrace.config import ConfigurationError, build
 from millrace.plan import Plan, resolve_precision
@@ -18,8 +19,8 @@ _MAY_CHANGE = {"may_change": True}
 LARGEST_EXPONENT = 100
 """Bound on exponents of learning rates: 2^-100 trains nothing in any precision."""
 _SOURCES = (
-    *("data", "training_data_file", "validation_data_file", "testing_on_checkpoint"),
-    *("num_users", "num_items", "num_ratings"),
+    *("data", "training_data_file", "validation_data_file", "test_data_file"),
+    *("testing_on_checkpoint", "arrays", "num_users", "num_items", "num_ratings"),
 )
 """Options that say which ratings to use."""
 _SMALL_EXAMPLE: dict[str, Any] = {
@@ -43,6 +44,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         self.data.check_source()
+        if self.model.input_offset and self.training.refeeding != "none":
+            raise ValueError(
+                "input_offset needs no_dense_refeeding: a reconstruction has no offset."
+            )
         _ = self.plan, self.resolved_size  # both raise on options that do not fit
 
     @property
@@ -89,13 +94,18 @@ class AutoencoderConfig(TrainingConfig):
     """Train a deep autoencoder to predict ratings."""
 
     common_options: ClassVar = (
-        *("training_data_file", "validation_data_file", "data", "rows"),
+        *("training_data_file", "validation_data_file", "test_data_file", "data"),
+        *("recipe", "rows"),
         *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
         *("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer"),
         *("early_stopping", "precision", "num_replicas"),
         *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
     )
 
+    recipe: Literal["auto", "modern", "graphcore"] = "auto"
+    """What options that are not given stand for: settings for the size of your own ratings
+    (modern), or the defaults of Graphcore's application (graphcore). auto is modern for a
+    training file, unless it has a name or an option of that application."""
     base_learning_rate: float = -16.0
     """Exponent of the learning rate, which is 2^EXPONENT x batch_size."""
     learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
@@ -145,7 +155,7 @@ class AutoencoderConfig(TrainingConfig):
 
         Without ratings, it means the random ones of the reference, not the small example.
         """
-        named = {"data": None} | named
+        named = {"data": None, "recipe": "graphcore"} | named
         rates = {"learning_rate", "base_learning_rate"}
         if all(given.get(name) is None for name in rates):
             return named
@@ -153,13 +163,14 @@ class AutoencoderConfig(TrainingConfig):
 
     @staticmethod
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:
-        """Choose ratings if none are given; replace ``logdir`` by a run directory."""
+        """Choose ratings, if none are given, and a recipe; replace ``logdir``."""
         if not any(name in values for name in _SOURCES):
             other = {"base_learning_rate": "learning_rate"}
             other |= {"detached_refeeding": "no_dense_refeeding"}
             replaced = {other[name] for name in other.keys() & values.keys()}
             example = {n: v for n, v in _SMALL_EXAMPLE.items() if n not in replaced}
-            values = example | values
+            values = example | {"recipe": "graphcore"} | values
+        values = expand_training_options(values)
         if (folder := values.get("logdir")) is None:
             return values
         if values.get("run_dir") is not None:

@@ -1,5 +1,6 @@
 """Options of the ratings. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,8 @@ REFERENCE_SETTINGS = {
 """Settings by the name of the training file."""
 _SYNTHETIC_SETTINGS = ReferenceSettings(64, 128)
 
+_FILES = ("training_data_file", "validation_data_file", "test_data_file")
+_MOST_HELD_OUT = 0.5
 _COUNTS = ("num_users", "num_items", "num_ratings")
 
 
@@ -34,7 +37,13 @@ class DataOptions:
     training_data_file: Path | None = None
     """Ratings to train on: lines of user, item and rating, plain or gzip."""
     validation_data_file: Path | None = None
-    """Later ratings of the same users, to predict (default: no validation)."""
+    """Later ratings of the same users, to predict (default: some training ratings are held
+    out by the modern recipe, otherwise no validation)."""
+    test_data_file: Path | None = None
+    """Ratings that the best model predicts at the end."""
+    validation_fraction: float = 0.0
+    """Fraction of the training ratings to hold out for validation, if there is no
+    validation file (default: at most 0.1 in the modern recipe, otherwise 0)."""
     data: DataKind | None = None
     """Source of the ratings: file, random (to measure speed; there is nothing to learn) or
     generated (drawn from a known truth that a model can learn). Default: file if there is
@@ -42,10 +51,17 @@ class DataOptions:
     generated example, and random ratings for a sweep."""
     rows: RowKind = "users"
     """What one sample is: all ratings of a user, or all ratings of an item. Rows of items
-    predict MovieLens better, but only for users in the training ratings."""
+    predict better, but only for users in the training ratings (default: users; items in
+    the modern recipe up to 50,000 users)."""
     subtract_biases: bool = False
     """Train on ratings minus the global mean, the user bias and the item bias; predictions
     add them back."""
+    bias_strength: float = 10.0
+    """Shrinkage of the biases toward 0, in ratings: a user or item with this many ratings
+    gets half of its mean residual (default: 5 in the modern recipe)."""
+    clip_predictions: bool = False
+    """Limit predictions to the smallest and largest training rating when errors are
+    measured; needs subtract_biases. Recommendations show limited ratings always."""
     rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
     """Smallest and largest valid rating in a file."""
     num_users: int | None = None
@@ -70,6 +86,15 @@ class DataOptions:
         for name in (*_COUNTS, "pipeline_num_parallel"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not 0 <= self.validation_fraction <= _MOST_HELD_OUT:
+            raise ValueError(
+                f"validation_fraction must be from 0 to {_MOST_HELD_OUT}, got "
+                f"{self.validation_fraction:g}."
+            )
+        if not 0 <= self.bias_strength < math.inf:
+            raise ValueError(f"bias_strength must be 0 or more, got {self.bias_strength}.")
+        if self.clip_predictions and not self.subtract_biases:
+            raise ValueError("clip_predictions needs subtract_biases.")
         limits = self.rating_range
         if len(limits) != 2 or not 0 < limits[0] <= limits[1]:
             raise ValueError(
@@ -80,7 +105,7 @@ class DataOptions:
     def check_source(self) -> None:
         """Raise if the options do not describe one source of ratings."""
         if self.arrays is not None:
-            given = ("data", "training_data_file", "validation_data_file", *_COUNTS)
+            given = ("data", *_FILES, *_COUNTS)
             if any(getattr(self, name) is not None for name in given):
                 raise ValueError("Give arrays as data, or a file, not both.")
             return
@@ -91,7 +116,7 @@ class DataOptions:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for synthetic ratings, not for a file.")
             return
-        for name in ("training_data_file", "validation_data_file"):
+        for name in _FILES:
             if getattr(self, name) is not None:
                 hint = "" if self.data else " Give a training_data_file as well."
                 raise ValueError(f"{name} is given, but the ratings are synthetic.{hint}")

@@ -19,11 +19,11 @@ class TrainingOptions:
     """Training."""
 
     epochs: float | None = field(default=None, metadata={"may_grow": True})
-    """Passes over the training rows (default: 160; 60 for generated ratings, 2 for random
-    ones). With --resume, a larger value extends the run."""
+    """Passes over the training rows (default: 60; 160 in the graphcore recipe, 2 for
+    random ratings). With --resume, a larger value extends the run."""
     batch_size: int | None = None
-    """Rows per weight update (default: depends on the name of the training file; 64
-    for synthetic ratings)."""
+    """Rows per weight update (default: 64, fewer for small data; in the graphcore recipe,
+    depends on the name of the training file)."""
     batches_per_step: int = 250
     """Batches per step, which runs on the device without returning to the host; at most
     one epoch."""
@@ -41,13 +41,15 @@ class TrainingOptions:
     optimizer: Literal["Momentum", "SGD"] = "Momentum"
     """Optimizer; the momentum is 0.9."""
     weight_decay: float = 1e-4
-    """L2 weight decay, added to every gradient."""
+    """L2 weight decay, added to every gradient (default: 1e-4; in the modern recipe, less
+    for more ratings)."""
     gradient_clipping: bool = False
     """Clip every gradient to between -1 and 1."""
     learning_rate_decay: str = "1,0.1,0.01"
     """Comma-separated factors on the learning rate, applied in order."""
     learning_rate_schedule: str = "0.5,0.75"
-    """Comma-separated fractions of the run at which the next factor takes effect."""
+    """Comma-separated fractions of the run at which the next factor takes effect, or
+    cosine: the rate falls to 0 along half a cosine."""
     precision: PrecisionName = "16.16"
     """Bits of computation and of weights."""
     half_type: HalfType = "float16"
@@ -77,6 +79,8 @@ class TrainingOptions:
         self._check_decay()
 
     def _check_decay(self) -> None:
+        if self.has_cosine_schedule:
+            return
         factors, switches = self.decay_factors, self.decay_switches
         if len(factors) != len(switches) + 1:
             raise ValueError(
@@ -88,6 +92,11 @@ class TrainingOptions:
                 "learning_rate_schedule must be increasing fractions from 0 to 1; "
                 f"got {self.learning_rate_schedule}."
             )
+
+    @property
+    def has_cosine_schedule(self) -> bool:
+        """Whether the learning rate falls along a cosine instead of in steps."""
+        return self.learning_rate_schedule.strip() == "cosine"
 
     @property
     def decay_factors(self) -> list[float]:
@@ -123,8 +132,8 @@ class ModelOptions:
     """Model."""
 
     size: Size | None = None
-    """Width of the first layer, which sets the widths of the others (default: depends
-    on the name of the training file; 128 for synthetic ratings)."""
+    """Width of the first layer, which sets the widths of the others (default: 128; in the
+    graphcore recipe, depends on the name of the training file)."""
     no_selu: bool = False
     """Use linear layers without SELU activations."""
     no_dropout: bool = False
@@ -134,6 +143,13 @@ class ModelOptions:
     input_dropout_rate: float = 0.0
     """Fraction of the ratings in each row to hide from the network, which still learns to
     predict all of them."""
+    input_offset: float = 0.0
+    """Added to each rating that the network sees, not to what it predicts: next to biases,
+    a rating of 0 would look like none at all (default: 2 in the modern recipe with rows of
+    items)."""
+    zero_output_layer: bool = False
+    """Start with a last layer of zeros: before the first update, the model predicts the
+    biases. Needs untied_decoder."""
     untied_decoder: bool = False
     """Give the decoder its own weights, as in the paper, instead of the transposed encoder
     weights."""
@@ -143,6 +159,12 @@ class ModelOptions:
             rate = getattr(self, name)
             if rate is not None and not 0 <= rate < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {rate:g}.")
+        if not math.isfinite(self.input_offset):
+            raise ValueError(f"input_offset must be a number, got {self.input_offset}.")
+        if self.zero_output_layer and not self.untied_decoder:
+            raise ValueError(
+                "zero_output_layer needs untied_decoder: a tied layer is the first as well."
+            )
         if (rate := self.dropout_rate) and self.no_dropout:
             raise ValueError(
                 f"Give no_dropout or dropout_rate, not both; got dropout_rate {rate:g}."

@@ -1,0 +1,248 @@
+"""The modern recipe: what it chooses, and that it beats the simple models."""
+
+import json
+import shlex
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from autoencoder_runs import command, dense, events_of, summary_of
+
+import millrace as mr
+from millrace.apps.autoencoder.baselines import find_better, score_baselines
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config.recipe import expand_training_options
+from millrace.apps.autoencoder.data import RatingData, subtract_biases
+from millrace.config import ConfigurationError, parse
+from millrace.data.ratings.matrix import fit_biases, from_events, hold_out, transpose
+from millrace.report.sections import read_sections
+
+NUM_USERS, NUM_ITEMS = 150, 120
+
+
+def make_ratings(seed=0):
+    """Return users, items and ratings from biases and two factors that people share."""
+    random = np.random.default_rng(seed)
+    tastes = random.standard_normal((NUM_USERS, 2)) @ random.standard_normal((2, NUM_ITEMS))
+    biases = random.normal(0, 0.5, (NUM_USERS, 1)) + random.normal(0, 0.4, NUM_ITEMS)
+    ratings = 3.5 + biases + 0.8 * tastes + random.normal(0, 0.3, tastes.shape)
+    ratings = np.clip(np.round(2 * ratings) / 2, 0.5, 5)
+    users, items = np.nonzero(random.random(tastes.shape) < 0.5)
+    return users, items, ratings[users, items]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with ratings to train on and to test."""
+    folder = tmp_path_factory.mktemp("modern")
+    users, items, ratings = make_ratings()
+    is_test = np.random.default_rng(1).random(len(users)) < 0.2
+    for name, mask in (("ratings", ~is_test), ("test", is_test)):
+        chosen = zip(users[mask], items[mask], ratings[mask], strict=True)
+        lines = [f"u{user},{item},{rating:g}\n" for user, item, rating in chosen]
+        (folder / f"{name}.csv").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    args = f"train --training-data-file {folder}/ratings.csv --quiet --epochs 40 "
+    args += f"--test-data-file {folder}/test.csv --run-dir {folder}/run"
+    assert command(None, args).status == 0
+    return folder / "run"
+
+
+def test_a_file_of_ratings_is_all_it_needs_to_beat_the_simple_models(trained):
+    summary = summary_of(trained)
+    assert summary["status"] == "completed" and summary["loses_to"] == []
+    simple = summary["baselines"]["test_rmse"]
+    assert list(simple) == ["global mean", "biases", "linear items"]
+    assert summary["metrics"]["test_rmse"] < 0.95 * min(simple.values())
+    assert simple["biases"] < simple["global mean"]
+    rows = read_sections(trained)["baselines"].rows
+    assert ["test_rmse", "this model"] in [row[:2] for row in rows]
+    assert "Simple models on the same ratings" in (trained / "report.html").read_text()
+
+
+def test_training_starts_at_the_biases(folder, trained, tmp_path):
+    args = f"train --training-data-file {folder}/ratings.csv --quiet --epochs 1 "
+    args += f"--learning-rate 1e-9 --run-dir {tmp_path}/run"
+    assert command(None, args).status == 0
+    (event,) = [e for e in events_of(tmp_path / "run") if "validation_rmse" in e]
+    biases = summary_of(tmp_path / "run")["baselines"]["validation_rmse"]["biases"]
+    assert event["validation_rmse"] == pytest.approx(biases, rel=1e-5)
+
+
+def test_held_out_ratings_are_known_when_items_are_recommended(folder, trained):
+    options = json.loads((trained / "summary.json").read_text())["facts"]
+    assert "for validation" in options["ratings"]
+    model = mr.autoencoder.load(trained)
+    lines = (folder / "ratings.csv").read_text().split()
+    rated = {int(line.split(",")[1]) for line in lines if line.startswith("u7,")}
+    found = model.recommend_to("u7", top=NUM_ITEMS)
+    assert {int(item) for item, _ in found}.isdisjoint(rated)
+    assert len(found) + len(rated) == len(model.item_ids)
+    assert all(0.5 <= rating <= 5 for _, rating in found)
+
+
+def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
+    """A copy of a known user under another name gets nearly the same predictions."""
+    model = mr.autoencoder.load(trained)
+    lines = [line.split(",") for line in (folder / "ratings.csv").read_text().split()]
+    errors, of_biases = [], []
+    tests = [line.split(",") for line in (folder / "test.csv").read_text().split()]
+    for user in ("u3", "u4", "u5", "u6"):
+        own = {int(item): float(rating) for u, item, rating in lines if u == user}
+        predicted = model.predict(own)
+        for u, item, rating in tests:
+            if u == user:
+                errors.append(predicted[int(item)] - float(rating))
+                of_biases.append(np.mean(list(own.values())) - float(rating))
+    assert np.square(errors).mean() < 0.7 * np.square(of_biases).mean()
+    new = tmp_path / "new.csv"
+    new.write_text("".join(f"ann,{i},{r}\n" for u, i, r in lines if u == "u3"))
+    args = f"recommend {trained} --top 3 --user ann --training-data-file {new}"
+    ended = command(capsys, args)
+    assert ended.status == 0, ended.err
+    shown = [line.split() for line in ended.out.splitlines()]
+    own = {int(i): float(r) for u, i, r in lines if u == "u3"}
+    assert [int(item) for _, _, item in shown[1:]] == [
+        item for item, _ in model.recommend(own, top=3)
+    ]
+    new.write_text(new.read_text() + "u3,1,5\nbob,9999,5\n")
+    args = args.replace("--user ann", f"--all --out {tmp_path}/all.csv")
+    ended = command(capsys, args)
+    assert ended.status == 0, ended.err
+    assert "6 recommendations for 2 users" in ended.out
+
+
+@pytest.mark.parametrize("rows", ["users", "items"])
+def test_simple_models_match_numpy(rows):
+    users, items, values = make_ratings(2)
+    ids = {"user_ids": np.arange(NUM_USERS), "item_ids": np.arange(NUM_ITEMS)}
+    known, later = hold_out(from_events(users, items, values, **ids), 0.2, seed=3)
+    data = RatingData(known, later)
+    if rows == "items":
+        data = data.map(transpose)
+    data = subtract_biases(data, fit_biases(data.training, 5.0))
+    found = score_baselines(
+        data, rows, strength=5.0, with_linear=True, device=jax.devices()[0]
+    )["validation"]
+    left = data.map(transpose) if rows == "items" else data
+    actual = later.values.astype(np.float64)
+    biases = left.training.biases
+    base = biases.lookup(later.users, later.items).astype(np.float64)
+    mean = known.values.astype(np.float64).mean()
+    assert found["global mean"] == pytest.approx(np.sqrt(np.mean((mean - actual) ** 2)))
+    clipped = np.clip(base, known.smallest, known.largest)
+    assert found["biases"] == pytest.approx(np.sqrt(np.mean((clipped - actual) ** 2)))
+    x = dense(left.training).astype(np.float64)
+    unit = np.square(left.training.values.astype(np.float64)).mean()
+    expected = []
+    for penalty in (400, 1200):
+        inverse = np.linalg.inv(x.T @ x + penalty * unit * np.eye(NUM_ITEMS))
+        weights = -inverse / np.diag(inverse)
+        np.fill_diagonal(weights, 0)
+        output = np.clip((x @ weights)[later.users, later.items] + base, 0.5, 5)
+        expected.append(np.sqrt(np.mean((output - actual) ** 2)))
+    assert found["linear items"] == pytest.approx(min(expected), rel=1e-5)
+
+
+def test_a_model_that_loses_says_so(folder, tmp_path, capsys):
+    args = f"train --training-data-file {folder}/ratings.csv --epochs 1 --quiet "
+    args += f"--learning-rate 1e-9 --run-dir {tmp_path}/run"
+    ended = command(capsys, args)
+    assert ended.status == 0, ended.err
+    assert "does not predict better than" in ended.err and "linear items" in ended.err
+    assert "linear items" in summary_of(tmp_path / "run")["loses_to"]
+    assert find_better(0.9, {"a": 0.9, "b": 0.91}) == ["a"]
+
+
+def test_ratings_are_held_out_but_no_user_or_item_loses_all():
+    users, items, values = make_ratings(4)
+    ids = {"user_ids": np.arange(NUM_USERS), "item_ids": np.arange(NUM_ITEMS)}
+    ratings = from_events(users, items, values, **ids)
+    kept, held_out = hold_out(ratings, 0.1, seed=0)
+    assert held_out.num_ratings == round(0.1 * ratings.num_ratings)
+    np.testing.assert_array_equal(dense(kept) + dense(held_out), dense(ratings))
+    again, _ = hold_out(ratings, 0.1, seed=0)
+    np.testing.assert_array_equal(again.items, kept.items)
+    single = from_events(np.arange(9), np.arange(9), np.ones(9), **ids)
+    assert hold_out(single, 0.5, seed=0)[1].num_ratings == 0
+
+
+def choose(folder, args="", **values):
+    given = {"training_data_file": folder / "ratings.csv", **values}
+    return expand_training_options(given)
+
+
+def test_options_depend_on_the_size_of_the_ratings(folder):
+    small = choose(folder)
+    assert small["recipe"] == "modern" and small["rows"] == "items"
+    assert small["batch_size"] == 8 and small["weight_decay"] == 0.01
+    assert small["validation_fraction"] == 0.1
+    large = expand_training_options(
+        {"recipe": "modern", "data": "generated", "num_users": 60_000, "num_items": 500}
+    )
+    assert large["rows"] == "users" and large["batch_size"] == 256
+    middle = expand_training_options(
+        {"recipe": "modern", "data": "generated", "num_users": 5000, "num_items": 2000}
+    )
+    assert middle["batch_size"] == 64 and middle["weight_decay"] == pytest.approx(5.5e-4)
+
+
+def test_given_options_are_kept(folder):
+    chosen = choose(folder, batch_size=32, rows="users", weight_decay=0.0)
+    assert chosen["batch_size"] == 32 and chosen["weight_decay"] == 0.0
+    assert chosen["rows"] == "users" and chosen["input_dropout_rate"] == 0.7
+    with_file = choose(folder, validation_data_file=folder / "test.csv")
+    assert "validation_fraction" not in with_file
+    assert "early_stopping" not in choose(folder, no_validation=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base_learning_rate": -10.0},
+        {"detached_refeeding": True},
+        {"training_data_file": Path("3m_train.txt.gz")},
+        {"recipe": "graphcore"},
+        {"data": "random", "training_data_file": None},
+    ],
+)
+def test_options_of_the_reference_choose_its_recipe(folder, options):
+    chosen = choose(folder, **options)
+    assert chosen["recipe"] == "graphcore" and "subtract_biases" not in chosen
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--recipe modern --data random", "random ones have nothing to learn"),
+        ("--data generated --input-offset 2", "input_offset needs no_dense_refeeding"),
+        ("--data generated --zero-output-layer", "needs untied_decoder"),
+        ("--data generated --clip-predictions", "needs subtract_biases"),
+        ("--data generated --validation-fraction 0.9", "must be from 0 to 0.5"),
+        ("--data generated --bias-strength -1", "bias_strength must be 0 or more"),
+    ],
+)
+def test_a_mistake_is_explained(args, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse(AutoencoderConfig, shlex.split(args), program="x")
+
+
+def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("1,2,3\n4,5,4\n")
+    args = f"train --training-data-file {tmp_path}/few.txt --run-dir {tmp_path}/run"
+    ended = command(capsys, args)
+    assert ended.status == 1 and "too few to hold some out" in ended.err
+
+
+def test_arrays_from_python_are_held_out_as_well(tmp_path):
+    users, items, ratings = make_ratings(5)
+    result = mr.autoencoder.train(
+        data=(users, items, ratings), epochs=2, run_dir=tmp_path / "run", quiet=True
+    )
+    assert "validation_rmse" in result.summary["best"]
+    assert result.model.config.recipe == "modern"
