@@ -22,6 +22,7 @@ def test_the_wheel_installs_and_help_works(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"millrace/cli.py", "millrace/apps/cnn/runs.yml"} <= names
+    assert {"millrace/data/digits.npz", "millrace/data/digits.txt"} <= names
     assert {"millrace/drawing/charts.js", "millrace/report/live.js"} <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
     venv.create(tmp_path / "venv", with_pip=True, system_site_packages=True)

