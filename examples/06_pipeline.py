@@ -46,7 +46,7 @@ plain, last = train()
 print(f"one device: loss {last:.4f}")
 splits = ["dense1", "dense2", "dense3"]
 mapping = [stage * min(4, jax.device_count()) // 4 for stage in range(4)]
-for schedule in ("grouped", "interleaved", "sequential"):
+for schedule in ("grouped", "interleaved", "sequential", "zero-bubble"):
     weights, last = train(
         pipeline_splits=splits, device_mapping=mapping, pipeline_schedule=schedule
     )

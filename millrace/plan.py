@@ -113,10 +113,11 @@ def resolve_precision(
 
 
 Reduction = Literal["sum", "mean", "running_mean"]
-PipelineSchedule = Literal["grouped", "interleaved", "sequential"]
+PipelineSchedule = Literal["grouped", "interleaved", "sequential", "zero-bubble"]
 
-AccumulatorType = str | type | None | Callable[[str, Any], Any]
-"""A dtype, None for the dtype of each variable, or ``f(path, variable) -> dtype``."""
+AccumulatorType = str | type | None | Callable[[Any], Any] | Callable[[str, Any], Any]
+"""A dtype, None for the dtype of each variable, or ``f(variable)`` or ``f(path, variable)``
+that returns one."""
 
 _FLOATS = ("float16", "bfloat16", "float32")
 
@@ -126,6 +127,7 @@ _WHOLE_NUMBERS = (
     "gradient_accumulation_count",
     "global_batch_size",
     "updates_per_execution",
+    "min_remote_tensor_size",
 )
 
 _SWITCHES = (
@@ -160,8 +162,9 @@ class Plan:
     """Samples per weight update; sets the accumulation count."""
     gradient_accumulation_dtype: AccumulatorType = "float32"
     """Dtype of the gradient accumulator (float64 gradients stay float64), None for the
-    dtype of each variable, or a function of its path and value. Summing 128 bfloat16
-    gradients has an error of 1 % in bfloat16 and of 1e-8 in float32."""
+    dtype of each variable, or a function of the variable, or of its path and the variable.
+    Summing 128 bfloat16 gradients has an error of 1 % in bfloat16 and of 1e-8 in
+    float32."""
     gradient_accumulation_reduction: Reduction = "mean"
     """How micro-batch gradients are combined: sum, mean, or running_mean (the mean, with
     an accumulator that never exceeds the size of one gradient)."""
@@ -171,14 +174,19 @@ class Plan:
     half_type: HalfType = "bfloat16"
     """The 16-bit dtype that precision refers to."""
     stochastic_rounding: bool = False
-    """Round 16-bit weights and optimizer state up or down at random, without bias."""
+    """Round up or down at random, without bias: in 16.16 the stored weights and optimizer
+    state, in 16.32 the 16-bit copies of the weights that an update computes with."""
     loss_scaling: float | Literal["dynamic"] = 0.0
     """Factor on the loss during differentiation (0: off), or "dynamic" for float16."""
     optimizer_state_offloading: bool = field(
         default=False, metadata={"negations": ("--disable-variable-offloading",)}
     )
     """Keep the optimizer state in host memory and stream it through the device at each
-    update. Saves device memory but takes time. Arrays under 4 KiB stay on the device."""
+    update. Saves device memory but takes time; a CPU has no other memory to use."""
+    min_remote_tensor_size: int | None = None
+    """Bytes of the smallest array that optimizer_state_offloading keeps in host memory;
+    smaller ones and scalars stay on the device (default: 4096). A pipeline moves the state
+    of a stage as one array."""
     recomputation: bool = field(default=False, metadata={"aliases": ("--xla-recompute",)})
     """Keep only results of matrix products and convolutions for the backward pass, and
     recompute the rest. A pipeline always does this; there, recomputation keeps only the
@@ -190,13 +198,38 @@ class Plan:
     """Device of each stage, for example 0 1 1 0 (default: one each). A list, for example
     [1,2], spreads the branches of a concurrent layer that is a stage of its own."""
     pipeline_schedule: PipelineSchedule = "grouped"
-    """Order in which the stages run: grouped, interleaved (fewer live activations) or
-    sequential (one micro-batch at a time)."""
+    """Order in which the stages run: grouped, interleaved (fewer live activations),
+    zero-bubble (the fastest: weight gradients fill idle time) or sequential (one
+    micro-batch at a time)."""
     updates_per_execution: int | None = None
     """Weight updates between two points where the host may act (default: as many as the
     events of the run allow)."""
     fp_exceptions: bool = False
     """Stop at the first loss or gradient that is not finite."""
+
+    @classmethod
+    def for_devices(cls, num_devices: int, **options: Any) -> "Plan":
+        """Return a plan with as many replicas as a number of devices allows.
+
+        >>> Plan.for_devices(8, pipeline_splits=[2]).num_replicas
+        4
+
+        Args:
+            num_devices: A multiple of the devices that one replica needs.
+            **options: The other fields of the plan.
+        """
+        if "num_replicas" in options:
+            raise ValueError(
+                "Plan.for_devices computes num_replicas: pass it to Plan instead."
+            )
+        num_devices = _to_int("num_devices", num_devices)
+        per_replica = cls(**options).devices_per_replica
+        if num_devices < 1 or num_devices % per_replica:
+            raise ValueError(
+                f"num_devices must be a positive multiple of {per_replica}, the devices "
+                f"of one replica; got {num_devices}."
+            )
+        return cls(num_replicas=num_devices // per_replica, **options)
 
     def card(self) -> Card:
         """Return what a terminal or a notebook shows: what differs from the defaults."""
@@ -222,15 +255,20 @@ class Plan:
                 "updates_per_execution must be at least 1, "
                 f"got {self.updates_per_execution}."
             )
+        if (self.min_remote_tensor_size or 0) < 0:
+            raise ValueError(
+                "min_remote_tensor_size must be 0 bytes or more, got "
+                f"{self.min_remote_tensor_size}."
+            )
         if self.gradient_accumulation_reduction not in get_args(Reduction):
             raise ValueError(
                 "gradient_accumulation_reduction must be sum, mean or running_mean, "
                 f"got {self.gradient_accumulation_reduction!r}."
             )
-        if self.stochastic_rounding and self.precision != "16.16":
+        if self.stochastic_rounding and self.precision == "32.32":
             raise ValueError(
-                "stochastic_rounding rounds 16-bit weights, which precision "
-                f"{self.precision} does not have. Use precision 16.16 or turn it off."
+                "stochastic_rounding rounds to 16 bits, which precision 32.32 does not "
+                "have. Use precision 16.16 or 16.32, or turn it off."
             )
         dtype = self.gradient_accumulation_dtype
         if isinstance(dtype, str) and dtype not in _FLOATS:
@@ -312,6 +350,22 @@ class Plan:
         """The number of pipeline stages; 1 without a pipeline."""
         splits = self.pipeline_splits
         return splits[0] if splits and isinstance(splits[0], int) else len(splits) + 1
+
+    @property
+    def rounds_copies(self) -> bool:
+        """Whether the 16-bit copies of float32 weights are rounded at random."""
+        return self.stochastic_rounding and self.types.weights == "float32"
+
+    @property
+    def devices_per_replica(self) -> int:
+        """The devices of one replica, as far as the plan tells.
+
+        A concurrent layer that is spread over devices may need more.
+        """
+        if self.device_mapping is None:
+            return self.num_stages
+        flat = [d for e in self.device_mapping for d in (e if isinstance(e, list) else [e])]
+        return max(flat) + 1
 
     @property
     def types(self) -> Precision:

@@ -35,6 +35,34 @@ def test_a_plan_resolves_its_batch_sizes_and_dtypes():
     assert plan.types == Precision("float16", "float32")
 
 
+@pytest.mark.parametrize(
+    ("options", "per_replica"),
+    [
+        ({}, 1),
+        ({"pipeline_splits": [2]}, 2),
+        ({"pipeline_splits": ["a", "b"]}, 3),
+        ({"pipeline_splits": ["a", "b"], "device_mapping": [0, 1, 0]}, 2),
+        ({"pipeline_splits": ["a"], "device_mapping": [0, [1, 2]]}, 3),
+    ],
+    ids=str,
+)
+def test_replicas_are_inferred_from_the_devices(options, per_replica):
+    """TensorFlow: sharded over two of eight devices, a graph is replicated four times."""
+    plan = Plan.for_devices(4 * per_replica, micro_batch_size=2, **options)
+    assert plan == Plan(num_replicas=4, micro_batch_size=2, **options)
+    if per_replica > 1:
+        message = f"multiple of {per_replica}.*got {per_replica + 1}"
+        with pytest.raises(ValueError, match=message):
+            Plan.for_devices(per_replica + 1, **options)
+
+
+def test_a_plan_for_devices_refuses_a_number_of_replicas():
+    with pytest.raises(ValueError, match="computes num_replicas"):
+        Plan.for_devices(8, num_replicas=2)
+    with pytest.raises(ValueError, match="positive multiple of 1"):
+        Plan.for_devices(0)
+
+
 def test_a_modified_copy_is_checked_too():
     with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
         dataclasses.replace(Plan(), num_replicas=0)
@@ -60,7 +88,7 @@ def test_a_modified_copy_is_checked_too():
         ({"pipeline_splits": [True]}, r"pipeline_splits must be a list .* got \[True\]"),
         (
             {"pipeline_schedule": "foo"},
-            "one of grouped, interleaved, sequential, got 'foo'",
+            "one of grouped, interleaved, sequential, zero-bubble, got 'foo'",
         ),
         ({"pipeline_schedule": None}, "pipeline_schedule must be one of .* got None"),
     ],
@@ -95,11 +123,11 @@ def test_an_accumulator_dtype_can_be_none_a_name_or_a_function(dtype):
     assert Plan(gradient_accumulation_dtype=dtype).gradient_accumulation_dtype == dtype
 
 
-@pytest.mark.parametrize("precision", ["16.32", "32.32"])
-def test_stochastic_rounding_needs_16_bit_weights(precision):
-    assert Plan(precision="16.16", stochastic_rounding=True).stochastic_rounding
-    with pytest.raises(ValueError, match=r"Use precision 16\.16"):
-        Plan(precision=precision, stochastic_rounding=True)
+def test_stochastic_rounding_needs_16_bits():
+    for precision in ("16.16", "16.32"):
+        assert Plan(precision=precision, stochastic_rounding=True).stochastic_rounding
+    with pytest.raises(ValueError, match=r"Use precision 16\.16 or 16\.32"):
+        Plan(precision="32.32", stochastic_rounding=True)
 
 
 @pytest.mark.parametrize("factor", [0, 1, 128.0, 2.0**126])

@@ -247,6 +247,8 @@ const Charts = (() => {
       const isWhole = !zoom && !data.fromZero;
       let heights = isWhole ? selectHeights(points) : points.map(p => p[1]);
       this.isCut = heights.length < points.length;
+      const highest = list => list.reduce((a, b) => Math.max(a, b), -Infinity);
+      this.isCutBelow = highest(points.map(p => p[1])) <= highest(heights);
       if (data.level && curves.length) heights.push(data.level[1]);
       if (data.fromZero) heights.push(0);
       let [low, high] = extent(heights) ?? [0, 1];
@@ -303,7 +305,9 @@ const Charts = (() => {
         svg("rect", { x: box.left - 2, y: box.top - 2, ...size }))),
       ...this.drawAxes(scale, height), shapes, this.cursor);
       if (this.isCut) {
-        drawing.append(text(box.right, box.top + 6, "steep start cut off", "end"));
+        // Where the curves are not: those that have risen are at the top.
+        const y = this.isCutBelow ? box.bottom - 8 : box.top + 6;
+        drawing.append(text(box.right, y, "steep start cut off", "end"));
       }
       this.curves = curves;
       this.toScreen = scale;

@@ -27,6 +27,8 @@ LIGHT = {
     "on_forward": "#ffffff",
     "backward": "#e69f00",
     "on_backward": "#1f2328",
+    "weights": "#f0d9a8",
+    "on_weights": "#1f2328",
     "all_reduce": "#cc79a7",
     "on_all_reduce": "#1f2328",
     "update": "#009e73",
@@ -101,7 +103,7 @@ pre { white-space: pre-wrap; background: var(--raised); padding: .6rem .8rem;
 table { border-collapse: collapse; max-width: 100%; }
 td, th { padding: .18rem 1rem .18rem 0; vertical-align: top; text-align: left;
   font-weight: normal; overflow-wrap: anywhere; }
-th { color: var(--muted); min-width: 5rem; }
+th { color: var(--muted); min-width: 7.6rem; }
 td { min-width: 4.6rem; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 1px solid var(--grid); }
 tfoot td, tfoot th { border-top: 1px solid var(--grid); }

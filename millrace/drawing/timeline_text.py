@@ -10,6 +10,7 @@ from rich.text import Text
 from millrace.drawing.style import LIGHT
 from millrace.numbers import format_percent
 from millrace.schedule.timeline import (
+    KIND_NAMES,
     Span,
     SpanKind,
     Timeline,
@@ -18,7 +19,10 @@ from millrace.schedule.timeline import (
     time_range,
 )
 
-_SIGNS = {"forward": ">", "backward": "<", "all_reduce": "+", "update": "*"}
+_SIGNS = {
+    **{"forward": ">", "backward": "<", "weights": "="},
+    **{"all_reduce": "+", "update": "*"},
+}
 # The terminal picks the nearest color it has.
 _STYLES = {kind: f"{LIGHT[f'on_{kind}']} on {LIGHT[kind]}" for kind in _SIGNS}
 _LABEL_WIDTH, _FIGURE_WIDTH = 7, 7
@@ -46,7 +50,7 @@ def _format_legend(kinds: set[SpanKind], colored: bool) -> Text:
     for kind, sign in _SIGNS.items():
         if kind in kinds:
             legend.append("   " if colored else sign, _STYLES[kind] if colored else "")
-            legend.append(f" {kind.replace('_', '-')}   ")
+            legend.append(f" {KIND_NAMES[kind]}   ")
     return legend.append("· idle")
 
 

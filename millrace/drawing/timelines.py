@@ -17,6 +17,7 @@ from millrace.drawing.svg import (
 )
 from millrace.numbers import TimeUnit, choose_time_unit, format_percent, linear_ticks
 from millrace.schedule.timeline import (
+    KIND_NAMES,
     DeviceUse,
     Span,
     Timeline,
@@ -26,12 +27,6 @@ from millrace.schedule.timeline import (
 )
 
 _SUFFIXES = (".svg", ".png", ".html")
-_KIND_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "all_reduce": "all-reduce",
-    "update": "weight update",
-}
 _MARGIN, _LABEL_WIDTH, _FIGURE_WIDTH = 20, 128, 178
 _LANE, _NARROW_LANE, _GAP = 30, 22, 8
 _TEXT, _SMALL = 13, 11
@@ -173,7 +168,7 @@ def _plot_width(spans: Sequence[Span], longest: float) -> float:
 
 def _draw_legend(spans: Sequence[Span], y: float) -> list[Shape]:
     kinds = {span.kind for span in spans}
-    entries = [(kind, name, "") for kind, name in _KIND_NAMES.items() if kind in kinds]
+    entries = [(kind, name, "") for kind, name in KIND_NAMES.items() if kind in kinds]
     entries += [("surface", "micro-batch 0", "ink"), ("idle", "idle", "")]
     shapes: list[Shape] = []
     x = float(_MARGIN)
@@ -260,7 +255,7 @@ class _TimelineChart:
         return [box, Label(*middle, number, "middle", color, size)]
 
     def _hint(self, span: Span) -> str:
-        action = f"stage {span.stage} {_KIND_NAMES[span.kind]}"
+        action = f"stage {span.stage} {KIND_NAMES[span.kind]}"
         if span.micro_batch is not None:
             action += f" of micro-batch {span.micro_batch}"
         start, end = (self._unit.format(t - self._start) for t in (span.start, span.end))

@@ -35,6 +35,10 @@ _CHANNELS_PER_BLOCK = 16
 more to overhead than the zeros between groups cost: 32 groups of 8 at 28x28 take 84 ms
 joined in pairs, 120 ms one by one."""
 
+_MAX_UNROLLED = 4
+"""Blocks that are compiled one by one. In a loop, 48 blocks compile 6 times as fast and
+run as fast; EfficientNet-B0 G16 in two pipeline stages has 84 convolutions, not 1,500."""
+
 
 def grouped_conv2d(
     x: Images, kernel: GroupedKernel, strides: Pair, pads: Pads, groups: int
@@ -49,9 +53,15 @@ def grouped_conv2d(
         return _depthwise(jnp.repeat(x, multiplier, -1), kernel, strides, pads)
     joined = _groups_per_block(groups, kernel.shape[2])
     blocks = groups // joined
-    kernels = jnp.split(_block_diagonal(kernel, groups, joined), blocks, -1)
-    parts = zip(jnp.split(x, blocks, -1), kernels, strict=True)
-    return jnp.concatenate([dense_conv2d(*part, strides, pads) for part in parts], -1)
+    parts = (x, _block_diagonal(kernel, groups, joined))
+    if blocks <= _MAX_UNROLLED:
+        split = zip(*(jnp.split(part, blocks, -1) for part in parts), strict=True)
+        return jnp.concatenate([dense_conv2d(*each, strides, pads) for each in split], -1)
+    # In a loop, or XLA compiles one convolution per block.
+    stacked = [jnp.moveaxis(p.reshape(*p.shape[:-1], blocks, -1), -2, 0) for p in parts]
+    y = lax.map(lambda each: dense_conv2d(*each, strides, pads), stacked)
+    y = jnp.moveaxis(y, 0, -2)
+    return y.reshape(*y.shape[:-2], -1)
 
 
 def _groups_per_block(groups: int, channels: int) -> int:

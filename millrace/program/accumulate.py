@@ -4,6 +4,7 @@ All micro-batches of an update start from the same model state. What each makes 
 reduced to one new state: averaged, summed, or taken from a single micro-batch.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -86,11 +87,16 @@ def accumulator_dtypes(params: Any, dtype: AccumulatorType) -> Any:
     `dtype` is a function that decides otherwise.
     """
 
+    # A scalar type such as jnp.float32 is callable too.
+    is_type = isinstance(dtype, type) or hasattr(dtype, "dtype")
+    choose_dtype = None
+    if callable(dtype) and not is_type:
+        choose_dtype = _as_function_of_path(dtype)
+
     def choose(path: Any, leaf: Any) -> jnp.dtype:
         chosen: Any = dtype
-        # A scalar type such as jnp.float32 is callable too.
-        if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
-            chosen = dtype(path_name(path), leaf)
+        if choose_dtype is not None:
+            chosen = choose_dtype(path_name(path), leaf)
         elif leaf.dtype == jnp.float64:
             chosen = None  # whoever uses float64 weights wants float64 gradients
         chosen = leaf.dtype if chosen is None else jnp.dtype(chosen)
@@ -102,6 +108,15 @@ def accumulator_dtypes(params: Any, dtype: AccumulatorType) -> Any:
         return chosen
 
     return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def _as_function_of_path(function: Callable[..., Any]) -> Callable[[str, Any], Any]:
+    """Return ``f(path, variable)``, given that or a function of the variable alone."""
+    try:
+        inspect.signature(function).bind("path", None)
+    except TypeError:
+        return lambda path, variable: function(variable)
+    return function
 
 
 def add_gradient(

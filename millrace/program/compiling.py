@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -168,27 +167,42 @@ def _interruptibly(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Com
     After an interrupt, the thread continues until XLA returns; see ``is_compiling``.
     """
     if threading.current_thread() is not threading.main_thread():
-        return compile()
+        return _counted(compile)
     result: Future[jax.stages.Compiled] = Future()
 
     def run() -> None:
         try:
-            result.set_result(compile())
+            result.set_result(_counted(compile))
         except BaseException as error:
             result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="millrace-compile", daemon=True)
-    _compile_threads.add(thread)
-    thread.start()
+    threading.Thread(target=run, name="millrace-compile", daemon=True).start()
     return result.result()
 
 
-_compile_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+class _Compiling:
+    """How many compilations are under way, on any thread."""
+
+    count = 0
+    lock = threading.Lock()
+
+    @classmethod
+    def add(cls, number: int) -> None:
+        with cls.lock:
+            cls.count += number
+
+
+def _counted(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+    _Compiling.add(1)
+    try:
+        return compile()
+    finally:
+        _Compiling.add(-1)
 
 
 def is_compiling() -> bool:
-    """Whether a compilation that was interrupted still runs."""
-    return any(thread.is_alive() for thread in list(_compile_threads))
+    """Whether something is being compiled, perhaps after an interrupt."""
+    return _Compiling.count > 0
 
 
 def _compile(

@@ -23,7 +23,7 @@ from millrace.program.replicas import (
     replicated,
 )
 from millrace.program.step import TrainState
-from millrace.program.training_loop import repeat_update
+from millrace.program.update_loop import repeat_update
 
 MetricFn = Callable[[Any, Any, Any], dict[str, Array]]
 """``(params, model_state, batch) -> {name: one value per sample}``."""

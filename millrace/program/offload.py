@@ -17,13 +17,14 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
+from millrace.plan import Plan
 from millrace.program import step as steps
 from millrace.program.compiling import compile_for, tree_bytes
 from millrace.program.replicas import replicated
 from millrace.program.step import GradientResult, Step, TrainState
 
 _SMALL_BYTES = 4096
-"""Smaller arrays (counters, scalars) stay on the device: moving them saves nothing."""
+"""By default, smaller arrays stay on the device: moving them saves nothing."""
 
 _BUCKET_BYTES = 64 << 20
 """State moved at once: enough for full bandwidth, little enough to save memory."""
@@ -48,19 +49,19 @@ def host_memory_kind(device: Any) -> str | None:
     return kind
 
 
-def offloaded_shardings(optimizer_state: Any, host: NamedSharding) -> Any:
+def offloaded_shardings(optimizer_state: Any, plan: Plan, host: NamedSharding) -> Any:
     """Return the sharding of each leaf: large ones in host memory, small ones not."""
     resident = host.with_memory_kind("device")
-    return jax.tree.map(lambda x: host if _is_large(x) else resident, optimizer_state)
+    return jax.tree.map(lambda x: host if _is_large(x, plan) else resident, optimizer_state)
 
 
 def init_offloaded(
-    init: Callable[[Any], Any], params: Any, mesh: Mesh, host: NamedSharding
+    init: Callable[[Any], Any], params: Any, plan: Plan, mesh: Mesh, host: NamedSharding
 ) -> Any:
     """Initialize the optimizer state and move it to the host, bucket by bucket."""
     jaxpr, spec = jax.make_jaxpr(init, return_shape=True)(params)
     function, inputs = jaxpr_as_fun(jaxpr), jax.tree.leaves(params)
-    shardings = jax.tree.leaves(offloaded_shardings(spec, host))
+    shardings = jax.tree.leaves(offloaded_shardings(spec, plan, host))
     sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(spec)]
     outputs: list[Any] = [None] * len(shardings)
     for bucket in _pack_buckets([([i], size) for i, size in enumerate(sizes)]):
@@ -98,8 +99,11 @@ def _pack_buckets(groups: Sequence[tuple[list[int], int]]) -> list[list[int]]:
     return buckets
 
 
-def _is_large(leaf: Any) -> bool:
-    return tree_bytes(leaf) > _SMALL_BYTES
+def _is_large(leaf: Any, plan: Plan) -> bool:
+    smallest = plan.min_remote_tensor_size
+    smallest = _SMALL_BYTES if smallest is None else smallest
+    # Counters and other scalars are read by every bucket.
+    return bool(leaf.ndim) and tree_bytes(leaf) >= smallest
 
 
 class Bucket(NamedTuple):
@@ -128,7 +132,8 @@ class StreamedUpdate:
             functools.partial(steps.apply_update, step), return_shape=True
         )(*spec)
         self._out_tree = jax.tree.structure(outputs)
-        owned, dependencies = _owned_positions(state), input_dependencies(jaxpr)
+        owned = _owned_positions(state, step.plan)
+        dependencies = input_dependencies(jaxpr)
         specs = jax.tree.leaves(spec)
         self.buckets = [
             _compile_bucket(mesh, jaxpr, specs, owned, dependencies, positions)
@@ -162,7 +167,7 @@ class StreamedUpdate:
         return moved
 
 
-def _owned_positions(state: TrainState) -> dict[int, int]:
+def _owned_positions(state: TrainState, plan: Plan) -> dict[int, int]:
     """Return the positions of weights and large state, with the bytes they stream."""
     flat = jax.tree_util.tree_leaves_with_path(state)
     owned = {}
@@ -170,7 +175,7 @@ def _owned_positions(state: TrainState) -> dict[int, int]:
         field = getattr(path[0], "name", "")
         if field == "params":
             owned[position] = 0
-        elif field == "optimizer_state" and _is_large(leaf):
+        elif field == "optimizer_state" and _is_large(leaf, plan):
             owned[position] = tree_bytes(leaf)
     return owned
 

@@ -41,6 +41,7 @@ def build_optimizer(
     global_batch_size: int | None = None,
     clip_norm: float | None = None,
     ema: float | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformation:
     """Build an optimizer from its name and the parameters it needs.
 
@@ -67,6 +68,8 @@ def build_optimizer(
         global_batch_size: Samples per update; the decay of rmsprop depends on it.
         clip_norm: Scale the gradients down if the norm of all of them together is larger.
         ema: Also keep a moving average of the weights with this decay; see `with_ema`.
+        scales: Factors of the learning rate by the first key of a variable's path, its
+            layer. With 0, the variable never changes.
     """
     decay = number("--weight-decay", weight_decay)
     l2 = number("--l2-regularization", l2_regularization)
@@ -82,8 +85,23 @@ def build_optimizer(
         optax.add_decayed_weights(
             (lambda count: -decay * learning_rate(count)) if adds_decay else 0.0, mask
         ),
+        *([optax.stateless(_scale_updates(scales))] if scales else []),
     )
     return optimizer if ema is None else with_ema(optimizer, ema)
+
+
+def _scale_updates(scales: Mapping[str, float]) -> Callable[[Any, Any], Any]:
+    """Return the function that multiplies the updates of layers.
+
+    This equals another learning rate, because every update is proportional to it, weight
+    decay and velocities that contain the rate included.
+    """
+
+    def scale(path: Any, update: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        factor = scales.get(path_name(path[:1]), 1.0)
+        return update * factor if factor else jnp.zeros_like(update)
+
+    return lambda updates, _: jax.tree_util.tree_map_with_path(scale, updates)
 
 
 class _Settings(NamedTuple):

@@ -84,32 +84,35 @@ class Pipeline:
             ),
             packing.zero_buffers(functions.boundary_sizes, routes.num_receive_slots + 1),
             packing.zero_buffers(functions.residual_sizes, routes.num_residual_slots + 1),
+            packing.zero_buffers(functions.deferred_sizes, routes.num_deferred_slots + 1),
         )
         branches = self._branches(state, batches)
         device = lax.axis_index(STAGE_AXIS)
 
         def tick(carry: Any, rows: Mapping[str, Array]) -> tuple[Any, None]:
-            sums, received, stored = carry
+            sums, received, stored, deferred = carry
             row = {name: values[device] for name, values in rows.items()}
             if clock is not None:
                 row, received = _timed(clock, row["tick"], False, (row, received))
-            sums, sent, residuals = lax.switch(
-                row["branch"], branches, sums, received, stored, row
+            sums, sent, residuals, chain = lax.switch(
+                row["branch"], branches, sums, received, stored, deferred, row
             )
             if clock is not None:
                 sums, sent = _timed(clock, row["tick"], True, (sums, sent))
-            is_forward = (row["branch"] > 0) & (row["branch"] <= self._stages.num_stages)
-            slot = jnp.where(is_forward, row["residual_slot"], routes.num_residual_slots)
+            kind = (row["branch"] + self._stages.num_stages - 1) // self._stages.num_stages
+            slot = jnp.where(kind == 1, row["residual_slot"], routes.num_residual_slots)
             stored = _write_slot(stored, slot, residuals)
+            slot = jnp.where(kind == 2, row["deferred_slot"], routes.num_deferred_slots)
+            deferred = _write_slot(deferred, slot, chain)
             # Outside of the switch: a collective must run on all devices at once.
-            return (sums, self._exchange(received, sent, row), stored), None
+            return (sums, self._exchange(received, sent, row), stored, deferred), None
 
         names = [n for n in Routes._fields if isinstance(getattr(routes, n), np.ndarray)]
         rows = {name: jnp.asarray(getattr(routes, name)) for name in names}
         if clock is not None:
             ticks = jnp.arange(routes.branch.shape[0])
             rows["tick"] = jnp.broadcast_to(ticks[:, None], routes.branch.shape)
-        (sums, _, _), _ = lax.scan(tick, start, rows)
+        (sums, *_), _ = lax.scan(tick, start, rows)
         return self._reduce(sums)
 
     def _exchange(self, received: Buffers, sent: Buffers, row: _Row) -> Buffers:
@@ -146,12 +149,11 @@ class Pipeline:
         return PipelineSums(gradients, model_state, info)
 
     # --- the branches of the switch ---
-    # All take and return the same types: (sums, received, stored, row) to (sums, sent,
-    # residuals). Hence the flat buffers, padded to the largest stage.
+    # All take and return the same types: (sums, received, stored, deferred, row) to (sums,
+    # sent, residuals, chain). Hence the flat buffers, padded to the largest stage.
 
     def _branches(self, state: TrainState, batches: Any) -> list[Callable[..., Any]]:
-        def idle(sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row) -> Any:
-            del received, stored, row
+        def idle(sums: PipelineSums, *_: Any) -> Any:
             return sums, *self._nothing()
 
         def operands(stage: int, received: Buffers, row: _Row) -> StageOperands:
@@ -167,22 +169,29 @@ class Pipeline:
             else:
                 boundary = self._functions.boundaries[position - 1]
                 x = packing.unpack(boundary, _read_slot(received, row["input_slot"]))
-            values = self._functions.unpack_values(stage, state.params, state.model_state)
-            return StageOperands(*values, x, batch, key)
+            params, model_state = self._functions.unpack_values(
+                stage, state.params, state.model_state
+            )
+            params = steps.copy_params(self._plan, state, params)
+            return StageOperands(params, model_state, x, batch, key)
 
         # In the order of Routes.branch.
         stages = range(self._stages.num_stages)
-        return [
+        branches = [
             idle,
             *(self._forward(stage, operands) for stage in stages),
             *(self._backward(stage, operands, state) for stage in stages),
         ]
+        if self._functions.splits_backward:
+            branches += [self._weight_gradients(stage, operands) for stage in stages]
+        return branches
 
-    def _nothing(self) -> tuple[Buffers, Buffers]:
+    def _nothing(self) -> tuple[Buffers, Buffers, Buffers]:
         functions = self._functions
         return (
             packing.zero_buffers(functions.boundary_sizes),
             packing.zero_buffers(functions.residual_sizes),
+            packing.zero_buffers(functions.deferred_sizes),
         )
 
     def _forward(
@@ -192,11 +201,11 @@ class Pipeline:
         is_last = stage == self._stages.num_stages - 1
 
         def forward(
-            sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row
+            sums: PipelineSums, received: Buffers, stored: Any, deferred: Any, row: _Row
         ) -> Any:
-            del stored
+            del stored, deferred
             operands = get_operands(stage, received, row)
-            sent, residuals = self._nothing()
+            sent, residuals, chain = self._nothing()
             if functions.keeps_residuals:
                 y, backward, (changes, info) = functions.differentiate(stage, operands)
                 residuals = functions.pack_residuals(stage, backward)
@@ -211,7 +220,8 @@ class Pipeline:
                 info = {name: sums.info[name] + info[name] for name in sums.info}
             else:
                 info = sums.info
-            return PipelineSums(sums.gradients, model_state, info), sent, residuals
+            sums = PipelineSums(sums.gradients, model_state, info)
+            return sums, sent, residuals, chain
 
         return forward
 
@@ -229,37 +239,74 @@ class Pipeline:
             gradient = packing.unpack(functions.boundaries[position], buffers)
             return gradient[group.index(stage)] if len(group) > 1 else gradient
 
-        def add(total: Array, gradient: Array, index: Int[Array, ""]) -> Array:
-            count = plan.batching.gradient_accumulation_count
-            reduction = plan.gradient_accumulation_reduction
-            return add_gradient(total, gradient, index, count, reduction)
-
         def backward(
-            sums: PipelineSums, received: Buffers, stored: Buffers, row: _Row
+            sums: PipelineSums, received: Buffers, stored: Buffers, deferred: Any, row: _Row
         ) -> Any:
+            del deferred
             operands = get_operands(stage, received, row)
-            if functions.keeps_residuals:
-                kept = _read_slot(stored, row["residual_slot"])
-                run_backward = functions.restore_backward(stage, operands, kept)
+            residuals = self._read_residuals(stage, stored, row)
+            gradient = output_gradient(received, row)
+            sent, nothing, chain = self._nothing()
+            if functions.splits_backward:
+                split = functions.backwards[stage]
+                values = jax.tree.leaves((operands, residuals, gradient))
+                input_gradient, needed = split.pass_on(values)
+                chain = packing.pack(split.layout, needed, functions.deferred_sizes)
             else:
-                _, run_backward, _ = functions.differentiate(stage, operands)
-            params_gradient, *input_gradient = run_backward(output_gradient(received, row))
-            sent, residuals = self._nothing()
+                run_backward = functions.restore_backward(stage, operands, residuals)
+                params_gradient, *input_gradient = run_backward(gradient)
+                sums = self._add_gradients(stage, sums, params_gradient, row)
             if position:
-                sent = packing.pack(
-                    functions.boundaries[position - 1],
-                    input_gradient[0],
-                    functions.boundary_sizes,
-                )
-            gradients = _update_section(
-                functions.stage_layout("gradients", stage),
-                sums.gradients,
-                params_gradient,
-                lambda total, gradient: add(total, gradient, row["micro_batch"]),
-            )
-            return PipelineSums(gradients, sums.model_state, sums.info), sent, residuals
+                boundary = functions.boundaries[position - 1]
+                sent = packing.pack(boundary, input_gradient, functions.boundary_sizes)
+            return sums, sent, nothing, chain
 
         return backward
+
+    def _weight_gradients(
+        self, stage: int, get_operands: Callable[..., StageOperands]
+    ) -> Callable[..., Any]:
+        split = self._functions.backwards[stage]
+
+        def compute(
+            sums: PipelineSums,
+            received: Buffers,
+            stored: Buffers,
+            deferred: Buffers,
+            row: _Row,
+        ) -> Any:
+            operands = get_operands(stage, received, row)
+            residuals = self._read_residuals(stage, stored, row)
+            values = jax.tree.leaves((operands, residuals))
+            needed = packing.unpack(
+                split.layout, _read_slot(deferred, row["deferred_slot"])
+            )
+            params_gradient = split.compute_weights(values, needed)
+            sums = self._add_gradients(stage, sums, params_gradient, row)
+            return sums, *self._nothing()
+
+        return compute
+
+    def _read_residuals(self, stage: int, stored: Buffers, row: _Row) -> list[Any]:
+        if not self._functions.keeps_residuals:
+            return []
+        slot = _read_slot(stored, row["residual_slot"])
+        return self._functions.unpack_residuals(stage, slot)
+
+    def _add_gradients(
+        self, stage: int, sums: PipelineSums, gradients: Any, row: _Row
+    ) -> PipelineSums:
+        """Accumulate the gradients of a stage for one micro-batch."""
+        count = self._plan.batching.gradient_accumulation_count
+        reduction = self._plan.gradient_accumulation_reduction
+
+        def add(total: Array, gradient: Array) -> Array:
+            return add_gradient(total, gradient, row["micro_batch"], count, reduction)
+
+        layout = self._functions.stage_layout("gradients", stage)
+        return sums._replace(
+            gradients=_update_section(layout, sums.gradients, gradients, add)
+        )
 
 
 def _timed(clock: Clock, tick: Int[Array, ""], is_end: bool, values: Any) -> Any:

@@ -24,6 +24,11 @@ from millrace.program.replicas import (
     stage_sharding,
 )
 from millrace.program.routes import plan_routes
+from millrace.program.run_values import (
+    check_values,
+    find_hyperparameters,
+    find_scalars,
+)
 from millrace.program.splitting import StagedModel, check_splits, split_model
 from millrace.program.state_layout import (
     STATE,
@@ -35,11 +40,13 @@ from millrace.program.state_layout import (
     is_packed,
     own_row,
     pack_state,
+    set_packed_values,
     unpack_state,
     without_optimizer,
 )
 from millrace.program.step import Step, TrainState
-from millrace.program.training_loop import TrainingProgram, repeat_update
+from millrace.program.training_loop import TrainingProgram
+from millrace.program.update_loop import repeat_update
 from millrace.schedule.table import Table, build_table, check_count
 from millrace.schedule.timeline import Span
 
@@ -53,7 +60,7 @@ def build_pipeline_program(step: Step, devices: Sequence[Any] | None) -> Trainin
     check_splits(loss, plan)
     count = plan.batching.gradient_accumulation_count
     check_count(plan.pipeline_schedule, plan.num_stages, count, training=True)
-    if _num_devices(plan) == 1:
+    if plan.devices_per_replica == 1:
         return SingleDevicePipeline(step, devices)
     return PipelineProgram(step, devices)
 
@@ -67,17 +74,6 @@ def _check_loss(step: Step) -> LayeredLoss:
         )
     check_names(loss.layers)
     return loss
-
-
-def _num_devices(plan: Plan) -> int:
-    """Return the devices per replica, as far as the plan tells.
-
-    A concurrent layer that is spread over devices may need more.
-    """
-    if plan.device_mapping is None:
-        return plan.num_stages
-    flat = [d for e in plan.device_mapping for d in (e if isinstance(e, list) else [e])]
-    return max(flat) + 1
 
 
 class PipelineProgram(TrainingProgram):
@@ -97,7 +93,7 @@ class PipelineProgram(TrainingProgram):
 
     def _make_mesh(self, devices: Sequence[Any] | None) -> Mesh:
         self._requested_devices = devices
-        return pipeline_mesh(self.plan.num_replicas, _num_devices(self.plan), devices)
+        return pipeline_mesh(self.plan.num_replicas, self.plan.devices_per_replica, devices)
 
     # --- state ---
 
@@ -126,6 +122,14 @@ class PipelineProgram(TrainingProgram):
             state = pack_state(self._layout, state)
         return put_on_devices(state, self.state_sharding(state))
 
+    def set_values(self, state: TrainState, **values: float) -> TrainState:
+        """Return a state with new values for the next calls; nothing is compiled again."""
+        state = self.validate_state(state)
+        assert self._whole is not None, "init comes first"
+        hyperparameters = find_hyperparameters(self._whole.optimizer_state)
+        check_values(values, hyperparameters, find_scalars(self._whole.model_state))
+        return set_packed_values(self._layout, state, hyperparameters, values)
+
     def validate_state(self, state: TrainState) -> TrainState:
         """Return a state that can be run: whole or packed, of JAX or NumPy arrays."""
         state = super().validate_state(state)
@@ -145,7 +149,7 @@ class PipelineProgram(TrainingProgram):
         placed = jax.tree.map(lambda _: rows, buckets)
         if self._host_memory is not None:
             host = stage_sharding(self._mesh, self._host_memory)
-            placed = offloaded_shardings(buckets, host)
+            placed = offloaded_shardings(buckets, self.plan, host)
         optimizer = PackedOptimizerState(placed, jax.tree.map(lambda _: same, shared))
         return jax.tree.map(lambda _: same, state)._replace(
             params=jax.tree.map(lambda _: rows, state.params),
@@ -166,8 +170,16 @@ class PipelineProgram(TrainingProgram):
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), chunk
         )
-        stages = PipelineStages(self._step, self._layout, state, batch, self._mesh)
-        return Pipeline(stages, plan_routes(self.table))
+        table = self.table
+        stages = PipelineStages(
+            self._step,
+            self._layout,
+            state,
+            batch,
+            self._mesh,
+            splits_backward=table.splits_backward,
+        )
+        return Pipeline(stages, plan_routes(table))
 
     def _scan_updates(self, state: TrainState, chunk: Any) -> Callable[..., Any]:
         pipeline = self._pipeline(state, chunk)

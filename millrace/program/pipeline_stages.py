@@ -1,6 +1,7 @@
 """The stages of a pipeline as functions, and the buffers that pass between them."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from millrace.config import ConfigurationError
-from millrace.nn.layers import Tree, apply_layers
+from millrace.nn.layers import Tree, apply_layers, layer_names
 from millrace.nn.losses import LayeredLoss
 from millrace.program import packing
 from millrace.program import step as steps
@@ -21,6 +22,7 @@ from millrace.program.accumulate import (
 from millrace.program.mixed_precision import narrow
 from millrace.program.packing import BufferLayout, Buffers
 from millrace.program.replicas import map_over_mesh
+from millrace.program.split_backward import BackwardResults, SplitBackward
 from millrace.program.state_layout import StateLayout
 from millrace.program.step import Step, TrainState
 
@@ -61,6 +63,7 @@ class PipelineStages:
         state: A packed state, or its shapes.
         batch: The shapes of a micro-batch of one replica.
         mesh: The devices, by replica and stage.
+        splits_backward: Whether gradients of weights are computed apart from the others.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class PipelineStages:
         state: TrainState,
         batch: Any,
         mesh: Mesh,
+        *,
+        splits_backward: bool = False,
     ) -> None:
         assert isinstance(step.loss_fn, LayeredLoss)
         self.step = step
@@ -79,6 +84,7 @@ class PipelineStages:
         # With recomputation, a stage keeps nothing: its backward pass runs the forward
         # pass again, from the input that is still in its receive slot.
         self.keeps_residuals = not step.plan.recomputation
+        self.splits_backward = splits_backward
         self._find_shapes(state, batch)
 
     def _find_shapes(self, state: TrainState, batch: Any) -> None:
@@ -90,9 +96,11 @@ class PipelineStages:
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
             (state.params, state.model_state),
         )
+        copy_params = functools.partial(steps.copy_params, self.step.plan, state)
         self.boundaries: list[BufferLayout] = []  # layouts of the output of each position
         self.info_names: list[str] = []
         self.residuals: list[StageResiduals] = []
+        self.backwards: list[SplitBackward] = []
         x: Any = self._eval_shape(self.loss.inputs, batch, key)
         for group in model.stages.groups:
             outputs: list[Any] = []
@@ -100,10 +108,13 @@ class PipelineStages:
                 params, model_state = jax.eval_shape(
                     lambda *rows, stage=stage: self.unpack_values(stage, *rows), *rows
                 )
+                params = jax.eval_shape(copy_params, params)
                 operands = StageOperands(params, model_state, x, batch, key)
                 output, (_, info) = self._eval_shape(self.forward(stage), *operands)
                 self.info_names = list(info)
                 self.residuals.append(self._find_residuals(stage, operands))
+                if self.splits_backward:
+                    self.backwards.append(self._split_backward(stage, operands, output))
                 outputs.append(output)
             x = tuple(outputs) if len(group) > 1 else outputs[0]
             ends = [model.layers[stage][-1].name for stage in group]
@@ -113,6 +124,7 @@ class PipelineStages:
         # have the size of the largest. The last position sends nothing.
         self.boundary_sizes = packing.max_sizes(b.sizes for b in self.boundaries[:-1])
         self.residual_sizes = packing.max_sizes(r.layout.sizes for r in self.residuals)
+        self.deferred_sizes = packing.max_sizes(b.layout.sizes for b in self.backwards)
 
     def _eval_shape(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Return shapes of results on a device, where a layer may reduce over replicas."""
@@ -143,6 +155,41 @@ class PipelineStages:
         if self.keeps_residuals:
             return found[0]
         return found[0]._replace(layout=packing.build_layout([]))
+
+    def _split_backward(
+        self, stage: int, operands: StageOperands, output: Any
+    ) -> SplitBackward:
+        """Divide the backward pass of a stage; `operands` and `output` are shapes."""
+        places = self.residuals[stage].layout.slices
+        stored = [jax.ShapeDtypeStruct(place.shape, place.dtype) for place in places]
+        parts = (operands, stored, output)
+        values, structure = jax.tree.flatten(parts)
+        num_kept = len(values) - len(jax.tree.leaves(output))
+        found: list[SplitBackward] = []
+
+        def run(*values: Any) -> BackwardResults:
+            operands, stored, gradient = jax.tree.unflatten(structure, values)
+            return self._run_backward(stage, operands, stored, gradient)
+
+        def trace(*values: Any) -> None:
+            found.append(SplitBackward(run, values, num_kept))
+
+        self._eval_shape(trace, *values)
+        return found[0]
+
+    def _run_backward(
+        self, stage: int, operands: StageOperands, stored: Any, gradient: Any
+    ) -> BackwardResults:
+        backward = self.restore_backward(stage, operands, stored)
+        of_params, *of_input = backward(gradient)
+        if self.layout.model.stages.position_of(stage):
+            return BackwardResults(of_input[0], of_params, of_input[0])
+        # Nobody waits for the first stage. Its chain of gradients leads to its input or,
+        # if this has none, to its first weights.
+        ends = [g for g in jax.tree.leaves(of_input) if g.dtype != jax.dtypes.float0]
+        names = layer_names(self.layout.model.layers[stage])
+        first = next((name for name in names if of_params.get(name)), None)
+        return BackwardResults((), of_params, ends or of_params.get(first))
 
     # --- running a stage ---
 
@@ -206,7 +253,7 @@ class PipelineStages:
             # Residuals are held for as long as a micro-batch is in flight, so store only
             # products. No CSE can undo this: the two passes run at different ticks.
             run = jax.checkpoint(run, policy=steps.save_products, prevent_cse=False)
-        if self.layout.model.stages.position_of(stage) == 0:
+        if self.layout.model.stages.position_of(stage) == 0 and not self.splits_backward:
             # Nobody needs the gradient of the batch.
             return jax.vjp(
                 lambda params: run(params, model_state, x, batch, key), params, has_aux=True
@@ -224,13 +271,18 @@ class PipelineStages:
         stored = [leaves[i] for i in residuals.stored]
         return packing.pack(residuals.layout, stored, self.residual_sizes)
 
+    def unpack_residuals(self, stage: int, stored: Buffers) -> list[Any]:
+        """Unpack the residuals of a backward function."""
+        return packing.unpack(self.residuals[stage].layout, stored)
+
     def restore_backward(
-        self, stage: int, operands: StageOperands, stored: Buffers
+        self, stage: int, operands: StageOperands, stored: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Rebuild a backward function from its operands and packed residuals."""
+        """Return the backward function of a stage, from its operands and its residuals."""
+        if not self.keeps_residuals:
+            return self.differentiate(stage, operands)[1]
         residuals = self.residuals[stage]
-        values = packing.unpack(residuals.layout, stored)
-        leaves = dict(zip(residuals.stored, values, strict=True))
+        leaves = dict(zip(residuals.stored, stored, strict=True))
         flat = jax.tree.leaves(operands)
         leaves |= {i: flat[position] for i, position in residuals.operands.items()}
         ordered = [leaves[i] for i in range(len(leaves))]

@@ -27,7 +27,8 @@ class Routes(NamedTuple):
     """What each device does and receives at each tick."""
 
     branch: _PerDevice
-    """IDLE, 1 + stage for a forward pass, 1 + num_stages + stage for a backward pass."""
+    """IDLE, or 1 + stage for a forward pass; num_stages more for a backward pass, and twice
+    as many for gradients of weights that are computed apart."""
     micro_batch: _PerDevice
     input_slot: _PerDevice
     """Receive slot with the input of the stage."""
@@ -35,6 +36,8 @@ class Routes(NamedTuple):
     """Receive slot with the gradient of the stage's output, for a backward pass."""
     residual_slot: _PerDevice
     """Where a forward pass stores the residuals that its backward pass reads."""
+    deferred_slot: _PerDevice
+    """Where a backward pass stores what the weight gradients need, if they are apart."""
     receive_slot: _PerChannel
     """Where to put what arrives; the extra last slot takes what is not for this device."""
     receive_add: _PerChannel
@@ -43,6 +46,7 @@ class Routes(NamedTuple):
     """Permutations of the devices over which values travel."""
     num_receive_slots: int
     num_residual_slots: int
+    num_deferred_slots: int
 
     @property
     def any_added(self) -> bool:
@@ -67,6 +71,30 @@ class _Slots:
         self._free.append(slot)
 
 
+class _OwnSlots:
+    """The slots of values that a stage stores for a later pass on the same micro-batch."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._slots = [_Slots() for _ in range(stages.num_devices)]
+        self._slot_of: dict[tuple[int, int], int] = {}
+
+    @property
+    def count(self) -> int:
+        return max(slots.count for slots in self._slots)
+
+    def write(self, device: int, stage: int, micro_batch: int) -> int:
+        slot = self._slots[device].take()
+        self._slot_of[stage, micro_batch] = slot
+        return slot
+
+    def read(self, device: int, stage: int, micro_batch: int, *, last: bool) -> int:
+        slot = self._slot_of[stage, micro_batch]
+        if last:
+            self._slots[device].release(slot)
+            del self._slot_of[stage, micro_batch]
+        return slot
+
+
 class _Value(NamedTuple):
     """The input of a position, or the gradient of its output, on one device."""
 
@@ -79,8 +107,10 @@ class _Value(NamedTuple):
 class _ReceiveSlots:
     """The slots of values that devices have received and not yet read for the last time."""
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    def __init__(self, table: Table) -> None:
+        stages = self._stages = table.stages
+        # A forward pass and the one or two passes after it read the input of a stage.
+        self._activation_reads = 3 if table.splits_backward else 2
         self._slots = [_Slots() for _ in range(stages.num_devices)]
         self._slot_of: dict[_Value, int] = {}
         self._reads_left: dict[_Value, int] = {}
@@ -109,12 +139,11 @@ class _ReceiveSlots:
         return slot
 
     def _count_reads(self, value: _Value) -> int:
-        # A backward pass reads the input of its stage again.
         readers = sum(
             self._stages.device_of[stage] == value.device
             for stage in self._stages.groups[value.position]
         )
-        return readers * (2 if value.kind == "activation" else 1)
+        return readers * (self._activation_reads if value.kind == "activation" else 1)
 
 
 def plan_routes(table: Table) -> Routes:
@@ -127,29 +156,42 @@ def plan_routes(table: Table) -> Routes:
         name: np.zeros(shape, np.int32)
         for name in ("branch", "micro_batch", "input_slot", "gradient_slot")
     }
-    residual_slot = np.full(shape, -1, np.int32)
+    arrays |= {
+        name: np.full(shape, -1, np.int32) for name in ("residual_slot", "deferred_slot")
+    }
     receive_slot = np.full((*shape, len(channels)), -1, np.int32)
     receive_add = np.zeros((*shape, len(channels)), np.int32)
-    received = _ReceiveSlots(stages)
-    residuals = [_Slots() for _ in range(stages.num_devices)]
-    stored: dict[tuple[int, int], int] = {}
+    received, residuals, deferred = (
+        _ReceiveSlots(table),
+        _OwnSlots(stages),
+        _OwnSlots(stages),
+    )
+    first_branch = {
+        kind: 1 + n * stages.num_stages
+        for n, kind in enumerate(("forward", "backward", "weights"))
+    }
     for tick, row in enumerate(table.ticks):
         for device, (kind, stage, micro) in row.items():
-            position = stages.position_of(stage)
-            is_forward = kind == "forward"
-            first_branch = 1 if is_forward else 1 + stages.num_stages
-            arrays["branch"][tick, device] = first_branch + stage
-            arrays["micro_batch"][tick, device] = micro
-            x = _Value("activation", position, device, micro)
-            arrays["input_slot"][tick, device] = received.read(x)
-            if is_forward:
-                stored[stage, micro] = residuals[device].take()
-                residual_slot[tick, device] = stored[stage, micro]
+            position, own = stages.position_of(stage), (device, stage, micro)
+            values = {
+                "branch": first_branch[kind] + stage,
+                "micro_batch": micro,
+                "input_slot": received.read(_Value("activation", position, device, micro)),
+            }
+            if kind == "forward":
+                values["residual_slot"] = residuals.write(*own)
             else:
+                last = kind == table.last_kind
+                values["residual_slot"] = residuals.read(*own, last=last)
+            if kind == "backward":
                 gradient = _Value("gradient", position, device, micro)
-                arrays["gradient_slot"][tick, device] = received.read(gradient)
-                residual_slot[tick, device] = stored[stage, micro]
-                residuals[device].release(stored.pop((stage, micro)))
+                values["gradient_slot"] = received.read(gradient)
+                if table.splits_backward:
+                    values["deferred_slot"] = deferred.write(*own)
+            elif kind == "weights":
+                values["deferred_slot"] = deferred.read(*own, last=True)
+            for name, value in values.items():
+                arrays[name][tick, device] = value
         sent = [
             (channel_of[device, value.device], value)
             for device, action in row.items()
@@ -163,17 +205,19 @@ def plan_routes(table: Table) -> Routes:
             receive_add[tick, value.device, channel] = has_part
     return Routes(
         **arrays,
-        residual_slot=residual_slot,
         receive_slot=np.where(receive_slot < 0, received.count, receive_slot),
         receive_add=receive_add,
         channels=channels,
         num_receive_slots=received.count,
-        num_residual_slots=max(slots.count for slots in residuals),
+        num_residual_slots=residuals.count,
+        num_deferred_slots=deferred.count,
     )
 
 
 def _sent_values(stages: Stages, action: Action) -> Iterator[_Value]:
     """Yield what the result of an action becomes on every device that needs it."""
+    if action.kind == "weights":
+        return
     position = stages.position_of(action.stage)
     is_forward = action.kind == "forward"
     target = position + 1 if is_forward else position - 1

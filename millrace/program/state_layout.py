@@ -5,7 +5,7 @@ model. The program of a pipeline holds them *packed*: as buffers (devices, numbe
 device's row with the values of its stages. This module converts between the two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +15,20 @@ from jax.sharding import PartitionSpec
 
 from millrace.nn.layers import Tree
 from millrace.plan import Plan
-from millrace.program.accumulate import accumulator_dtypes, to_summable
+from millrace.program.accumulate import accumulator_dtypes, path_name, to_summable
 from millrace.program.packing import (
     BufferLayout,
     Buffers,
     build_layout,
     build_sectioned_layout,
+    is_slice,
     max_sizes,
     unpack,
     write_numpy,
 )
 from millrace.program.partitioned_update import PartitionedUpdate, UpdateLeaf
-from millrace.program.replicas import STAGE_AXIS, to_host
+from millrace.program.replicas import STAGE_AXIS, put_on_devices, to_host
+from millrace.program.run_values import RunValue, replace_scalar
 from millrace.program.splitting import StagedModel
 from millrace.program.step import Step, TrainState, update_weights
 
@@ -322,6 +324,49 @@ def unpack_state(layout: StateLayout, state: TrainState, like: TrainState) -> Tr
         model_state={name: model_state[name] for name in like.model_state},
         optimizer_state=jax.tree.unflatten(structure, leaves),
     )
+
+
+def set_packed_values(
+    layout: StateLayout,
+    state: TrainState,
+    hyperparameters: Sequence[RunValue],
+    values: Mapping[str, Any],
+) -> TrainState:
+    """Return a packed state with new scalars, wherever they are in its buffers.
+
+    Args:
+        layout: The layout of the state.
+        state: A packed state.
+        hyperparameters: Positions of hyperparameters in the whole optimizer state.
+        values: The new values, by name.
+    """
+    shared = list(state.optimizer_state.shared)
+    places = {position: i for i, position in enumerate(layout.state_positions(None))}
+    for name, position in hyperparameters:
+        if name in values:
+            # No weight owns a hyperparameter, so all devices have it.
+            place = places[position]
+            shared[place] = replace_scalar(shared[place], values[name])
+    buffers = dict(state.model_state)
+    for device, own in enumerate(layout.model_state.layouts):
+        slices = jax.tree.unflatten(own.tree, own.slices)
+        flat = jax.tree_util.tree_leaves_with_path(slices, is_leaf=is_slice)
+        for path, place in flat:
+            if not place.shape and (name := path_name(path[-1:])) in values:
+                row = buffers[place.dtype]
+                index = (device, place.offset)
+                buffers[place.dtype] = _set_element(row, index, values[name])
+    return state._replace(
+        model_state=buffers,
+        optimizer_state=state.optimizer_state._replace(shared=tuple(shared)),
+    )
+
+
+def _set_element(rows: jax.Array, index: tuple[int, int], value: Any) -> jax.Array:
+    """Return packed buffers with one element replaced."""
+    changed = np.array(to_host(rows))
+    changed[index] = value
+    return put_on_devices(changed, rows.sharding)
 
 
 def _split_tree(rows: RowLayouts, tree: Tree) -> list[Tree]:

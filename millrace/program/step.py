@@ -163,7 +163,29 @@ def _micro_batch_gradients(step: Step, state: TrainState, batch: Any, key: Array
 
     if plan.recomputation:
         scaled_loss = jax.checkpoint(scaled_loss, policy=save_products)
-    return jax.grad(scaled_loss, has_aux=True)(state.params)
+    return jax.grad(scaled_loss, has_aux=True)(copy_params(plan, state, state.params))
+
+
+def copy_params(plan: Plan, state: TrainState, params: Any) -> Any:
+    """Return the weights that an update differentiates, rounded at random if asked.
+
+    All micro-batches and replicas of an update have the same copies. Rounding happens
+    before differentiation, so the gradient is that of the copy, as for plain casts.
+
+    Args:
+        plan: Decides whether to round.
+        state: Its key and update number make the random numbers.
+        params: The weights, or those of one stage.
+    """
+    if not plan.rounds_copies:
+        return params
+    like = jax.eval_shape(lambda p: narrow(p, plan.types.compute), params)
+    return round_tree(params, like, _rounding_key(state), stochastic=True)
+
+
+def _rounding_key(state: TrainState) -> Array:
+    update_key = jax.random.fold_in(wrap_key(state.key), state.update)
+    return jax.random.fold_in(update_key, _ROUNDING)
 
 
 def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -221,10 +243,11 @@ def update_weights(
     old_params, old_state = widen(stored)
     updates, new_state = run_optimizer(step.optimizer, wide, old_state, old_params, loss)
     new_params = optax.apply_updates(old_params, updates)
-    key = jax.random.fold_in(wrap_key(state.key), state.update)
-    key = jax.random.fold_in(key, _ROUNDING)
     rounded = round_tree(
-        (new_params, new_state), stored, key, stochastic=plan.stochastic_rounding
+        (new_params, new_state),
+        stored,
+        _rounding_key(state),
+        stochastic=plan.stochastic_rounding,
     )
     if plan.loss_scaling == "dynamic":
         # After an overflow, only the loss scale changes.

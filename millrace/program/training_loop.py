@@ -27,7 +27,14 @@ from millrace.program.replicas import (
     replica_mesh,
     replicated,
 )
+from millrace.program.run_values import (
+    check_values,
+    find_hyperparameters,
+    find_scalars,
+    replace_values,
+)
 from millrace.program.step import LossFn, Step, TrainState
+from millrace.program.update_loop import repeat_update
 
 _log = logging.getLogger("millrace")
 
@@ -94,6 +101,11 @@ class TrainingProgram:
                 "optimizer_state_offloading is off: programs on this device cannot use "
                 "host memory."
             )
+        elif own.platform == "cpu":
+            _log.warning(
+                "optimizer_state_offloading saves no memory on CPU, where host and device "
+                "memory are the same; updates run as they would on a GPU."
+            )
         return kind
 
     @property
@@ -149,7 +161,7 @@ class TrainingProgram:
         if self._host_memory is None:
             return jax.jit(init, out_shardings=replicated(self._mesh))(params)
         host = replicated(self._mesh, self._host_memory)
-        return offload.init_offloaded(init, params, self._mesh, host)
+        return offload.init_offloaded(init, params, self.plan, self._mesh, host)
 
     def place_state(self, state: TrainState) -> TrainState:
         """Copy a whole state, such as a restored one, to where the program needs it."""
@@ -158,6 +170,26 @@ class TrainingProgram:
     def unpack_state(self, state: TrainState) -> TrainState:
         """Return a state as trees over the whole model, whatever the plan."""
         return state
+
+    def set_values(self, state: TrainState, **values: float) -> TrainState:
+        """Return a state with new values for the next calls; nothing is compiled again.
+
+        A pipeline passes them to every stage that uses them.
+
+        Args:
+            state: It stays usable.
+            **values: By name: hyperparameters of ``optax.inject_hyperparams``, such as the
+                learning rate, and scalars of the model state. A model state that holds
+                one should be reduced with "once".
+        """
+        state = self.validate_state(state)
+        hyperparameters = find_hyperparameters(state.optimizer_state)
+        scalars = find_scalars(state.model_state)
+        check_values(values, hyperparameters, scalars)
+        return state._replace(
+            optimizer_state=replace_values(state.optimizer_state, hyperparameters, values),
+            model_state=replace_values(state.model_state, scalars, values),
+        )
 
     def validate_state(self, state: TrainState) -> TrainState:
         """Return a state that can be run; place NumPy arrays, refuse a used-up state.
@@ -182,7 +214,9 @@ class TrainingProgram:
             return resident
         host = replicated(self._mesh, self._host_memory)
         return resident._replace(
-            optimizer_state=offload.offloaded_shardings(state.optimizer_state, host)
+            optimizer_state=offload.offloaded_shardings(
+                state.optimizer_state, self.plan, host
+            )
         )
 
     # --- calls ---
@@ -410,45 +444,3 @@ class TrainingProgram:
 
     def _device_index(self, value: int) -> jax.Array:
         return put_on_devices(np.int32(value), replicated(self._mesh))
-
-
-def repeat_update(
-    one_update: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
-    chunk: Any,
-    part: jax.Array | None = None,
-) -> tuple[Any, Any]:
-    """Make the updates of a chunk in a loop.
-
-    Args:
-        one_update: ``(state, batches) -> (state, info)``, jitted.
-        state: The state before the first update.
-        chunk: Leaves are (updates, ...).
-        part: The first update and their number; by default all of the chunk.
-
-    Returns:
-        The new state, and the stacked infos; with a part, padded with zeros.
-    """
-    if part is None:
-        return lax.scan(one_update, state, chunk)
-    first, count = part[0], part[1]
-    size = jax.tree.leaves(chunk)[0].shape[0]
-    # Scanning nothing returns empty infos, which have the types. Unlike jax.eval_shape, it
-    # sees the same arguments as the loop, so that the update is traced only once.
-    _, empty = lax.scan(one_update, state, jax.tree.map(lambda x: x[:0], chunk))
-    infos = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), empty)
-
-    def add_update(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        state, infos = carry
-        batches = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, first + index, keepdims=False), chunk
-        )
-        state, info = one_update(state, batches)
-        infos = jax.tree.map(
-            lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
-            infos,
-            info,
-        )
-        return state, infos
-
-    return lax.fori_loop(0, count, add_update, (state, infos))

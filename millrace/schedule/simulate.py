@@ -45,6 +45,9 @@ class Costs:
     """Seconds of a forward pass."""
     backward: tuple[float, ...] = ()
     """Seconds of a backward pass, without recomputation."""
+    weight_gradient: tuple[float, ...] | None = None
+    """Seconds of the backward pass that compute gradients of weights, where the schedule
+    separates them; None for half of it."""
     recompute: tuple[float, ...] | None = None
     """Seconds of recomputation before a backward pass; None if there is none."""
     all_reduce: tuple[float, ...] = ()
@@ -71,6 +74,21 @@ class Costs:
                 raise ConfigurationError(
                     f"{field.name} must be at least 0, got {list(values)}."
                 )
+        for stage in range(len(self.forward)):
+            of_input, of_weights = self.get_split_backward(stage)
+            if of_input < 0:
+                raise ConfigurationError(
+                    f"weight_gradient ({of_weights:g}) is a part of backward "
+                    f"({of_input + of_weights:g}) and cannot take longer."
+                )
+
+    def get_split_backward(self, stage: int) -> tuple[float, float]:
+        """Return the seconds of the gradients of a stage's input and of its weights."""
+        whole = self.get("backward", stage)
+        weights = whole / 2
+        if self.weight_gradient is not None:
+            weights = self.get("weight_gradient", stage)
+        return whole - weights, weights
 
     def get(self, name: str, stage: int) -> float:
         """Return a cost of one stage by field name; 0 if none was given."""
@@ -148,6 +166,7 @@ class _Traffic:
 
     def __init__(self, table: Table, costs: Costs) -> None:
         self._stages, self._training, self._costs = table.stages, table.training, costs
+        self._splits_backward = table.splits_backward
         self._positions = table.stages.positions
         # An empty group before the first position and one after the last.
         self._groups = ((), *table.stages.groups, ())
@@ -155,11 +174,16 @@ class _Traffic:
     def seconds(self, action: Action) -> float:
         if action.kind == "forward":
             return self._costs.get("forward", action.stage)
-        recompute = self._costs.get("recompute", action.stage)
-        return recompute + self._costs.get("backward", action.stage)
+        of_input, of_weights = self._costs.get_split_backward(action.stage)
+        if action.kind == "weights":
+            return of_weights
+        own = of_input if self._splits_backward else of_input + of_weights
+        return self._costs.get("recompute", action.stage) + own
 
     def needs(self, action: Action) -> list[Action]:
         before, own, after = self._neighbors(action.stage)
+        if action.kind == "weights":
+            return [action._replace(kind="backward")]
         if action.kind == "forward":
             return [Action("forward", stage, action.micro_batch) for stage in before]
         if after:
@@ -171,6 +195,8 @@ class _Traffic:
         """Return the bytes for each device, including the device itself."""
         before, own, after = self._neighbors(action.stage)
         device_bytes: dict[int, float] = defaultdict(float)
+        if action.kind == "weights":
+            return device_bytes
         if action.kind == "backward":
             for stage in before:  # each gets the gradient of its own output
                 output = self._costs.get("output_bytes", stage)
@@ -242,9 +268,14 @@ def peak_bytes(table: Table, costs: Costs) -> list[float]:
     """Return the most bytes that each device holds for backward passes.
 
     A stage with recomputation holds only its inputs, and during its backward pass also
-    what it recomputes.
+    what it recomputes. From there to the gradients of its weights, where those are apart,
+    it holds what these need: the results of the forward pass, and a gradient of each.
     """
-    held = [_held_bytes(table.stages, costs, s) for s in range(table.stages.num_stages)]
+    stages = range(table.stages.num_stages)
+    held = [_held_bytes(table.stages, costs, stage) for stage in stages]
+    stored = [costs.get("stored_bytes", stage) for stage in stages]
+    again = stored if costs.recompute is not None else [0.0] * len(stored)
+    deferred = [a + b for a, b in zip(stored, again, strict=True)]
     now = [0.0] * table.stages.num_devices
     peak = list(now)
     if not table.training:
@@ -252,10 +283,12 @@ def peak_bytes(table: Table, costs: Costs) -> list[float]:
     for tick in table.ticks:
         for device, (kind, stage, _) in tick.items():
             now[device] += held[stage] if kind == "forward" else 0
-            recomputes = costs.recompute is not None and kind == "backward"
-            working = costs.get("stored_bytes", stage) if recomputes else 0
+            starts_deferral = table.splits_backward and kind == "backward"
+            now[device] += deferred[stage] if starts_deferral else 0
+            working = again[stage] if kind == "backward" and not starts_deferral else 0
             peak[device] = max(peak[device], now[device] + working)
-            now[device] -= held[stage] if kind == "backward" else 0
+            now[device] -= deferred[stage] if kind == "weights" else 0
+            now[device] -= held[stage] if kind == table.last_kind else 0
     return peak
 
 

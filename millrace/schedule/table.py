@@ -4,21 +4,22 @@ One table drives the program that runs the pipeline, the simulation of its time 
 memory, and the drawings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from millrace.config import ConfigurationError, one_of
 from millrace.schedule.stages import Stages
 
-Kind = Literal["forward", "backward"]
-T = TypeVar("T")
+Kind = Literal["forward", "backward", "weights"]
+"""What a stage does with a micro-batch. Where a schedule has "weights", these are the
+gradients of its weights, and "backward" computes only that of its input."""
 Tick = dict[int, "Action"]
 """The action of each device that has one."""
 
 
 class Action(NamedTuple):
-    """The forward or backward pass of one stage for one micro-batch."""
+    """One pass of one stage for one micro-batch."""
 
     kind: Kind
     stage: int
@@ -71,13 +72,24 @@ def interleaved(stages: Stages, num_micro_batches: int, training: bool) -> list[
     return ticks
 
 
+def zero_bubble(stages: Stages, num_micro_batches: int, training: bool) -> list[Tick]:
+    """Fill idle ticks with the gradients of weights, which no other stage waits for."""
+    # With fewer, equal stages are idle in the middle of an update; with this many, only
+    # while the pipeline fills (for 1 to 64 stages, by test).
+    limit = max(1, 4 * stages.num_positions // 3)
+    kinds: tuple[Kind, ...] = ("backward", "forward", "weights")
+    progress = _Progress(
+        stages, num_micro_batches, training, [limit] * stages.num_stages, kinds=kinds
+    )
+    ticks = []
+    while not progress.finished:
+        ticks.append(progress.take(kinds))
+    return ticks
+
+
 def _distances(stages: Stages) -> list[int]:
     """Return the number of positions between each stage and the last."""
     return [stages.num_positions - 1 - position for position in stages.positions]
-
-
-def _for_each_kind(make: Callable[[], T]) -> dict[Kind, T]:
-    return {"forward": make(), "backward": make()}
 
 
 class _Progress:
@@ -91,40 +103,52 @@ class _Progress:
         stages: The pipeline.
         num_micro_batches: Micro-batches per weight update.
         training: Whether there are backward passes.
-        limits: The most micro-batches that each stage may hold between its forward and
-            backward passes.
+        limits: The most micro-batches that each stage may hold between its first and its
+            last pass.
+        kinds: The passes of training.
     """
 
     def __init__(
-        self, stages: Stages, num_micro_batches: int, training: bool, limits: list[int]
+        self,
+        stages: Stages,
+        num_micro_batches: int,
+        training: bool,
+        limits: list[int],
+        *,
+        kinds: tuple[Kind, ...] = ("forward", "backward"),
     ) -> None:
         self._stages, self._training, self._limits = stages, training, limits
         self._positions = stages.positions
         self._num_micro_batches = num_micro_batches
-        self._done = _for_each_kind(lambda: [0] * stages.num_stages)
+        if not training:
+            kinds = ("forward",)
+        self._last: Kind = "weights" if "weights" in kinds else kinds[-1]
+        # By kind and stage: what is finished, and what has been ready.
+        self._done: dict[Kind, list[int]]
+        self._done = {kind: [0] * stages.num_stages for kind in kinds}
+        self._offered = {kind: [0] * stages.num_stages for kind in kinds}
         # By position: the number that all of its stages have finished.
-        self._all_done = _for_each_kind(lambda: [0] * stages.num_positions)
-        self._offered = _for_each_kind(lambda: [0] * stages.num_stages)
+        self._all_done: dict[Kind, list[int]]
+        self._all_done = {kind: [0] * stages.num_positions for kind in kinds}
         self._ready: dict[Kind, list[list[tuple[int, int]]]]
-        self._ready = _for_each_kind(lambda: [[] for _ in range(stages.num_devices)])
-        self._num_ready = _for_each_kind(lambda: 0)
+        self._ready = {kind: [[] for _ in range(stages.num_devices)] for kind in kinds}
+        self._num_ready = dict.fromkeys(kinds, 0)
         for stage in range(stages.num_stages):
             self._offer(stage)
 
     @property
     def finished(self) -> bool:
-        kind, position = ("backward", 0) if self._training else ("forward", -1)
-        return self._all_done[kind][position] == self._num_micro_batches
+        return min(self._all_done[self._last]) == self._num_micro_batches
 
     def is_ready(self, kind: Kind) -> bool:
-        return self._num_ready[kind] > 0
+        return self._num_ready.get(kind, 0) > 0
 
     def take(self, kinds: tuple[Kind, ...]) -> Tick:
         """Let each device do the first of `kinds` that it can, and return the actions."""
         tick: Tick = {}
         for device in range(self._stages.num_devices):
             for kind in kinds:
-                if self._ready[kind][device]:
+                if self.is_ready(kind) and self._ready[kind][device]:
                     micro_batch, order = heappop(self._ready[kind][device])
                     self._num_ready[kind] -= 1
                     tick[device] = Action(kind, -order, micro_batch)
@@ -167,14 +191,16 @@ class _Progress:
             return False
         if kind == "forward":
             return self._may_go_forward(stage, micro_batch)
-        return self._training and self._may_go_backward(stage, micro_batch)
+        if kind == "weights":
+            return self._done["backward"][stage] > micro_batch
+        return self._may_go_backward(stage, micro_batch)
 
     def _may_go_forward(self, stage: int, micro_batch: int) -> bool:
         position = self._positions[stage]
         if position and self._all_done["forward"][position - 1] <= micro_batch:
             return False
         if self._training:
-            return micro_batch - self._done["backward"][stage] < self._limits[stage]
+            return micro_batch - self._done[self._last][stage] < self._limits[stage]
         # Without backward passes, only the next stage holds it up: one result in transit
         # and one in use keep both busy.
         following = self._all_done["forward"][position + 1 : position + 2]
@@ -191,6 +217,7 @@ SCHEDULES = {
     "grouped": grouped,
     "interleaved": interleaved,
     "sequential": sequential,
+    "zero-bubble": zero_bubble,
 }
 
 
@@ -203,6 +230,16 @@ class Table(NamedTuple):
     training: bool
     ticks: tuple[Mapping[int, Action], ...]
     """For each tick, the action of each device that has one."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are actions of their own."""
+        return self.training and self.schedule == "zero-bubble"
+
+    @property
+    def last_kind(self) -> Kind:
+        """The last action of a stage on a micro-batch, after which it holds nothing."""
+        return "weights" if self.splits_backward else "backward"
 
 
 def build_table(
@@ -225,7 +262,7 @@ def check_count(
     micro-batch, and stages that share a device still run one after another.
     """
     in_pass = 2 * num_positions if training else num_positions
-    multiple = {"grouped": in_pass, "interleaved": num_positions, "sequential": 1}[schedule]
+    multiple = {"grouped": in_pass, "interleaved": num_positions}.get(schedule, 1)
     if num_micro_batches > 0 and num_micro_batches % multiple == 0:
         return
     below = num_micro_batches // multiple * multiple
@@ -238,13 +275,22 @@ def check_count(
 
 
 def peak_live(table: Table) -> list[int]:
-    """Return the most micro-batches that each stage holds between forward and backward."""
+    """Return the most micro-batches that each stage holds from first to last pass."""
+    return _count_peaks(table, "forward", table.last_kind)
+
+
+def peak_deferred(table: Table) -> list[int]:
+    """Return the most micro-batches of each stage whose weight gradients are pending."""
+    return _count_peaks(table, "backward", table.last_kind)
+
+
+def _count_peaks(table: Table, first: Kind, last: Kind) -> list[int]:
     live = [0] * table.stages.num_stages
     peak = list(live)
-    if not table.training:
+    if not table.training or first == last:
         return peak
     for tick in table.ticks:
         for kind, stage, _ in tick.values():
-            live[stage] += 1 if kind == "forward" else -1
+            live[stage] += (kind == first) - (kind == last)
             peak[stage] = max(peak[stage], live[stage])
     return peak

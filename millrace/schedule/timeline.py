@@ -5,7 +5,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-SpanKind = Literal["forward", "backward", "all_reduce", "update"]
+SpanKind = Literal["forward", "backward", "weights", "all_reduce", "update"]
+KIND_NAMES: dict[SpanKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "weight gradients",
+    "all_reduce": "all-reduce",
+    "update": "weight update",
+}
 
 
 class Span(NamedTuple):
@@ -37,7 +44,7 @@ class DeviceUse(NamedTuple):
     idle: list[tuple[float, float]]
     """Starts and ends of the times without work."""
     held: dict[int, int]
-    """For each of its stages, the most micro-batches between forward and backward."""
+    """For each of its stages, the most micro-batches between its first and last pass."""
 
     @property
     def idle_seconds(self) -> float:
@@ -74,11 +81,12 @@ def _find_idle(spans: Timeline, start: float, end: float) -> list[tuple[float, f
 
 def _count_held(spans: Timeline) -> dict[int, int]:
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    last = "weights" if any(span.kind == "weights" for span in spans) else "backward"
     for span in spans:
         own = changes[span.stage]
         if span.kind == "forward":
             own.append((span.start, 1))
-        elif span.kind == "backward":
+        elif span.kind == last:
             own.append((span.end, -1))
     return {stage: _find_peak(changes[stage]) for stage in sorted(changes)}
 

@@ -31,7 +31,7 @@ def test_each_device_has_a_line_to_scale(timeline):
         "device                        idle",
         "     0 0>1>····0<<<··1<<<**  30.0%",
         "     1 ··0>0<<<1>1<<<**····  30.0%",
-        "       > forward   < backward   * update   · idle",
+        "       > forward   < backward   * weight update   · idle",
     ]
 
 

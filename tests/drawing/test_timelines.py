@@ -157,7 +157,7 @@ def contrast(first, second):
 @pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])
 def test_text_has_enough_contrast(colors):
     """WCAG asks for a contrast of 4.5 for small text."""
-    for kind in ("forward", "backward", "all_reduce", "update"):
+    for kind in ("forward", "backward", "weights", "all_reduce", "update"):
         assert contrast(colors[kind], colors[f"on_{kind}"]) >= 4.5
     for text in ("ink", "muted"):
         assert contrast(colors[text], colors["surface"]) >= 4.5

@@ -5,29 +5,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_text import operations_by_loop_depth
 from plain_loop import largest_difference
 
 from millrace.nn.layers import apply_layers, conv, dense, global_average_pool, init_layers
 from millrace.nn.losses import LayeredLoss
-from millrace.nn.norms import ReplicaGroups, batch_norm
+from millrace.nn.norms import ReplicaGroups, _pool_moments, batch_norm
 from millrace.plan import Plan
+from millrace.program.compiling import compiling
 from millrace.program.replicas import REPLICA_AXIS
 from millrace.program.training import training_program
 
 BATCH, UPDATES = 16, 2
+EXCHANGES = "all-reduce|all-reduce-start|all-gather|all-gather-start|reduce-scatter"
 
 
-def build(groups=None, momentum=0.9):
+def build(groups=None, momentum=0.9, stable=False):
     return [
         conv("conv", 6),
-        batch_norm("bn", momentum=momentum, groups=groups),
+        batch_norm("bn", momentum=momentum, groups=groups, stable=stable),
         global_average_pool("pool"),
         dense("fc", 3),
     ]
 
 
-def run(plan, groups=None, updates=UPDATES):
-    model = build(groups)
+def run(plan, groups=None, updates=UPDATES, stable=False):
+    model = build(groups, stable=stable)
     rng = np.random.default_rng(0)
     x = rng.normal(1, 2, (updates, BATCH, 6, 6, 2)).astype(np.float32)
     y = rng.integers(0, 3, (updates, BATCH)).astype(np.int32)
@@ -55,6 +58,33 @@ def test_one_group_of_all_replicas_equals_batch_norm_of_the_whole_batch(replicas
     state, _ = run(plan, groups)
     assert largest_difference(state.params, expected.params) < 2e-6
     assert largest_difference(state.model_state, expected.model_state) < 2e-6
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("stable", [False, True])
+def test_gathered_statistics_are_exchanged_once_per_norm_and_equal(stable):
+    plan = Plan(micro_batch_size=BATCH // 8, num_replicas=4, gradient_accumulation_count=2)
+    states, exchanges = {}, {}
+    for gathers in (False, True):
+        groups = ReplicaGroups(REPLICA_AXIS, 4, 2, gathers)
+        with compiling({}) as programs:
+            states[gathers], _ = run(plan, groups, stable=stable)
+        # Depth 2 is the loop over micro-batches: of a norm, forward and backward.
+        exchanges[gathers] = operations_by_loop_depth(programs[-1], EXCHANGES)[2]
+    # Without it, XLA combines the two only if neither needs the other.
+    assert exchanges == {False: 4 if stable else 2, True: 2}
+    assert largest_difference(states[True].params, states[False].params) < 2e-6
+    assert largest_difference(states[True].model_state, states[False].model_state) < 2e-6
+
+
+def test_pooled_moments_are_those_of_all_data_even_far_from_zero():
+    """The oracle is NumPy in float64; E[x²] - E[x]² would have no correct digit."""
+    x = np.random.default_rng(1).normal(1e4, 0.1, (4, 64, 3)).astype(np.float32)
+    wide = x.astype(np.float64)
+    moments = np.stack([wide.mean(1), wide.var(1)], 1).astype(np.float32)
+    pooled = _pool_moments(jnp.asarray(moments))
+    np.testing.assert_allclose(pooled["mean"], wide.mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(pooled["var"], wide.var((0, 1)), rtol=2e-2)
 
 
 @pytest.mark.devices(4)

@@ -23,6 +23,8 @@ from millrace.program import offload
 
 TOLERANCE = rounding()  # weights are of order 1
 
+OFFLOADING = {"optimizer_state_offloading": True, "min_remote_tensor_size": 100}
+
 # The micro-batch size follows from replicas and accumulation.
 FEATURES = {
     "replicas": {"num_replicas": 4},
@@ -31,7 +33,7 @@ FEATURES = {
         "gradient_accumulation_count": 2,
         "gradient_accumulation_reduction": "running_mean",
     },
-    "offloading": {"optimizer_state_offloading": True},
+    "offloading": OFFLOADING,
     "recomputation": {"recomputation": True},
     "static_loss_scale": {"loss_scaling": 128.0},
     "fp_exceptions": {"fp_exceptions": True},
@@ -48,7 +50,6 @@ FEATURES = {
 def small_buckets(monkeypatch):
     """Offload even small state, in several buckets."""
     monkeypatch.setattr(offload, "_BUCKET_BYTES", 8000)
-    monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_the_sum_is_the_accumulation_count_times_the_mean():
 )
 def test_offloading_works_with_any_optimizer(optimizer):
     expected, _, _ = plain_loop(optimizer, make_data())
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, optimizer_state_offloading=True)
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, **OFFLOADING)
     state, _, _ = train_with(plan, optimizer=optimizer)
     assert largest_difference(state.params, expected) < TOLERANCE
 
@@ -186,7 +187,7 @@ def test_one_call_of_three_updates_equals_three_calls_of_one():
 )
 def test_offloading_does_not_change_16_bit_weights(precision):
     expected, _, _ = train_with(Plan(micro_batch_size=GLOBAL_BATCH, **precision))
-    plan = Plan(micro_batch_size=GLOBAL_BATCH, **precision, optimizer_state_offloading=True)
+    plan = Plan(micro_batch_size=GLOBAL_BATCH, **precision, **OFFLOADING)
     state, _, _ = train_with(plan)
     # Programs fuse differently, so a weight may be rounded the other way.
     step = 2.0**-8 if plan.half_type == "bfloat16" else 2.0**-11

@@ -4,9 +4,11 @@ import functools
 import itertools
 
 import jax
+import numpy as np
 import optax
 import pytest
 from pipelined import (
+    CLASSES,
     SPLITS,
     branched_network,
     largest_difference,
@@ -14,18 +16,22 @@ from pipelined import (
     train,
 )
 
-from millrace.program import offload, state_layout
+from millrace.nn.initializers import Init
+from millrace.nn.layers import Layer, dense, init_layers, relu
+from millrace.nn.losses import LayeredLoss
+from millrace.plan import Plan
+from millrace.program import state_layout
 from millrace.program.compiling import compiling
+from millrace.program.training import training_program
 
 TOLERANCE = 1e-5  # float32
-SCHEDULES = ("grouped", "interleaved", "sequential")
+SCHEDULES = ("grouped", "interleaved", "sequential", "zero-bubble")
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Offload even small state, in several buckets."""
     monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 2000)
-    monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
 @functools.cache
@@ -39,7 +45,7 @@ def check(got, expected, tolerance=TOLERANCE):
 
 ALL = [*itertools.product(SCHEDULES, (False, True), (1, 2), (False, True))]
 # Covers every pair of values of two features; the rest takes a minute.
-OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22)}
+OFTEN = {ALL[i] for i in (0, 7, 11, 12, 17, 22, 26, 29)}
 
 
 @pytest.mark.devices(lambda replicas: 3 * replicas)
@@ -60,6 +66,7 @@ def test_every_schedule_gives_the_same_weights(
         recomputation=recomputation,
         num_replicas=replicas,
         optimizer_state_offloading=offloading,
+        min_remote_tensor_size=100,
     )
     check(got, plain(residual_network, num_replicas=replicas))
 
@@ -76,6 +83,7 @@ def test_the_fast_cases_cover_every_pair_of_features():
     [
         ([0, 1, 0], "grouped"),
         ([0, 0, 1], "interleaved"),
+        ([0, 1, 0], "zero-bubble"),
         pytest.param([0, 0, 0], "sequential", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "sequential", marks=pytest.mark.slow),
@@ -98,26 +106,26 @@ OPTIONS = {
     "loss_scale": {"loss_scaling": 128.0, "fp_exceptions": True},
     "own_types": {"gradient_accumulation_dtype": None},
     "half_compute": {"precision": "16.32"},
+    "half_copies": {"precision": "16.32", "stochastic_rounding": True},
     "half_weights": {"precision": "16.16", "stochastic_rounding": True},
     "dynamic": {"precision": "16.32", "half_type": "float16", "loss_scaling": "dynamic"},
 }
 
 
+OFTEN_TRIED = {("loss_scale", "interleaved"), ("half_copies", "zero-bubble")}
+
+
 @pytest.mark.devices(3)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "schedule"),
     [
-        "loss_scale",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in OPTIONS
-            if name != "loss_scale"
-        ),
+        pytest.param(*case, marks=() if case in OFTEN_TRIED else pytest.mark.slow)
+        for case in itertools.product(OPTIONS, ("interleaved", "zero-bubble"))
     ],
 )
-def test_other_options_of_the_plan_work_in_a_pipeline(name):
+def test_other_options_of_the_plan_work_in_a_pipeline(name, schedule):
     options = OPTIONS[name]
-    pipeline = {"pipeline_splits": SPLITS, "pipeline_schedule": "interleaved"}
+    pipeline = {"pipeline_splits": SPLITS, "pipeline_schedule": schedule}
     # XLA may keep more than 16 bits inside a fusion, and stages fuse differently.
     with compiling({"cpu": {"xla_allow_excess_precision": False}}):
         got = train(residual_network(), **options, **pipeline)
@@ -129,6 +137,7 @@ def test_other_options_of_the_plan_work_in_a_pipeline(name):
     ("mapping", "schedule"),
     [
         ([0, [1, 2], 0], "grouped"),
+        ([0, [0, 1], 1], "zero-bubble"),
         pytest.param([0, [0, 1], 1], "interleaved", marks=pytest.mark.slow),
         pytest.param([0, [1, 1], 2], "sequential", marks=pytest.mark.slow),
         pytest.param([0, 1, 0], "interleaved", marks=pytest.mark.slow),
@@ -155,7 +164,11 @@ def test_optimizers_with_masks_and_schedules_work():
         lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
     )
     optimizer = optax.chain(masked, optax.sgd(optax.cosine_decay_schedule(0.1, 4), 0.9))
-    pipeline = {"pipeline_splits": SPLITS, "optimizer_state_offloading": True}
+    pipeline = {
+        "pipeline_splits": SPLITS,
+        "optimizer_state_offloading": True,
+        "min_remote_tensor_size": 100,
+    }
     got = train(residual_network(), optimizer, **pipeline)
     check(got, train(residual_network(), optimizer))
 
@@ -164,3 +177,35 @@ def test_optimizers_with_masks_and_schedules_work():
 def test_stages_can_be_chosen_automatically():
     got = train(residual_network(), pipeline_splits=[3])
     check(got, plain(residual_network))
+
+
+def embedding(name, size):
+    def init(tokens):
+        del tokens
+        return {"table": Init("normal", (CLASSES, size), 1.0)}, {}
+
+    def apply(params, model_state, tokens, call):
+        del call
+        return params["table"][tokens], model_state
+
+    return Layer(name, init, apply)
+
+
+@pytest.mark.devices(2)
+def test_zero_bubble_works_where_the_first_stage_reads_integers():
+    network = [embedding("tokens", 4), dense("hidden", 4), relu("relu"), dense("out", 1)]
+    loss = LayeredLoss(
+        network, lambda batch, key: batch, lambda y, batch: ((y**2).mean(), {})
+    )
+    tokens = np.random.default_rng(0).integers(0, CLASSES, (4, 3)).astype(np.int32)
+    weights = init_layers(network, jax.random.key(0), tokens[:1])
+
+    def trained(**pipeline):
+        plan = Plan(micro_batch_size=3, gradient_accumulation_count=4, **pipeline)
+        program = training_program(loss, optax.adam(1e-2), plan)
+        chunk = jax.device_put(tokens, program.chunk_sharding)
+        state, info = program.run(program.init(*weights), chunk)
+        return jax.device_get((program.unpack_state(state), info))
+
+    got = trained(pipeline_splits=["out"], pipeline_schedule="zero-bubble")
+    check(got, trained())

@@ -116,7 +116,8 @@ PIPELINES = {
     "grouped": {"pipeline_splits": ["second", "last"]},
     "interleaved": USUAL | {"pipeline_schedule": "interleaved"},
     "two_replicas": USUAL | {"num_replicas": 2},
-    "offloaded": USUAL | {"optimizer_state_offloading": True},
+    "offloaded": USUAL
+    | {"optimizer_state_offloading": True, "min_remote_tensor_size": 100},
 }
 
 
@@ -124,7 +125,6 @@ PIPELINES = {
 def small_buckets(monkeypatch):
     """Offload even small state, in several buckets."""
     monkeypatch.setattr(state_layout, "_BUCKET_BYTES", 300)
-    monkeypatch.setattr(offload, "_SMALL_BYTES", 100)
 
 
 @functools.cache

@@ -182,6 +182,20 @@ def test_a_grouped_layer_has_a_kernel_with_the_channels_of_one_group():
         conv("conv", 12, groups=3).init(x)
 
 
+def test_many_groups_compile_as_few_convolutions():
+    """One per block would make EfficientNet-B4 G16 compile for many minutes."""
+
+    def num_convolutions(groups):
+        x = jax.ShapeDtypeStruct((1, 6, 6, 16 * groups), jnp.float32)
+        kernel = jax.ShapeDtypeStruct((3, 3, 16, 16 * groups), jnp.float32)
+        loss = lambda x, k: conv2d(x, k, groups=groups).sum()  # noqa: E731
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel)
+        return lowered.as_text().count("stablehlo.convolution")
+
+    if jax.default_backend() == "cpu":
+        assert num_convolutions(48) == num_convolutions(8) <= 3
+
+
 @pytest.mark.parametrize("groups", [1, 8, 64])
 def test_a_gradient_costs_the_same_inside_a_loop_as_outside(groups):
     """XLA's own is about 40 times slower inside; a factor of 4 leaves room for noise."""

@@ -42,6 +42,16 @@ def test_a_function_chooses_the_dtype_by_path_and_value():
         accumulator_dtypes(params, lambda path, value: "int32")
 
 
+@pytest.mark.parametrize("function", [lambda var: var.dtype, lambda var, /: var.dtype])
+def test_a_function_of_the_variable_alone_equals_none(function):
+    """As TensorFlow's documentation has it."""
+    params = {"half": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2)}
+    assert accumulator_dtypes(params, function) == accumulator_dtypes(params, None)
+    plan = Plan(gradient_accumulation_dtype=function, gradient_accumulation_count=2)
+    state, _ = run_scalar(1.0, 0.5, plan)
+    assert float(state.params["w"][0]) == 0.5
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
 def test_a_float32_accumulator_is_exact_where_bfloat16_is_not(reduction):
     """Sum 1/3 a hundred times: each addition in bfloat16 loses the last bits."""

@@ -111,6 +111,52 @@ def test_dynamic_scaling_grows_after_2000_updates_without_overflow():
 
 # --- stochastic rounding ---
 
+
+def copies_seen(weight, half, updates, **options):
+    """Return the mean of the 16-bit copies of many equal weights, by update."""
+
+    def loss(params, model_state, batch, key):
+        copy = params["w"]
+        assert copy.dtype == jnp.dtype(half)
+        mean = copy.astype(jnp.float32).mean()
+        return (copy * batch[0]).sum(), (model_state, {"copy": mean})
+
+    plan = Plan(precision="16.32", half_type=half, **options)
+    program = training_program(loss, optax.sgd(0.0), plan)
+    state = program.init({"w": jnp.full(SAMPLES, weight, jnp.float32)}, seed=3)
+    count = updates * plan.batching.gradient_accumulation_count
+    chunk = np.ones((count, 1), np.float32)
+    state, info = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+    assert state.params["w"].dtype == jnp.float32
+    assert (np.asarray(state.params["w"]) == np.float32(weight)).all()
+    return np.asarray(info["copy"])
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_copies_of_float32_weights_are_right_on_average(half):
+    """1.0003 lies between two 16-bit numbers; the nearest is 1 or 1.00098."""
+    weight, spacing = 1.0003, float(jnp.finfo(half).eps)
+    nearest = float(jnp.asarray(weight, half))
+    assert copies_seen(weight, half, 1) == nearest
+    means = copies_seen(weight, half, 2, stochastic_rounding=True)
+    share = (weight - 1) / spacing
+    error = spacing * np.sqrt(share * (1 - share) / SAMPLES)
+    assert (abs(means - weight) < 4 * error).all()
+    assert means[0] != means[1]  # every update draws again
+
+
+def test_the_gradient_of_a_rounded_copy_reaches_the_float32_weight():
+    plan = Plan(precision="16.32", stochastic_rounding=True)
+    state, _ = run_scalar(1.0, 0.25, plan, learning_rate=2.0**-12)
+    assert float(state.params["w"][0]) == 1 - 2.0**-14
+
+
+def test_micro_batches_of_an_update_share_their_copies():
+    once = copies_seen(1.0003, "bfloat16", 2, stochastic_rounding=True)
+    options = {"gradient_accumulation_count": 3, "stochastic_rounding": True}
+    np.testing.assert_allclose(copies_seen(1.0003, "bfloat16", 2, **options), once)
+
+
 SAMPLES = 100_000
 HALF_TYPES = ["bfloat16", "float16"]
 

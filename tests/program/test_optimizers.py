@@ -357,7 +357,9 @@ def test_offloading_has_one_bucket_per_variable(name):
     )
     program = training_program(loss_fn, optimizer, Plan(micro_batch_size=GLOBAL_BATCH))
     state = program.init(make_params(), make_model_state())
-    owned = {position: 1 << 30 for position in offload._owned_positions(state)}
+    owned = {
+        position: 1 << 30 for position in offload._owned_positions(state, program.plan)
+    }
     result = offload.GradientResult(
         state.params, state.model_state, {"loss": jnp.float32(0)}
     )

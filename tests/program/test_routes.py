@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines import schedules
 
 from millrace.program.routes import Routes, plan_routes
 from millrace.schedule.stages import place_stages
@@ -21,7 +22,7 @@ def tables(draw) -> Table:
     )
     rest = iter(flat)
     mapping = [[next(rest) for _ in range(n)] if n > 1 else next(rest) for n in shape]
-    schedule = draw(st.sampled_from(["grouped", "interleaved", "sequential"]))
+    schedule = draw(schedules)
     positions = len(shape)
     rounds = draw(st.integers(1, 3))
     return build_table(schedule, place_stages(shape, mapping), 2 * positions * rounds)
@@ -37,6 +38,7 @@ def test_an_action_reads_what_was_sent_for_it(table):
         {slot: set() for slot in range(routes.num_receive_slots + 1)} for _ in devices
     ]
     stored = [dict.fromkeys(range(routes.num_residual_slots)) for _ in devices]
+    deferred = [dict.fromkeys(range(routes.num_deferred_slots)) for _ in devices]
     for tick, row in enumerate(table.ticks):
         sent = {}
         for device, (kind, stage, micro) in row.items():
@@ -52,11 +54,19 @@ def test_an_action_reads_what_was_sent_for_it(table):
                 stored[device][slot] = (stage, micro)
             else:
                 assert stored[device][slot] == (stage, micro)
+            own = routes.deferred_slot[tick, device]
+            if kind == "weights":
+                assert deferred[device].pop(own) == (stage, micro)
+            elif kind == "backward":
+                if table.splits_backward:
+                    assert not deferred[device].get(own)
+                    deferred[device][own] = (stage, micro)
                 if position < len(stages.groups) - 1:
                     read = received[device][routes.gradient_slot[tick, device]]
                     after = stages.groups[position + 1]
                     assert read == {("backward", s, micro) for s in after}
-            sent[device] = (kind, stage, micro)
+            if kind != "weights":
+                sent[device] = (kind, stage, micro)
         deliver(routes, tick, sent, received)
 
 

@@ -1,5 +1,6 @@
 """Simulated times compared with closed forms and with bounds for any pipeline."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from pipelines import schedules, stage_layouts
 from millrace.config import ConfigurationError
 from millrace.schedule.simulate import Costs, Link, simulate
 from millrace.schedule.stages import place_stages
-from millrace.schedule.table import build_table, peak_live
+from millrace.schedule.table import build_table, peak_deferred, peak_live
 
 seconds = st.floats(0.01, 10)
 executions = st.sampled_from(["ticks", "free"])
@@ -89,6 +90,25 @@ def test_results_queue_on_a_link_while_the_devices_work(sending):
     assert result.seconds == pytest.approx(expected)
 
 
+def test_zero_bubble_takes_at_most_083_of_the_time_of_grouped():
+    tables = {name: build_table(name, chain(4), 8) for name in ("grouped", "zero-bubble")}
+    grouped, zero_bubble = (simulate(table, equal(4)).seconds for table in tables.values())
+    assert grouped == pytest.approx(33)
+    assert zero_bubble == pytest.approx(27) and zero_bubble <= 0.83 * grouped
+
+
+@pytest.mark.parametrize("execution", ["ticks", "free"])
+def test_unequal_parts_of_a_backward_pass_take_the_given_times(execution):
+    table = build_table("zero-bubble", chain(1), 5)
+    costs = equal(1, weight_gradient=(0.5,), recompute=(1.0,))
+    result = simulate(table, costs, execution=execution)
+    assert result.seconds == pytest.approx(5 * (1 + 1 + 2))
+    seconds = {span.kind: span.end - span.start for span in result.timeline}
+    assert seconds == pytest.approx({"forward": 1, "backward": 2.5, "weights": 0.5})
+    with pytest.raises(ConfigurationError, match="part of backward"):
+        equal(1, weight_gradient=(2.5,))
+
+
 def test_every_exchange_adds_to_the_time_in_ticks():
     link = Link(bytes_per_second=100, latency_seconds=0.5)
     costs = equal(4, output_bytes=(50.0,) * 4)
@@ -129,6 +149,16 @@ def test_the_update_follows_the_all_reduce():
 
 
 # Memory
+
+
+def test_pending_weight_gradients_hold_a_gradient_of_what_is_stored():
+    """Of 5 micro-batches at the last of four stages, all 5 wait for weight gradients."""
+    table = build_table("zero-bubble", chain(4), 8)
+    assert (peak_live(table)[3], peak_deferred(table)[3]) == (5, 5)
+    costs = equal(4, stored_bytes=(10.0,) * 4, input_bytes=1.0, output_bytes=(1.0,) * 4)
+    assert simulate(table, costs).peak_bytes[3] == 5 * 20
+    again = dataclasses.replace(costs, recompute=(1.0,) * 4)
+    assert simulate(table, again).peak_bytes[3] == 5 * (1 + 20)
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])

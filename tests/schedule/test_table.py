@@ -9,7 +9,7 @@ from pipelines import schedules, stage_layouts
 
 from millrace.config import ConfigurationError
 from millrace.schedule.stages import place_stages
-from millrace.schedule.table import build_table, peak_live
+from millrace.schedule.table import SCHEDULES, build_table, peak_deferred, peak_live
 
 FOUR = place_stages([1, 1, 1, 1], None)
 
@@ -32,6 +32,8 @@ def when(table):
 
 def all_actions(table):
     kinds = ("forward", "backward") if table.training else ("forward",)
+    if table.schedule == "zero-bubble" and table.training:
+        kinds = ("forward", "backward", "weights")
     return {
         (kind, stage, micro_batch)
         for kind in kinds
@@ -43,6 +45,8 @@ def all_actions(table):
 def needs(table, kind, stage, micro_batch):
     """Return what an action needs, by the definition of a pipeline."""
     groups, position = table.stages.groups, table.stages.position_of(stage)
+    if kind == "weights":
+        return [("backward", stage, micro_batch)]
     if kind == "forward":
         before = groups[position - 1] if position else ()
         return [("forward", other, micro_batch) for other in before]
@@ -63,7 +67,7 @@ def tables(draw, training=either, schedule=schedules):
 
 @settings(deadline=None)
 @given(tables())
-def test_each_micro_batch_passes_every_stage_once_in_each_direction(table):
+def test_each_stage_does_everything_for_every_micro_batch_once(table):
     assert set(when(table)) == all_actions(table)
 
 
@@ -80,7 +84,7 @@ def test_an_action_uses_only_results_of_earlier_ticks(table):
 @given(tables())
 def test_micro_batches_keep_their_order_at_every_stage(table):
     order = sorted(when(table).items(), key=lambda item: item[1])
-    for kind in ("forward", "backward"):
+    for kind in ("forward", "backward", "weights"):
         for stage in range(table.stages.num_stages):
             passed = [a.micro_batch for a, _ in order if (a.kind, a.stage) == (kind, stage)]
             assert passed == sorted(passed)
@@ -95,11 +99,23 @@ def test_no_tick_is_empty(table):
 @settings(deadline=None)
 @given(tables(training=st.just(True)))
 def test_held_micro_batches_stay_within_the_bound_of_the_schedule(table):
-    per_step = {"grouped": 2, "interleaved": 1, "sequential": 0}[table.schedule]
-    last = table.stages.num_positions - 1
+    count = table.stages.num_positions
     for stage, live in enumerate(peak_live(table)):
-        distance = last - table.stages.position_of(stage)
-        assert 1 <= live <= per_step * distance + 1
+        distance = count - 1 - table.stages.position_of(stage)
+        at_most = {
+            "grouped": 2 * distance + 1,
+            "interleaved": distance + 1,
+            "sequential": 1,
+            "zero-bubble": max(1, 4 * count // 3),
+        }
+        assert 1 <= live <= at_most[table.schedule]
+
+
+@settings(deadline=None)
+@given(tables(training=st.just(True)))
+def test_weight_gradients_are_deferred_by_zero_bubble_only(table):
+    for deferred, live in zip(peak_deferred(table), peak_live(table), strict=True):
+        assert (0 < deferred <= live) == (table.schedule == "zero-bubble")
 
 
 @settings(deadline=None)
@@ -174,6 +190,15 @@ def test_equal_stages_on_their_own_devices_are_idle_as_predicted_by_theory(
     assert idle_fraction(table) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("num_stages", [*range(1, 13), 16, 32, 64])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_zero_bubble_is_idle_only_while_the_pipeline_fills_and_drains(num_stages, passes):
+    """The last stage starts N - 1 ticks after the first, and then all have work."""
+    count = num_stages * passes
+    table = build_table("zero-bubble", place_stages([1] * num_stages, None), count)
+    assert len(table.ticks) == 3 * count + num_stages - 1
+
+
 def test_sequential_uses_one_device_at_a_time():
     assert idle_fraction(build_table("sequential", FOUR, 5)) == pytest.approx(3 / 4)
 
@@ -213,11 +238,12 @@ def test_schedule_names_ignore_case_and_typos_get_a_suggestion():
     assert build_table("Interleaved", FOUR, 4).schedule == "interleaved"
     with pytest.raises(ConfigurationError, match="Did you mean interleaved"):
         build_table("interleave", FOUR, 4)
-    with pytest.raises(ConfigurationError, match="one of grouped, interleaved, sequential"):
+    names = "one of grouped, interleaved, sequential, zero-bubble"
+    with pytest.raises(ConfigurationError, match=names):
         build_table("1f1b", FOUR, 4)
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "mapping", [None, pytest.param([0] * 64, marks=pytest.mark.slow)], ids=["own", "one"]
 )
@@ -225,4 +251,5 @@ def test_a_large_pipeline_takes_seconds(schedule, mapping):
     start = time.process_time()
     table = build_table(schedule, place_stages([1] * 64, mapping), 512)
     assert time.process_time() - start < 5
-    assert sum(map(len, table.ticks)) == 2 * 64 * 512
+    kinds = 3 if schedule == "zero-bubble" else 2
+    assert sum(map(len, table.ticks)) == kinds * 64 * 512

@@ -1,12 +1,26 @@
 """Pipelines from the command line: resumed, validated, profiled."""
 
+import dataclasses
+import functools
 import json
 import shutil
 
+import jax
+import numpy as np
+import optax
 import pytest
+import yaml
 
+from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.efficientnet import efficientnet
+from millrace.apps.cnn.models.spec import EfficientNetShape
 from millrace.cli import main
 from millrace.loop.progress import TIMED
+from millrace.nn.layers import init_layers
+from millrace.nn.losses import LayeredLoss, cross_entropy
+from millrace.nn.norms import group_norm
+from millrace.plan import Plan
+from millrace.program.training import training_program
 
 PIPELINE = [
     *("--dataset", "digits", "--micro-batch-size", "8", "--num-epochs", "2"),
@@ -89,6 +103,56 @@ def test_a_pipeline_of_convolutions_runs_in_16_bits(mapping, tmp_path):
         )
         == 0
     )
+
+
+@pytest.mark.devices(2)
+def test_shards_without_a_pipeline_take_turns_and_train_the_same(tmp_path):
+    words = [
+        *("--dataset", "digits", "--micro-batch-size", "8", "--num-epochs", "1"),
+        *("--gradient-accumulation-count", "3", "--weight-updates-per-epoch", "2"),
+        *("--validation-micro-batch-size", "36", "--recipe", "graphcore"),
+    ]
+    losses = []
+    for name, more in (("plain", []), ("sharded", ["--shards", "2"])):
+        path = tmp_path / name
+        with pytest.raises(SystemExit) as left:
+            main(["cnn", "train", *words, *more, "--run-dir", str(path)])
+        assert left.value.code == 0
+        losses.append([event["loss"] for event in events(path) if "loss" in event])
+    config = yaml.safe_load((tmp_path / "sharded" / "config.yml").read_text())
+    assert config["pipeline_schedule"] == "sequential"
+    assert config["pipeline_splits"] == [2]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.devices(2)
+def test_a_pipelined_efficientnet_g16_equals_the_plain_loop():
+    """With the splits, norm and blocks of Graphcore's B4, but a block of each kind."""
+    norm = functools.partial(group_norm, num_groups=4, epsilon=1e-3)
+    shape = EfficientNetShape(0.5, 0.1, 0.0, 32)
+    model = efficientnet(shape, 5, norm, group_dim=16, expand_ratio=4)
+    rng = np.random.default_rng(0)
+    chunk = {
+        "image": rng.standard_normal((4, 2, 32, 32, 3)).astype(np.float32),
+        "label": rng.integers(0, 5, (4, 2)).astype(np.int32),
+    }
+    params, model_state = init_layers(model, jax.random.key(0), chunk["image"][0])
+
+    def outputs(logits, batch):
+        return cross_entropy(logits, batch["label"]).mean(), {}
+
+    loss = LayeredLoss(model, lambda batch, key: batch["image"], outputs)
+    found = []
+    for options in ({}, {"pipeline_splits": ["block4a"], "recomputation": True}):
+        plan = Plan(micro_batch_size=2, gradient_accumulation_count=4, **options)
+        splits = catalog.find_split_layers(model, plan.pipeline_splits)
+        plan = dataclasses.replace(plan, pipeline_splits=splits)
+        program = training_program(loss, optax.rmsprop(1e-3, momentum=0.9), plan)
+        state = program.init(params, model_state)
+        state, _ = program.run(state, jax.device_put(chunk, program.chunk_sharding))
+        found.append(jax.device_get(program.unpack_state(state).params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
 
 
 @pytest.mark.slow
