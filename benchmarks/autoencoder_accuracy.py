@@ -7,8 +7,11 @@ ratings.
 
     python autoencoder_accuracy.py netflix_data/3m_ --configs netflix_3m paper_3m
     python autoencoder_accuracy.py movielens_data/1m_ --configs movielens_1m --factors 50
+    python autoencoder_accuracy.py movielens_data/1m_random_ --objectives
 
 Target: below the biases and the matrix factorization; with --published, at most that RMSE.
+With --objectives, the modern recipe trains for ratings and for rankings, and the target is
+an NDCG@10 of at least that of the linear item model.
 """
 
 import argparse
@@ -70,6 +73,62 @@ def measure_autoencoder(
         "rows_per_second": trained.summary["samples_per_second"],
         "curve": metric_series(trained.events)["validation_rmse"].points,
     }
+
+
+def measure_objective(
+    objective: str, args: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Train the modern recipe for an objective; rank the items of the test ratings."""
+    roles = {"training": "train", "validation": "valid", "test": "test"}
+    files = {f"{role}_data_file": f"{args.prefix}{end}.txt" for role, end in roles.items()}
+    given = dict(pair.split("=", 1) for pair in args.set)
+    values = {"objective": objective, "recipe": "modern", **files, **given}
+    config = build(AutoencoderConfig, values | {"run_dir": folder / objective})
+    if run_command(train, config, command="autoencoder-train", command_line=objective):
+        raise SystemExit(f"{objective} failed")
+    test_config = ValidateConfig(
+        checkpoint=folder / objective,
+        validation_data_file=Path(files["test_data_file"]),
+        top=[10, 100],
+        run=RunOptions(run_dir=folder / f"{objective}-test", quiet=True),
+    )
+    if run_command(
+        validate, test_config, command="autoencoder-validate", command_line=objective
+    ):
+        raise SystemExit(f"{objective} could not be tested")
+    trained, tested = (read_run(folder / run) for run in (objective, f"{objective}-test"))
+    return {
+        "metrics": tested.metrics,
+        "baselines": trained.summary["baselines"],
+        "users_per_second": trained.summary["samples_per_second"],
+    }
+
+
+def compare_objectives(args: argparse.Namespace, folder: Path) -> Result:
+    """Compare the rankings of both objectives with the simple ones."""
+    found = {name: measure_objective(name, args, folder) for name in ("rating", "ranking")}
+    columns = ("ndcg", "recall", "precision", "hit_rate", "mrr", "map", "coverage")
+    figures = {
+        name: {c: entry["metrics"][f"validation_{c}_at_10"] for c in columns}
+        for name, entry in found.items()
+    }
+    simple = found["ranking"]["baselines"]
+    for name in simple["test_ndcg_at_10"]:
+        figures[name] = {c: simple[f"test_{c}_at_10"][name] for c in columns}
+    other = "linear items" if "linear items" in figures else "popularity"
+    return Result(
+        name=f"autoencoder_ranking_{args.name or 'objectives'}",
+        table=[
+            {"model": name, **{f"{c}@10": f"{entry[c]:.4f}" for c in columns}}
+            for name, entry in figures.items()
+        ],
+        ratio_name=f"NDCG@10 of ranking / {other}",
+        ratio=figures["ranking"]["ndcg"] / figures[other]["ndcg"],
+        target=1.0,
+        at_least=True,
+        explanation="Ratings of 4 and more are relevant; all unrated items are ranked.",
+        numbers={"figures": figures},
+    )
 
 
 def measure_baselines(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -144,7 +203,10 @@ def main() -> None:
     parser = build_parser(__doc__)
     parser.add_argument("prefix", help="common prefix of the three files")
     parser.add_argument(
-        "--configs", nargs="+", required=True, help="configurations of runs.yml"
+        "--configs", nargs="+", default=[], help="configurations of runs.yml"
+    )
+    parser.add_argument(
+        "--objectives", action="store_true", help="compare the objectives of training"
     )
     parser.add_argument("--set", nargs="*", default=[], help="options as name=value")
     parser.add_argument(
@@ -156,6 +218,11 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="folder for the runs")
     args = parser.parse_args()
+    if bool(args.configs) == args.objectives:
+        parser.error("give --configs or --objectives")
+    if args.objectives:
+        folder = args.folder or Path(tempfile.mkdtemp(prefix="autoencoder-"))
+        return publish(compare_objectives(args, folder), args)
     figures: dict[str, Any] = measure_baselines(args)
     for name, entry in figures.items():
         print(f"{name}: test RMSE {entry['test']:.4f}", flush=True)

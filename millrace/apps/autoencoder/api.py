@@ -9,20 +9,28 @@ from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.autoencoder.predictor import Recommender
+    from millrace.loop.callbacks import Callback
 
 __all__ = ["convert", "export", "load", "sweep", "train", "validate"]
 
 
 @takes_options_of("autoencoder train")
 def train(
-    *, data: Any = None, validation_data: Any = None, **options: Any
+    *,
+    data: Any = None,
+    validation_data: Any = None,
+    callbacks: "list[Callback] | None" = None,
+    **options: Any,
 ) -> "RunResult[Recommender]":
     """Train a recommender on a file of ratings, or on arrays.
 
     ``data`` is ``(users, items, ratings)``, three arrays of the same length, or a table
-    such as a pandas DataFrame with the columns user, item and rating. ``validation_data``
-    has the same form. ``data="generated"`` and ``data="random"`` are as on the command
+    such as a DataFrame of pandas or polars with the columns user, item and rating, which
+    may have any name that a header of a text file may have. ``validation_data`` has the
+    same form. ``data="generated"`` and ``data="random"`` are as on the command
     line.
+
+    ``callbacks`` are called after log events, validations and checkpoints.
     """
     if isinstance(data, str):
         options["data"] = data
@@ -30,8 +38,10 @@ def train(
         from millrace.apps.autoencoder.arrays import hold_ratings
 
         held = hold_ratings(data, validation_data)
-        return call_command("autoencoder train", options, load, arrays=held)
-    return call_command("autoencoder train", options, load)
+        return call_command(
+            "autoencoder train", options, load, arrays=held, callbacks=callbacks
+        )
+    return call_command("autoencoder train", options, load, callbacks=callbacks)
 
 
 @takes_options_of("autoencoder validate")
@@ -48,7 +58,7 @@ def sweep(**options: Any) -> RunResult[None]:
 
 @takes_options_of("autoencoder convert")
 def convert(**options: Any) -> None:
-    """Split ratings by time into training, validation and test files."""
+    """Split ratings into training, validation and test files."""
     call_without_run("autoencoder convert", options)
 
 
@@ -61,13 +71,29 @@ def export(run: Path | str, **options: Any) -> None:
     call_without_run("autoencoder export", {"run": run, **options})
 
 
-def load(run: Path | str, which: Which = "best") -> "Recommender":
+def load(
+    run: Path | str,
+    which: Which = "best",
+    *,
+    data: Any = None,
+    validation_data: Any = None,
+) -> "Recommender":
     """Load a model that a run has trained.
 
     Args:
         run: A run directory, its folder of checkpoints, or one checkpoint.
         which: The best checkpoint, the last, or that after this number of updates.
+        data: What ``train`` was given as ``data``, if the model was trained on arrays or a
+            table and its training ratings are needed: with rows of items, or to recommend
+            to the users in it.
+        validation_data: What ``train`` was given as ``validation_data``.
     """
     from millrace.apps.autoencoder.predictor import load_recommender
 
-    return load_recommender(run, which)
+    recommender = load_recommender(run, which)
+    if data is not None:
+        from millrace.apps.autoencoder.arrays import hold_again
+
+        record = recommender.config.data.arrays
+        recommender.kept["arrays"] = hold_again(record, data, validation_data)
+    return recommender

@@ -4,6 +4,9 @@
 - *biases* adds the bias of the user and that of the item.
 - *linear items* adds what a linear model predicts from the user's other ratings: EASE
   (arXiv 1905.03375) on what the biases leave over, which has a closed form.
+
+For the objective ranking, *popularity* ranks items by how many users like them, and *linear
+items* is EASE on the liked items.
 """
 
 import functools
@@ -16,13 +19,17 @@ import numpy as np
 from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.data import RatingData, RowSource, subtract_biases
 from millrace.apps.autoencoder.loss import to_dense_rows
+from millrace.apps.autoencoder.metrics import RankingOptions
 from millrace.apps.autoencoder.model import get_known_ratings
-from millrace.data.ratings.matrix import Ratings, fit_biases, transpose
+from millrace.apps.autoencoder.ranking import CHOSEN_AT, Scorer, measure_ranking
+from millrace.checkpoint.best import Mode
+from millrace.data.ratings.matrix import Ratings, fit_biases, from_events, transpose
 from millrace.data.ratings.source import evaluation_source
 from millrace.data.stream import EvaluationBatches
 from millrace.program.compiling import jit
 
 GLOBAL_MEAN, BIASES, LINEAR_ITEMS = "global mean", "biases", "linear items"
+POPULARITY = "popularity"
 
 _MOST_ITEMS = {"cpu": 5_000, "gpu": 20_000}
 """Items for which the closed form takes seconds; its time grows with their third power."""
@@ -31,8 +38,12 @@ _PENALTIES = (400.0, 1200.0)
 """L2 penalties of the linear model, in units of the mean squared residual. The one with the
 lower error on the first targets is used."""
 
+_RANKING_PENALTIES = (100.0, 250.0, 500.0, 1000.0)
+"""L2 penalties of the linear model that ranks. The one with the highest NDCG@10 on the
+validation ratings is used, or the third without them."""
+
 Scores = dict[str, dict[str, float]]
-"""The RMSE of each model by name, for the ratings of each role."""
+"""The RMSE of each model by name, for the ratings of each role; or by metric."""
 
 
 def score_baselines(
@@ -157,6 +168,88 @@ def _batches(ratings: Ratings, targets: Ratings | None) -> EvaluationBatches:
     return EvaluationBatches(RowSource(source), _BATCH_SIZE)
 
 
-def find_better(model_rmse: float, baselines: dict[str, float]) -> list[str]:
-    """Return the simple models that predict at least as well as the network."""
-    return [name for name, rmse in baselines.items() if rmse <= model_rmse]
+def fit_linear_items(
+    training: Ratings,
+    validation: Ratings | None,
+    positive_from: float,
+    device: Any,
+) -> jax.Array | None:  # (items, items)
+    """Fit the linear model that ranks items, if their number allows it."""
+    if training.num_items > _MOST_ITEMS.get(device.platform, 0):
+        return None
+    liked = binarize(training, positive_from)
+    gram = _compute_gram(liked, device)
+    if validation is None:
+        return _solve(gram, _RANKING_PENALTIES[2])
+    options = RankingOptions((CHOSEN_AT,), positive_from)
+    best, best_ndcg = None, -1.0
+    for penalty in _RANKING_PENALTIES:
+        weights = _solve(gram, penalty)
+        scorer = _rank_linearly(weights, positive_from)
+        found = measure_ranking(scorer, training, validation, options, _BATCH_SIZE, device)
+        if not found[f"ndcg_at_{CHOSEN_AT}"] <= best_ndcg:  # NaN: nothing is relevant
+            best, best_ndcg = weights, found[f"ndcg_at_{CHOSEN_AT}"]
+    return best
+
+
+def score_ranking_baselines(
+    ratings: RatingData,
+    linear: jax.Array | None,  # (items, items)
+    ranking: RankingOptions,
+    device: Any,
+) -> Scores:
+    """Return the metrics of the simple rankings, by metric and then by model.
+
+    Args:
+        ratings: The ratings of the run.
+        linear: The fitted linear model, if there is one.
+        ranking: The lengths of the rankings, and what is relevant.
+        device: Where to compute.
+    """
+    training = ratings.training
+    count = binarize(training, ranking.relevant_from)
+    counts = np.bincount(count.items, minlength=training.num_items).astype(np.float32)
+    scorers = {
+        POPULARITY: Scorer(lambda w, rows, _: jnp.broadcast_to(w, rows.shape), counts)
+    }
+    if linear is not None:
+        scorers[LINEAR_ITEMS] = _rank_linearly(linear, ranking.relevant_from)
+    targets = {"validation": ratings.validation, "test": ratings.test}
+    scores: Scores = {}
+    for role, part in targets.items():
+        if part is None:
+            continue
+        for name, scorer in scorers.items():
+            found = measure_ranking(scorer, training, part, ranking, _BATCH_SIZE, device)
+            for metric, value in found.items():
+                scores.setdefault(f"{role}_{metric}", {})[name] = value
+    return scores
+
+
+def _rank_linearly(linear: jax.Array, positive_from: float) -> Scorer:
+    def score(weights: jax.Array, rows: jax.Array, users: jax.Array) -> jax.Array:
+        del users
+        liked = (rows >= positive_from) & (rows != 0)
+        return _multiply(liked.astype(jnp.float32), weights)
+
+    return Scorer(score, linear)
+
+
+def binarize(ratings: Ratings, positive_from: float) -> Ratings:
+    """Return the liked items of each user, with the value 1."""
+    is_liked = np.asarray(ratings.values) >= positive_from
+    return from_events(
+        ratings.users[is_liked],
+        np.asarray(ratings.items)[is_liked],
+        np.ones(int(is_liked.sum()), np.float32),
+        user_ids=ratings.user_ids,
+        item_ids=ratings.item_ids,
+    )
+
+
+def find_better(
+    reached: float, baselines: dict[str, float], mode: Mode = "min"
+) -> list[str]:
+    """Return the simple models that are at least as good as the network."""
+    sign = 1 if mode == "min" else -1
+    return [name for name, value in baselines.items() if sign * value <= sign * reached]

@@ -15,13 +15,13 @@ import numpy as np
 from millrace.apps.autoencoder.arrays import build_ratings
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.data import DataOptions
-from millrace.apps.autoencoder.config.training import Steps
+from millrace.apps.autoencoder.config.training import Objective, Steps
 from millrace.apps.autoencoder.resident import (
     ResidentRatings,
     can_be_indexed,
     count_table_bytes,
 )
-from millrace.config import option_value
+from millrace.config import ConfigurationError, option_value
 from millrace.data.memory import HeldArrays, require_held
 from millrace.data.ratings.generated import generate_ratings, random_ratings
 from millrace.data.ratings.matrix import (
@@ -67,13 +67,25 @@ class RatingData(NamedTuple):
         return self._replace(**{n: function(s) for n, s in splits.items() if s is not None})
 
 
-def load(options: DataOptions, seed: int) -> RatingData:
+def load(options: DataOptions, seed: int, *, objective: Objective = "rating") -> RatingData:
     """Load or generate the ratings, with the rows that the options ask for."""
     ratings = _load_by_user(options, seed)
+    check_objective(ratings.training, objective, options)
     ratings = ratings.map(transpose) if options.rows == "items" else ratings
     if not options.subtract_biases:
         return ratings
     return subtract_biases(ratings, fit_biases(ratings.training, options.bias_strength))
+
+
+def check_objective(ratings: Ratings, objective: Objective, options: DataOptions) -> None:
+    """Raise if there are no ratings, but a model is to predict them."""
+    if objective == "rating" and ratings.implicit:
+        source = options.training_data_file or "data"
+        raise ConfigurationError(
+            f"{source} has no ratings to predict: it says only which users chose which "
+            "items, which needs --objective ranking. If it has a column of ratings of "
+            "another name, write a file with convert --rating-column."
+        )
 
 
 def subtract_biases(ratings: RatingData, biases: ColumnBiases) -> RatingData:
@@ -94,6 +106,8 @@ def _load_by_user(options: DataOptions, seed: int) -> RatingData:
         fewer = {"num_ratings": max(1, sizes["num_ratings"] // _VALIDATION_DIVISOR)}
         return RatingData(training, random_ratings(**(sizes | fewer), seed=seed + 1))
     limits = (options.rating_range[0], options.rating_range[1])
+    if options.no_ratings and options.arrays is not None:
+        raise ConfigurationError("no_ratings is for files: pass data without ratings.")
     if options.arrays is not None:
         held = require_held(options.arrays, "mr.autoencoder.train")
         ratings = _load_arrays(held, limits)
@@ -113,18 +127,18 @@ def _load_by_user(options: DataOptions, seed: int) -> RatingData:
 def _load_files(options: DataOptions, limits: tuple[float, float]) -> RatingData:
     """Return the ratings in files; those to predict get the numbers of the others."""
     assert options.training_data_file is not None, "checked by DataOptions"
-    training = load_ratings(options.training_data_file, limits=limits)
+    file, no_ratings = options.training_data_file, options.no_ratings
+    training = load_ratings(file, limits=limits, no_ratings=no_ratings)
+
+    def load_others(path: Path) -> tuple[Ratings, Unseen]:
+        return load_targets(path, file, training, limits, no_ratings=no_ratings)
+
     ratings = RatingData(training, None)
     if options.validation_data_file is not None:
-        validation, unseen = load_targets(
-            options.validation_data_file, options.training_data_file, training, limits
-        )
+        validation, unseen = load_others(options.validation_data_file)
         ratings = ratings._replace(validation=validation, unseen=unseen)
     if options.test_data_file is not None:
-        test, _ = load_targets(
-            options.test_data_file, options.training_data_file, training, limits
-        )
-        ratings = ratings._replace(test=test)
+        ratings = ratings._replace(test=load_others(options.test_data_file)[0])
     return ratings
 
 
@@ -287,7 +301,8 @@ def open_infeed(
     if plan.num_replicas == 1 and _fits_on_device(ratings, config.data, device):
         return Infeed(ResidentRatings(ratings, source.users, stream, refed=refed))
     batches = RefedStream(stream) if refed else stream
-    return Infeed(ParallelStream(batches, config.data.pipeline_num_parallel))
+    num_parallel = config.data.parallel_batches(config.resolved_batch_size)
+    return Infeed(ParallelStream(batches, num_parallel))
 
 
 def _fits_on_device(ratings: Ratings, options: DataOptions, device: Any) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,15 +17,24 @@ from millrace.apps.autoencoder.data import (
     RatingData,
     open_evaluation_source,
 )
-from millrace.apps.autoencoder.item_rows import encode_items
 from millrace.apps.autoencoder.metrics import (
     RankingOptions,
     build_metrics,
-    build_ranking_metrics,
     compute_scores,
 )
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.predictor import Recommender, load_recommender
+from millrace.apps.autoencoder.predictor import (
+    Recommender,
+    build_predict,
+    load_recommender,
+)
+from millrace.apps.autoencoder.ranking import (
+    CHOSEN_AT,
+    Scorer,
+    build_selection_metrics,
+    choose_network_weight,
+    measure_ranking,
+)
 from millrace.apps.autoencoder.residuals import save_residuals
 from millrace.apps.autoencoder.run_ratings import format_unknown, load_ratings_for
 from millrace.config import ConfigurationError
@@ -49,6 +59,8 @@ class Validator:
         device: The device to use.
         local: Whether this process validates alone. Otherwise the processes of a run share
             the rows, and each returns the result for all of them.
+        model_state: What the metric function gets besides the weights.
+        compute_scores: Turns means over rows into metrics.
     """
 
     def __init__(
@@ -60,12 +72,16 @@ class Validator:
         device: Any,
         *,
         local: bool = False,
+        model_state: Any = None,
+        compute_scores: Callable[[dict[str, float]], dict[str, float]] = compute_scores,
     ) -> None:
         single = dataclasses.replace(plan, num_replicas=1)
         self._program = EvaluationProgram(metric_fn, single, [device])
         self._source = source
         self._batch_size = batch_size
         self._local = local
+        self._model_state = self._program.place_state(model_state)
+        self._compute_scores = compute_scores
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Return the metrics of a training state; raise if it has diverged."""
@@ -73,11 +89,12 @@ class Validator:
 
     def score(self, params: Any) -> dict[str, float]:
         """Return the metrics of weights."""
-        return compute_scores(self.compute_means(params))
+        return self._compute_scores(self.compute_means(params))
 
     def compute_means(self, params: Any) -> dict[str, float]:
         """Return the mean over rows of every result of the metric function."""
-        return self._evaluate(self._program.place_state(Weights(params)))
+        placed = self._program.place_state(params)
+        return self._evaluate(Weights(placed, self._model_state))
 
     def _evaluate(self, placed: Any) -> dict[str, float]:
         return evaluate(
@@ -94,19 +111,23 @@ class Validator:
         def snapshot(state: Any) -> tuple[Any, int]:
             # A copy, because the next update donates the buffers of the state.
             copied = jax.tree.map(jnp.copy, state.params)
-            return self._program.place_state(Weights(copied)), int(state.update)
+            placed = self._program.place_state(copied)
+            return Weights(placed, self._model_state), int(state.update)
 
         def validate(kept: tuple[Any, int]) -> dict[str, float]:
             placed, update = kept
-            return _check_finite(compute_scores(self._evaluate(placed)), update)
+            return _check_finite(self._compute_scores(self._evaluate(placed)), update)
 
         return AsyncValidation(snapshot, validate)
 
 
 def _check_finite(scores: dict[str, float], update: int) -> dict[str, float]:
-    if not math.isfinite(scores["rmse"]):
+    name, title = "rmse", "RMSE"
+    if name not in scores:
+        name, title = f"ndcg_at_{CHOSEN_AT}", f"NDCG@{CHOSEN_AT}"
+    if not math.isfinite(scores[name]):
         raise NonFiniteError(
-            f"The validation RMSE is {scores['rmse']:g} after update {update}: training "
+            f"The validation {title} is {scores[name]:g} after update {update}: training "
             "has diverged. Start again with a smaller learning rate."
         )
     return scores
@@ -118,14 +139,29 @@ def build_validator(
     known: Ratings,
     targets: Ratings | None,
     device: Any,
+    linear: Any = None,
 ) -> Validator | None:
-    """Return the validator of a run, or None without ratings to predict."""
+    """Return the validator of a run, or None without ratings to predict.
+
+    `linear` is the matrix of the linear item model, for the objective ranking.
+    """
     if targets is None or config.training.no_validation:
         return None
     batch_size = config.resolved_validation_batch_size
     source = open_evaluation_source(known, targets, batch_size)
+    if model.positive_from is not None:
+        ranking = RankingOptions((CHOSEN_AT,), model.positive_from)
+        return Validator(
+            build_selection_metrics(model, ranking),
+            config.plan,
+            source,
+            batch_size,
+            device,
+            model_state=linear,
+            compute_scores=choose_network_weight,
+        )
     clip = config.data.clip_predictions
-    metric_fn = build_metrics(model, None, known.biases, clip=clip)
+    metric_fn = build_metrics(model, known.biases, clip=clip)
     return Validator(metric_fn, config.plan, source, batch_size, device)
 
 
@@ -145,7 +181,10 @@ def validate(config: ValidateConfig, run: Run) -> None:
     _describe(run, recommender, ratings)
     if unknown.num_ratings:
         run.console.warning(format_unknown(unknown, trained.data.rows))
-    ranking = RankingOptions(config.top, config.relevant_rating)
+    relevant = config.relevant_rating
+    if relevant is None:
+        relevant = trained.data.positive_from  # 4 by default
+    ranking = RankingOptions(tuple(config.top), relevant)
     batch_size = config.validation_batch_size or trained.resolved_validation_batch_size
     known, metrics = ratings.training, run.summary["metrics"]
     for kind, targets in (("validation", ratings.validation), ("test", ratings.test)):
@@ -153,8 +192,9 @@ def validate(config: ValidateConfig, run: Run) -> None:
             continue
         scores = _compute_scores(recommender, known, targets, ranking, batch_size)
         for name, value in scores.items():
-            suffix = f"_at_{config.top}" if name in ("recall", "ndcg") else ""
-            metrics[f"{kind}_{name}{suffix}"] = value
+            metrics[f"{kind}_{name}"] = value
+        if recommender.ranks:
+            continue
         save_residuals(
             run.directory.path,
             recommender.model,
@@ -180,22 +220,18 @@ def _compute_scores(
     batch_size: int,
 ) -> dict[str, float]:
     """Return all metrics; items are ranked for users, whatever the rows of the model."""
-    model, params = recommender.model, recommender.params
-    plan, device = recommender.config.plan, jax.devices()[0]
-    rows_are_users = recommender.config.data.rows == "users"
-    source = open_evaluation_source(known, targets, batch_size)
-    clip = recommender.config.data.clip_predictions
-    metric_fn = build_metrics(
-        model, ranking if rows_are_users else None, known.biases, clip=clip
-    )
-    scores = Validator(metric_fn, plan, source, batch_size, device).score(params)
-    if rows_are_users:
-        return scores
-    encoded = encode_items(model, params, known, batch_size, plan.types.compute)
-    by_user = transpose(known)
-    source = open_evaluation_source(by_user, transpose(targets), batch_size)
-    metric_fn = build_ranking_metrics(model, ranking, by_user.biases)
-    return scores | Validator(metric_fn, plan, source, batch_size, device).score(encoded)
+    device, scores = jax.local_devices()[0], {}
+    if not recommender.ranks:
+        source = open_evaluation_source(known, targets, batch_size)
+        clip = recommender.config.data.clip_predictions
+        metric_fn = build_metrics(recommender.model, known.biases, clip=clip)
+        plan = recommender.config.plan
+        validator = Validator(metric_fn, plan, source, batch_size, device)
+        scores = validator.score(recommender.params)
+    if recommender.config.data.rows == "items":
+        known, targets = transpose(known), transpose(targets)
+    scorer = Scorer(*build_predict(recommender, known))
+    return scores | measure_ranking(scorer, known, targets, ranking, batch_size, device)
 
 
 def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
@@ -213,6 +249,8 @@ def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
         run,
     )
     metrics = run.summary["metrics"]
+    if "validation_rmse" not in metrics:  # a model that ranks items has no ratings
+        return
     run.console.line(
         f"Testing RMSE: {metrics['validation_rmse']:.4f} over all ratings, "
         f"{metrics['validation_mean_batch_rmse']:.4f} as the mean over batches, which is "

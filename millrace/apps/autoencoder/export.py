@@ -12,8 +12,10 @@ from millrace.apps.autoencoder.model import predict_rows
 from millrace.apps.autoencoder.predictor import Recommender, load_recommender
 from millrace.config import ConfigurationError, writing
 from millrace.durable import write_atomically
+from millrace.exports.card import format_header, format_metrics
 from millrace.exports.folder import (
     CARD,
+    WEIGHTS_ONLY,
     Model,
     Program,
     check_format,
@@ -21,7 +23,6 @@ from millrace.exports.folder import (
     select_metrics,
     write_model,
 )
-from millrace.numbers import format_number
 from millrace.run.saved import find_run
 
 _COLUMN_IDS = "column_ids.json"
@@ -35,10 +36,12 @@ def export(config: ExportConfig) -> None:
     directory = find_run(config.run, command="autoencoder train").directory
     assert directory is not None, "checked by load_recommender"
     folder = config.output or directory / "export"
-    if recommender.config.data.rows == "items" and config.format != ["safetensors"]:
+    programs = set(config.format) - set(WEIGHTS_ONLY)
+    if recommender.config.data.rows == "items" and programs:
         raise ConfigurationError(
             "A model with rows of items predicts only for users of its training ratings, "
-            "so it has no program from ratings to scores. Use --format safetensors."
+            "so it has no program from ratings to scores. Use --format safetensors or "
+            "torch."
         )
     facts = describe_recommender(recommender)
     files = write_model(folder, build_export(recommender, facts), config.format)
@@ -59,6 +62,8 @@ def build_export(recommender: Recommender, facts: dict[str, Any]) -> Model:
     biases = recommender.column_biases
     if biases is not None:
         arrays["column_biases"] = biases.of_column
+    if recommender.linear is not None:
+        arrays["linear_items"] = recommender.linear
     ids = recommender.files.column_ids
     if ids.dtype.kind in "iu":  # IDs that are texts are in column_ids.json only
         arrays["column_ids"] = ids.astype(np.int64)
@@ -75,8 +80,10 @@ def predict_ratings(
     recommender: Recommender,
     rows: jax.Array,  # (users, items), 0 where there is no rating
 ) -> jax.Array:  # (users, items)
-    """Return the predicted rating of every item; a pure function."""
+    """Return the predicted rating, or the score, of every item; a pure function."""
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), recommender.params)
+    if recommender.ranks:
+        return recommender.score_rows(params, rows)
     biases = recommender.column_biases
     if biases is None:
         return predict_rows(recommender.model, params, rows)
@@ -96,12 +103,17 @@ def describe_recommender(recommender: Recommender) -> dict[str, Any]:
     biases = recommender.column_biases
     return {
         "architecture": "autoencoder",
+        "objective": recommender.config.training.objective,
         "rows": recommender.config.data.rows,
         "num_columns": model.num_items,
         "widths": list(model.widths),
         "activation": "selu" if model.selu else None,
         "linear_output": model.linear_output,
         "tied_decoder": model.tied,
+        "positive_from": model.positive_from,
+        "network_weight": (
+            None if recommender.linear is None else recommender.network_weight
+        ),
         "biases": biases and {"mean": biases.mean, "strength": biases.strength},
         "update": manifest.get("update"),
         "epoch": manifest.get("epoch"),
@@ -111,20 +123,22 @@ def describe_recommender(recommender: Recommender) -> dict[str, Any]:
 
 def format_card(facts: dict[str, Any], endings: set[str]) -> str:
     """Return the text of ``README.md``, with the header that Hugging Face reads."""
-    rows = [
-        f"| {name.replace('_', ' ')} | {format_number(value)} |"
-        for name, value in facts["metrics"].items()
-    ]
     columns = "items" if facts["rows"] == "users" else "users"
     parts = [
-        "---\nlibrary_name: millrace\ntags:\n- recommender\n- millrace\n---",
+        format_header(
+            "Autoencoder for ratings",
+            facts["metrics"],
+            tags=["recommender", "collaborative-filtering"],
+        ),
         "# Autoencoder for ratings",
-        f"It predicts the ratings of {facts['num_columns']:,} {columns} from those that "
-        f"are known. These are the weights of update {facts['update']:,}.",
-        "\n".join(["| metric | value |", "| --- | --- |", *rows]) if rows else "",
+        f"{_describe_output(facts, columns)} These are the weights of update "
+        f"{facts['update']:,}.",
+        format_metrics(facts["metrics"]),
         f"Column n of the network is the {columns[:-1]} with ID n of `{_COLUMN_IDS}`, from "
         "0 on. `config.json` has the widths of the layers and the mean rating.",
     ]
+    if ".pt" in endings:
+        parts += ["## PyTorch", _TORCH]
     if ".stablehlo" in endings:
         parts += ["## JAX, without millrace", _JAX]
     if ".onnx" in endings:
@@ -132,6 +146,24 @@ def format_card(facts: dict[str, Any], endings: set[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _describe_output(facts: dict[str, Any], columns: str) -> str:
+    count = f"{facts['num_columns']:,} {columns}"
+    if facts["objective"] == "rating":
+        return f"It predicts the ratings of {count} from those that are known."
+    return (
+        f"It scores {count} from the known ratings; those of {facts['positive_from']:g} or "
+        "more are items that a user likes. Recommend the unrated items with the highest "
+        "scores, of which only the order has a meaning."
+    )
+
+
+_TORCH = """The weights are a state dict. Kernels are (inputs, outputs): `x @ kernel`.
+
+```python
+import torch
+
+weights = torch.load("model.pt", weights_only=True)
+```"""
 _JAX = """`pip install jax flatbuffers`. The ratings are float32 (users, items), with 0
 where there is none, for any number of users.
 

@@ -1,4 +1,4 @@
-"""The loss: the error on known ratings, and the error of re-feeding.
+"""The loss: the error on known ratings and of re-feeding, or the likelihood of items.
 
 Batches arrive sparse. Where dense rows are needed, they are built here, on the device and
 inside the compiled loop.
@@ -13,14 +13,17 @@ from millrace.apps.autoencoder.config.training import Refeeding
 from millrace.apps.autoencoder.model import (
     KnownRatings,
     Model,
+    activate_output,
     apply_output_layer_by_item,
     compute_hidden,
     draw_dropout_masks,
     drop_input_ratings,
     get_known_ratings,
+    get_output_layer,
     reconstruct,
     reconstruct_by_item,
     reconstruct_known,
+    split_liked,
     widen,
 )
 from millrace.program.replicas import REPLICA_AXIS
@@ -53,18 +56,26 @@ def _rows_and_inputs(
 
 
 def build_loss(
-    model: Model, refeeding: Refeeding, num_replicas: int = 1, *, platform: str = "gpu"
+    model: Model,
+    refeeding: Refeeding,
+    num_replicas: int = 1,
+    *,
+    platform: str = "gpu",
+    num_models: int = 1,
 ) -> LossFn:
-    """Return the loss function of a batch, which also reports the RMSE of the batch.
+    """Return the loss function of a batch, which also reports the RMSE of ratings.
 
     Replicas split a batch by rows, which have different numbers of ratings: each term is
-    normalized by the ratings of all replicas. The platform selects an implementation, not
-    another loss.
+    normalized by the ratings of all replicas. The platform and the number of models that
+    are trained together select an implementation, not another loss.
     """
+    if model.positive_from is not None:
+        return _ranking_loss(model, num_replicas, by_item=platform == "cpu")
     if refeeding == "detached":
         return _detached_loss(model)
     if refeeding == "none":
-        return _known_loss(model, num_replicas)
+        many = platform != "cpu" and num_models > 1
+        return _known_loss(model, num_replicas, dense=many)
     # By item, an update with the Netflix items took 0.76 of the time on two CPU cores:
     # three of twelve products with all items reduce to the rated ones, and the others are
     # faster when transposed. On an H200, the first of these changed nothing.
@@ -86,14 +97,23 @@ def _rmse(error: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.sqrt(error)
 
 
-def _known_loss(model: Model, num_replicas: int) -> LossFn:
-    """Return the loss without re-feeding; it computes known ratings only."""
+def _known_loss(model: Model, num_replicas: int, *, dense: bool = False) -> LossFn:
+    """Return the loss without re-feeding.
+
+    It computes known ratings only. If `dense`, it computes all and selects the known ones:
+    then no array has a row of weights for each known rating of each model.
+    """
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         known, num_users = get_known_ratings(batch), batch["user"].shape[0]
         (mask,) = draw_dropout_masks(model, key, 1, num_users)
         inputs = drop_input_ratings(model, known, key)
-        output = reconstruct_known(model, params, inputs, num_users, mask)
+        if dense:
+            rows = _to_dense(inputs, num_users, model.num_items)
+            # Padding reads some other user's rating, which the error masks out.
+            output = reconstruct(model, params, rows, mask)[known.row, known.item]
+        else:
+            output = reconstruct_known(model, params, inputs, num_users, mask)
         loss = _known_error(known, output, num_users, num_replicas)
         return loss, (model_state, {"rmse": _rmse(loss, num_replicas)})
 
@@ -110,6 +130,40 @@ def _known_error(
     is_real = known.row < num_users
     squares = jnp.where(is_real, jnp.square(widen(output) - widen(known.value)), 0)
     return squares.sum() / _mean_count(is_real.sum(), num_replicas)
+
+
+def _ranking_loss(model: Model, num_replicas: int, *, by_item: bool) -> LossFn:
+    """Return the negative log-likelihood of liked items that the network does not see.
+
+    The likelihood is multinomial over the items that the network does not see, as those
+    are what it ranks for a user. It is the mean over the hidden items of a user, and then
+    over users: heavy users count like others, as in the metrics.
+    """
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
+        known, num_users = get_known_ratings(batch), batch["user"].shape[0]
+        (mask,) = draw_dropout_masks(model, key, 1, num_users)
+        liked = split_liked(model, known, num_users, key)
+        hidden = compute_hidden(model, params, liked.inputs, num_users, mask)
+        if by_item:
+            logits = widen(apply_output_layer_by_item(model, params, hidden)).T
+        else:
+            output = get_output_layer(model, params)
+            logits = widen(activate_output(model, hidden @ output.kernel.T + output.bias))
+        if model.input_dropout_rate:
+            shown = jnp.where(liked.is_input, known.row, num_users)
+            logits = logits.at[shown, known.item].set(-jnp.inf, mode="drop")
+        normalizer = jax.nn.logsumexp(logits, axis=1)
+        row = jnp.where(liked.is_target, known.row, num_users)
+        logit = logits.at[row, known.item].get(mode="fill", fill_value=0)
+        surprise = normalizer.at[row].get(mode="fill", fill_value=0) - logit
+        zeros = jnp.zeros(num_users, logits.dtype)
+        count = zeros.at[row].add(1, mode="drop")
+        mean = zeros.at[row].add(surprise, mode="drop") / jnp.maximum(count, 1)
+        loss = mean.sum() / _mean_count((count > 0).sum(), num_replicas)
+        return loss, (model_state, {})
+
+    return loss_fn
 
 
 def _joint_loss(model: Model, num_replicas: int) -> LossFn:

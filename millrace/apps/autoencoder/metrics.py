@@ -1,17 +1,16 @@
 """Metrics of predicted ratings and of rankings.
 
-A metric function returns sums and counts per row. The evaluation averages them over all
-rows, and `compute_scores` turns these means into metrics.
+The metric function of ratings returns sums and counts per row. The evaluation averages
+them over all rows, and `compute_scores` turns these means into metrics.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from millrace.apps.autoencoder.item_rows import EncodedItems, predict_for_users
 from millrace.apps.autoencoder.loss import to_dense_rows
 from millrace.apps.autoencoder.model import Model, get_known_ratings, predict_rows
 from millrace.data.ratings.matrix import Biases
@@ -21,25 +20,25 @@ from millrace.program.evaluate import MetricFn
 class RankingOptions(NamedTuple):
     """How to score a ranking."""
 
-    top: int
-    """Length of the ranking."""
+    top: tuple[int, ...]
+    """Lengths of the rankings."""
     relevant_from: float
     """Smallest rating that makes an item relevant."""
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest ranking."""
+        return max(self.top)
+
 
 def build_metrics(
-    model: Model,
-    ranking: RankingOptions | None = None,
-    biases: Biases | None = None,
-    *,
-    clip: bool = False,
+    model: Model, biases: Biases | None = None, *, clip: bool = False
 ) -> MetricFn:
-    """Return the metric function of rating errors, and of rankings if rows are users.
+    """Return the metric function of rating errors.
 
     Args:
         model: The model.
-        ranking: How to score rankings.
-        biases: Those subtracted from the ratings; rankings and clipping need them.
+        biases: Those subtracted from the ratings; clipping needs them.
         clip: Whether predictions are limited to the scale of the ratings.
     """
     limits = biases if clip else None
@@ -48,30 +47,7 @@ def build_metrics(
         del model_state
         rows = to_dense_rows(batch, model.num_items)
         output = predict_rows(model, params, rows).astype(jnp.float32)
-        metrics = _compute_rating_errors(output, batch, limits)
-        if ranking is not None:
-            metrics |= compute_ranking_quality(output, rows, batch, ranking, biases)
-        return metrics
-
-    return metric_fn
-
-
-def build_ranking_metrics(
-    model: Model, ranking: RankingOptions, biases: Biases | None = None
-) -> MetricFn:
-    """Return the metric function of users' rankings for a model whose rows are items.
-
-    It takes `EncodedItems` in place of weights. `biases` are those subtracted from the
-    ratings by user.
-    """
-
-    def metric_fn(
-        encoded: EncodedItems, model_state: Any, batch: Any
-    ) -> dict[str, jax.Array]:
-        del model_state
-        output = predict_for_users(model, encoded, batch["user"]).astype(jnp.float32)
-        rows = to_dense_rows(batch, output.shape[1])
-        return compute_ranking_quality(output, rows, batch, ranking, biases)
+        return _compute_rating_errors(output, batch, limits)
 
     return metric_fn
 
@@ -123,39 +99,60 @@ def _compute_rating_errors(
     }
 
 
-def compute_ranking_quality(
-    output: jax.Array,  # (users, items)
+def find_relevant(
     rows: jax.Array,  # (users, items), 0 where there is no rating
     batch: Any,
-    ranking: RankingOptions,
-    biases: Biases | None = None,
-) -> dict[str, jax.Array]:  # (users,) each
-    """Return the recall and NDCG of each user over items not rated before.
+    relevant_from: float,
+    biases: Biases | None,
+) -> jax.Array:  # bool (users, items)
+    """Return which items are relevant for each user of a batch.
 
-    Both are 0 for a user without relevant items, who does not count. The gain of an item
-    in NDCG is 1 if it is relevant, else 0.
+    `biases` are those subtracted from the target ratings. An item that was rated before
+    cannot be recommended, and is not relevant.
     """
-    users, add_biases = batch["user"], build_add_biases(biases)
-    _, best = select_top_items(add_biases(output, users), rows, ranking.top)
-    targets = to_dense_rows(batch, output.shape[1], "target_")
-    ratings = add_biases(targets, users)
+    targets = to_dense_rows(batch, rows.shape[1], "target_")
+    ratings = build_add_biases(biases)(targets, batch["user"])
     if biases is not None:
         # Subtracting and adding biases rounds: a target of exactly relevant_from must not
         # end up below it.
         ratings += jnp.abs(targets) * jnp.finfo(targets.dtype).eps
-        ratings += ranking.relevant_from * 1e-6
-    relevant = ratings >= jnp.asarray(ranking.relevant_from, ratings.dtype)
-    # An item that was rated before cannot be recommended.
-    relevant &= (targets != 0) & (rows == 0)
+        ratings += relevant_from * 1e-6
+    relevant = ratings >= jnp.asarray(relevant_from, ratings.dtype)
+    return relevant & (targets != 0) & (rows == 0)
+
+
+def compute_ranking_metrics(
+    best: jax.Array,  # (users, longest), items, best first
+    relevant: jax.Array,  # bool (users, items)
+    top: Sequence[int],
+) -> dict[str, jax.Array]:  # (users,) each
+    """Return the metrics of each user's ranking, as RecBole defines them, at each length.
+
+    All are 0 for a user without relevant items, who does not count. The gain of an item in
+    NDCG is 1 if it is relevant, else 0; the recall is relative to all relevant items, and
+    MAP to as many of them as the list is long.
+    """
     hit = jnp.take_along_axis(relevant, best, axis=1).astype(jnp.float32)
     count = relevant.sum(1)
-    discount = 1 / jnp.log2(jnp.arange(2, best.shape[1] + 2))
-    ideal_gain = jnp.cumsum(discount)[jnp.clip(count, 1, best.shape[1]) - 1]
-    return {
-        "recall": hit.sum(1) / jnp.maximum(count, 1),
-        "ndcg": (hit * discount).sum(1) / ideal_gain,
-        "has_relevant": (count > 0).astype(jnp.float32),
-    }
+    place = jnp.arange(1, best.shape[1] + 1)
+    discount = 1 / jnp.log2(place + 1)
+    num_hits, gain = jnp.cumsum(hit, axis=1), jnp.cumsum(hit * discount, axis=1)
+    precision = jnp.cumsum(hit * num_hits / place, axis=1)
+    first = jax.lax.cummax(hit / place, axis=1)
+    metrics = {"has_relevant": (count > 0).astype(jnp.float32)}
+    for k in top:
+        last = min(k, best.shape[1]) - 1
+        most = jnp.clip(count, 1, k)  # relevant items that a list can have
+        ideal = jnp.cumsum(1 / jnp.log2(jnp.arange(2, k + 2)))[most - 1]
+        metrics |= {
+            f"recall_at_{k}": num_hits[:, last] / jnp.maximum(count, 1),
+            f"ndcg_at_{k}": gain[:, last] / ideal,
+            f"precision_at_{k}": num_hits[:, last] / k,
+            f"hit_rate_at_{k}": (num_hits[:, last] > 0).astype(jnp.float32),
+            f"mrr_at_{k}": first[:, last],
+            f"map_at_{k}": precision[:, last] / most,
+        }
+    return metrics
 
 
 def select_top_items(
@@ -183,8 +180,4 @@ def compute_scores(means: dict[str, float]) -> dict[str, float]:
         scores["mae"] = means["absolute_error"] / per_row
         whole = means["is_whole"]
         scores["mean_batch_rmse"] = means["batch_rmse"] / whole if whole else scores["rmse"]
-    if "recall" in means:
-        ranked = means["has_relevant"]
-        for name in ("recall", "ndcg"):
-            scores[name] = means[name] / ranked if ranked else math.nan
     return scores

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from millrace.nn.dense_convolution import computed_once
@@ -27,24 +28,46 @@ _INPUT_KEY = 1
 """Folded into the key of input dropout, so that it differs from that of the code."""
 
 
+class TracedRate(NamedTuple):
+    """A dropout rate as arrays, which models that are trained together may differ in.
+
+    It is never false: a rate of 0 draws a mask that keeps all.
+    """
+
+    largest_kept: jax.Array
+    """Random bits up to this number keep a value."""
+    kept: jax.Array
+    """The fraction that is kept."""
+
+
+def stack_rates(rates: Sequence[float]) -> TracedRate:
+    """Return the dropout rates of several models along dim 0."""
+    kept = 1 - np.array(rates, np.float64)
+    largest = np.maximum(kept * 2.0**32 - 1, 0).astype(np.uint32)
+    return TracedRate(jnp.asarray(largest), jnp.asarray(kept, jnp.float32))
+
+
 class Model(NamedTuple):
     """Hyperparameters of the autoencoder."""
 
     num_items: int
     """Columns of a row: items, or users if rows are items."""
     size: int
-    dropout_rate: float
+    dropout_rate: float | TracedRate
     selu: bool = True
     """Whether layers, the last included, end in a SELU; otherwise all are linear."""
     linear_output: bool = False
     """Whether the last layer has no SELU, which cannot go below -1.76."""
     tied: bool = True
-    input_dropout_rate: float = 0.0
+    input_dropout_rate: float | TracedRate = 0.0
     """Fraction of the known ratings that are hidden from the network in training."""
     input_offset: float = 0.0
     """Added to the known ratings that the network sees."""
     zero_output: bool = False
     """Whether the last layer of an untied decoder starts with zeros."""
+    positive_from: float | None = None
+    """The smallest rating of a liked item, if the model ranks items: its inputs are the
+    liked items, its outputs the logits of all items. None if it predicts ratings."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -101,7 +124,11 @@ def predict_rows(
     params: Any,
     rows: jax.Array,  # (users, items), 0 where there is no rating
 ) -> jax.Array:  # (users, items)
-    """Return what a trained model predicts from known ratings."""
+    """Return what a trained model predicts from known ratings: ratings, or logits."""
+    if model.positive_from is not None:
+        liked = find_liked(model, rows).astype(rows.dtype)
+        norm = _count_norm(widen(liked).sum(1)).astype(liked.dtype)
+        return reconstruct(model, params, liked / norm[:, None])
     if model.input_offset:
         rows = jnp.where(
             rows == 0, rows, rows + jnp.asarray(model.input_offset, rows.dtype)
@@ -350,13 +377,58 @@ def drop_input_ratings(model: Model, known: KnownRatings, key: jax.Array) -> Kno
     return known._replace(value=_apply_dropout(known.value, _draw_kept(bits, rate), rate))
 
 
-def _draw_kept(bits: jax.Array, rate: float) -> jax.Array:
+def find_liked(model: Model, values: jax.Array) -> jax.Array:
+    """Return which ratings are those of items that a user likes; 0 is no rating."""
+    assert model.positive_from is not None
+    return (values >= jnp.asarray(model.positive_from, values.dtype)) & (values != 0)
+
+
+class LikedItems(NamedTuple):
+    """What a model that ranks items sees of a batch, and what it has to find."""
+
+    inputs: KnownRatings
+    """The items that the network sees, scaled to an L2 norm of 1 in each row."""
+    is_input: jax.Array  # (ratings,)
+    is_target: jax.Array  # (ratings,)
+    """The liked items that are hidden from the network."""
+
+
+def split_liked(
+    model: Model, known: KnownRatings, num_users: int, key: jax.Array
+) -> LikedItems:
+    """Hide a random part of the liked items, which the network has to find.
+
+    Without input dropout, the network sees all of them and has to find all of them.
+    """
+    is_liked = find_liked(model, known.value) & (known.row < num_users)
+    is_input = is_target = is_liked
+    if rate := model.input_dropout_rate:
+        bits = random_bits(jax.random.fold_in(key, _INPUT_KEY), known.value.shape)
+        is_kept = _draw_kept(bits, rate)
+        is_input, is_target = is_liked & is_kept, is_liked & ~is_kept
+    seen = is_input.astype(known.value.dtype)
+    # Counted in float32: bfloat16 cannot count beyond 256.
+    zeros = jnp.zeros(num_users, wide_dtype(seen))
+    norm = _count_norm(zeros.at[known.row].add(widen(seen), mode="drop"))
+    norm = norm.astype(seen.dtype).at[known.row].get(mode="fill", fill_value=1)
+    return LikedItems(known._replace(value=seen / norm), is_input, is_target)
+
+
+def _count_norm(count: jax.Array) -> jax.Array:
+    """Return the L2 norm of rows with this many ones; 1 for an empty row."""
+    return jnp.sqrt(jnp.maximum(count, 1))
+
+
+def _draw_kept(bits: jax.Array, rate: float | TracedRate) -> jax.Array:
+    if isinstance(rate, TracedRate):
+        return bits <= rate.largest_kept
     return bits < jnp.uint32((1 - rate) * 2.0**32)
 
 
-def _apply_dropout(x: jax.Array, mask: jax.Array, rate: float) -> jax.Array:
+def _apply_dropout(x: jax.Array, mask: jax.Array, rate: float | TracedRate) -> jax.Array:
     """Zero what is dropped and scale up what is kept, so that the mean stays the same."""
-    return jnp.where(mask, saturate(x / (1 - rate)), jnp.zeros((), x.dtype))
+    kept = rate.kept.astype(x.dtype) if isinstance(rate, TracedRate) else 1 - rate
+    return jnp.where(mask, saturate(x / kept), jnp.zeros((), x.dtype))
 
 
 def widen(x: jax.Array) -> jax.Array:

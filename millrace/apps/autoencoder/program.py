@@ -12,11 +12,18 @@ from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.loss import build_loss, init_model_state
 from millrace.apps.autoencoder.model import DROPOUT_RATES, Model, init_params
 from millrace.config import ConfigurationError
+from millrace.data.ratings.matrix import Ratings
 from millrace.loop.event_schedule import EventSchedule, check_update_count
 from millrace.program.training import TrainingProgram, training_program
 
 _MOMENTUM = 0.9
 _CLIP_AT = 1.0
+_DIRECTIONS = {
+    "Momentum": lambda: optax.trace(_MOMENTUM),
+    "SGD": optax.identity,
+    "Adam": optax.scale_by_adam,
+}
+"""What each optimizer makes of a gradient."""
 
 COMPILER_OPTIONS = {
     # Fuse products with the operations around them into calls of the YNN library: a tenth
@@ -91,6 +98,7 @@ def build_program(
 def build_model(config: TrainingConfig, num_items: int) -> Model:
     """Return the model for rows of this many items."""
     options, size = config.model, config.resolved_size
+    ranks = config.training.objective == "ranking"
     rate = options.dropout_rate
     if rate is None:
         rate = 0.0 if options.no_dropout else DROPOUT_RATES[size]
@@ -99,18 +107,29 @@ def build_model(config: TrainingConfig, num_items: int) -> Model:
         size=size,
         dropout_rate=rate,
         selu=not options.no_selu,
-        # Ratings without biases are below 0 as often as above.
-        linear_output=config.data.subtract_biases,
+        # Logits, and ratings without biases, are below 0 as often as above.
+        linear_output=config.data.subtract_biases or ranks,
         tied=not options.untied_decoder,
         input_dropout_rate=options.input_dropout_rate,
         input_offset=options.input_offset,
         zero_output=options.zero_output_layer,
+        positive_from=config.data.positive_from if ranks else None,
     )
 
 
-def init_weights(config: TrainingConfig, model: Model) -> tuple[Any, Any]:
-    """Return the weights and the model state before the first update."""
+def init_weights(
+    config: TrainingConfig, model: Model, training: Ratings | None = None
+) -> tuple[Any, Any]:
+    """Return the weights and the model state before the first update.
+
+    A model that ranks items starts with the popularity of those in `training`.
+    """
     params = init_params(model, jax.random.key(config.run.seed))
+    if model.positive_from is not None and training is not None:
+        liked = training.items[np.asarray(training.values) >= model.positive_from]
+        count = np.bincount(liked, minlength=model.num_items) + 1.0
+        bias = np.log(count / count.mean()).astype(np.float32)
+        params["decoder"]["fc_3"]["bias"] = jax.device_put(bias)
     model_state = init_model_state(
         model,
         config.training.refeeding,
@@ -143,20 +162,40 @@ def build_learning_rate(
 
 
 def build_optimizer(
-    config: TrainingConfig, learning_rate: optax.Schedule
+    config: TrainingConfig,
+    learning_rate: optax.Schedule,
+    weight_decay: float | np.ndarray | None = None,
 ) -> optax.GradientTransformation:
-    """Return SGD with weight decay, optional clipping and momentum, in this order.
+    """Return SGD or Adam with weight decay and optional clipping.
 
     ``g <- clip(g + decay w); v <- 0.9 v + g; w <- w - lr v``. As in the reference, the
-    decay applies to every parameter, biases included.
+    decay applies to every parameter, biases included. Adam computes v in its own way.
+    `weight_decay` is that of the configuration by default, or one per model.
     """
     training = config.training
+    decay = training.weight_decay if weight_decay is None else weight_decay
     return optax.chain(
-        optax.add_decayed_weights(training.weight_decay),
+        _add_decayed_weights(jnp.asarray(decay, jnp.float32))
+        if isinstance(decay, np.ndarray)
+        else optax.add_decayed_weights(decay),
         optax.clip(_CLIP_AT) if training.gradient_clipping else optax.identity(),
-        optax.trace(_MOMENTUM) if training.optimizer == "Momentum" else optax.identity(),
+        _DIRECTIONS[training.optimizer](),
         _scale_by_learning_rates(learning_rate),
     )
+
+
+def _add_decayed_weights(decays: jax.Array) -> optax.GradientTransformation:
+    """Add the weights times one factor per model along dim 0."""
+
+    def update(updates: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g, p: g + align_dims(decays, p) * p, updates, params)
+
+    return optax.stateless(update)
+
+
+def align_dims(values: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Return values with the dims of a leaf: none of them, or one per model along dim 0."""
+    return values.reshape(*values.shape, *[1] * (leaf.ndim - values.ndim))
 
 
 def _scale_by_learning_rates(learning_rate: optax.Schedule) -> optax.GradientTransformation:
@@ -165,13 +204,9 @@ def _scale_by_learning_rates(learning_rate: optax.Schedule) -> optax.GradientTra
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         rate = jnp.asarray(learning_rate(state.count))
-
-        def scale(leaf: jax.Array) -> jax.Array:
-            shape = (*rate.shape, *[1] * (leaf.ndim - rate.ndim))
-            return -rate.reshape(shape) * leaf
-
+        scaled = jax.tree.map(lambda leaf: -align_dims(rate, leaf) * leaf, updates)
         count = optax.safe_increment(state.count)
-        return jax.tree.map(scale, updates), optax.ScaleByScheduleState(count)
+        return scaled, optax.ScaleByScheduleState(count)
 
     return optax.GradientTransformation(
         lambda params: optax.ScaleByScheduleState(jnp.int32(0)), update

@@ -1,25 +1,26 @@
 """Recommend items: the best unrated ones of each user, selected on the device."""
 
 import codecs
-import contextlib
 import csv
 import gzip
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from millrace.apps.autoencoder.bulk import (
+    Columns,
+    TopItems,
+    name_top_items,
+    stream_top_items,
+    write_top_items,
+)
 from millrace.apps.autoencoder.config.commands import RecommendConfig
-from millrace.apps.autoencoder.data import RowSource
-from millrace.apps.autoencoder.loss import to_dense_rows
-from millrace.apps.autoencoder.metrics import select_top_items
 from millrace.apps.autoencoder.predictor import (
-    Predict,
     Recommender,
     build_predict,
     load_recommender,
@@ -29,15 +30,10 @@ from millrace.apps.autoencoder.run_ratings import (
     format_unknown,
     load_known_ratings,
 )
-from millrace.config import ConfigurationError, writing
+from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings, find_ids
 from millrace.data.ratings.reading import load_ratings
-from millrace.data.ratings.source import active_users, evaluation_source
-from millrace.data.stream import EvaluationBatches
-from millrace.durable import replacing
-from millrace.feeds.infeed import Infeed
-from millrace.feeds.outfeed import Outfeed
-from millrace.loop.repeat import repeat
+from millrace.data.ratings.source import active_users
 from millrace.run.console import Console
 
 _DELIMITERS = ("::", "|", "\t", ",")
@@ -51,8 +47,32 @@ class Recommendation(NamedTuple):
     """1 for the best item."""
     item: Any
     rating: float
-    """The predicted rating, within the scale of the training ratings."""
+    """The predicted rating, within the scale of the training ratings; or the score of a
+    model that ranks items."""
     title: str
+    popularity: int | None = None
+    """How many users have rated the item in training, if the run has kept it."""
+    novelty: float | None = None
+    """-log2 of the fraction of users who have."""
+
+
+Build = Callable[[Any, int, Any, float], Recommendation]
+"""``(user, rank, item, rating) -> recommendation``, with what is known about the item."""
+
+
+def make_build(recommender: Recommender, titles: dict[str, str]) -> Build:
+    """Return a function that adds title, popularity and novelty to a recommendation."""
+    kept, known = recommender.files.popularity, {}
+    if kept is not None:
+        pairs = zip(kept.counts.tolist(), kept.novelty.tolist(), strict=True)
+        known = dict(zip(recommender.item_ids.tolist(), pairs, strict=True))
+
+    def build(user: Any, rank: int, item: Any, rating: float) -> Recommendation:
+        title = titles.get(str(item), "")
+        popularity, novelty = known.get(item, (None, None))
+        return Recommendation(user, rank, item, rating, title, popularity, novelty)
+
+    return build
 
 
 def recommend(config: RecommendConfig) -> None:
@@ -61,13 +81,17 @@ def recommend(config: RecommendConfig) -> None:
     recommender = load_recommender(config.checkpoint, config.which, announce=lines.append)
     rows = recommender.config.data.rows
     titles = load_titles(config.titles) if config.titles else {}
+    build = make_build(recommender, titles)
+    columns = recommender.list_columns(titles if config.titles else None)
     console = Console(quiet=True)
     new_users = find_new_users(recommender, config)
     is_new = [user in new_users for user in config.user]
     if new_users and not config.all and all(is_new):
         print(*lines, sep="\n", file=sys.stderr)
-        found = _fold_in(recommender, new_users, config.top, titles)
-        return _show(found, len(new_users), config, titles, console)
+        found = _fold_in(recommender, new_users, config.top, build)
+        if config.out is None:
+            return _show(found, config, console)
+        return _write(_join(found), len(new_users), config, columns, console)
     ratings, unknown = load_known_ratings(
         recommender.config, recommender.files, config.training_data_file
     )
@@ -81,14 +105,21 @@ def recommend(config: RecommendConfig) -> None:
         console.warning(format_unknown(unknown, rows) + ending)
     print(*lines, sep="\n", file=sys.stderr)
     predict, weights = build_predict(recommender, ratings)
-    batches = _stream_top_items(
+    batches = stream_top_items(
         predict, weights, ratings, users, config.top, config.batch_size
     )
+    if config.out is not None:
+        named = name_top_items(batches, ratings, recommender.limits)
+        if new_users:  # their IDs are text, and a column has one type
+            named = (batch._replace(user=batch.user.astype(str)) for batch in named)
+        new = _fold_in(recommender, new_users, config.top, build)
+        count = len(users) + len(new_users)
+        return _write(itertools.chain(named, _join(new)), count, config, columns, console)
     found = itertools.chain(
-        _build_recommendations(batches, ratings, titles, recommender.limit),
-        _fold_in(recommender, new_users, config.top, titles),
+        _build_recommendations(batches, ratings, build, recommender.limit),
+        _fold_in(recommender, new_users, config.top, build),
     )
-    _show(found, len(users) + len(new_users), config, titles, console)
+    return _show(found, config, console)
 
 
 def find_new_users(
@@ -98,7 +129,10 @@ def find_new_users(
     if config.training_data_file is None or not recommender.folds_in:
         return {}
     low, high = recommender.config.data.rating_range
-    ratings = load_ratings(config.training_data_file, limits=(low, high), quiet=True)
+    no_ratings = recommender.config.data.no_ratings
+    ratings = load_ratings(
+        config.training_data_file, limits=(low, high), no_ratings=no_ratings, quiet=True
+    )
     is_new = find_ids(recommender.files.column_ids, ratings.user_ids) < 0
     is_known_item = find_ids(recommender.item_ids, ratings.item_ids) >= 0
     found = {}
@@ -118,68 +152,77 @@ def _fold_in(
     recommender: Recommender,
     users: Mapping[str, Mapping[Any, float]],
     top: int,
-    titles: dict[str, str],
+    build: Build,
 ) -> Iterator[Recommendation]:
     """Yield the best items of users whom the model was not trained on."""
     for user, ratings in users.items():
         for rank, (item, rating) in enumerate(recommender.recommend(ratings, top), 1):
-            yield Recommendation(user, rank, item, rating, titles.get(str(item), ""))
+            yield build(user, rank, item, rating)
 
 
 def _show(
-    found: Iterable[Recommendation],
-    num_users: int,
-    config: RecommendConfig,
-    titles: dict[str, str],
-    console: Console,
+    found: Iterable[Recommendation], config: RecommendConfig, console: Console
 ) -> None:
-    """Print recommendations, or write them to a file."""
+    """Print recommendations."""
     if config.titles is not None:
         found = _warn_without_titles(found, config.titles, console)
-    if config.out is None:
-        return _print(found, with_titles=bool(titles))
-    with _write_atomically(config.out) as file:
-        count = _write(found, file, "," if config.out.suffix == ".csv" else "\t")
-    print(f"{count:,} recommendations for {num_users:,} users: {config.out}")
+    _print(found)
 
 
-def _stream_top_items(
-    predict: Predict,
-    weights: Any,
-    ratings: Ratings,
-    users: np.ndarray,
-    top: int,
-    batch_size: int,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches of users with their best items, as soon as the device has them."""
+def _write(
+    batches: Iterable[TopItems],
+    num_users: int,
+    config: RecommendConfig,
+    columns: Columns,
+    console: Console,
+) -> None:
+    """Write recommendations to a file, with a progress bar."""
+    assert config.out is not None
+    titles = columns.titles
+    has_title = titles is None
 
-    def body(weights: Any, element: Any) -> tuple[Any, dict[str, jax.Array]]:
-        batch = element["batch"]
-        rows = to_dense_rows(batch, ratings.num_items)
-        rows = rows.astype(jax.tree.leaves(weights)[0].dtype)
-        output = predict(weights, rows, batch["user"])
-        rating, item = select_top_items(output, rows, top)
-        valid = element["valid"]
-        return weights, {
-            "user": batch["user"], "item": item, "rating": rating, "valid": valid
-        }  # fmt: skip
+    def watch() -> Iterator[TopItems]:
+        nonlocal has_title
+        done = 0
+        for batch in batches:
+            has_title = has_title or any(str(i) in (titles or ()) for i in batch.item)
+            done += int((batch.rank == 1).sum())
+            console.progress(done, num_users)
+            yield batch
 
-    batch_size = min(batch_size, len(users))
-    source = RowSource(evaluation_source(ratings, None, batch_size, users))
-    batches = EvaluationBatches(source, batch_size)
-    outfeed = Outfeed()
-    with Infeed(batches) as infeed, ThreadPoolExecutor(1) as pool:
-        loop = pool.submit(
-            repeat, len(batches), body, weights, infeed=infeed, outfeed=outfeed
+    start = time.perf_counter()
+    console = Console()
+    console.status(f"recommending to {num_users:,} users")
+    try:
+        count = write_top_items(config.out, watch(), columns)
+    finally:
+        console.stop()
+    speed = num_users / (time.perf_counter() - start)
+    if not has_title:
+        console.warning(
+            f"{config.titles} has no titles for these items. Does it use the item IDs of "
+            "the ratings?"
         )
-        yield from outfeed
-        loop.result()  # raises the error of the thread, if there was one
+    print(
+        f"{count:,} recommendations for {num_users:,} users: {config.out} "
+        f"({speed:,.0f} users/s)"
+    )
+
+
+def _join(found: Iterable[Recommendation]) -> Iterator[TopItems]:
+    """Yield the recommendations of each user together."""
+    for user, entries in itertools.groupby(found, lambda entry: entry.user):
+        _, ranks, items, ratings, *_ = zip(*entries, strict=True)
+        users = np.full(len(ranks), user)
+        yield TopItems(
+            users, np.array(ranks, np.int32), np.array(items), np.array(ratings, np.float32)
+        )
 
 
 def _build_recommendations(
     batches: Iterable[dict[str, np.ndarray]],
     ratings: Ratings,
-    titles: dict[str, str],
+    build: Build,
     limit: Callable[[Any], float],
 ) -> Iterator[Recommendation]:
     """Yield the best items of each user, best first."""
@@ -191,9 +234,8 @@ def _build_recommendations(
             best = zip(batch["item"][place], batch["rating"][place], strict=True)
             for rank, (item, rating) in enumerate(best, 1):
                 if np.isfinite(rating):
-                    item_id = ratings.item_ids[item]
-                    title = titles.get(str(item_id), "")
-                    yield Recommendation(user, rank, item_id, limit(rating), title)
+                    item_id = ratings.item_ids[item].item()
+                    yield build(user, rank, item_id, limit(rating))
 
 
 def _warn_without_titles(
@@ -211,33 +253,29 @@ def _warn_without_titles(
         )
 
 
-@contextlib.contextmanager
-def _write_atomically(path: Path) -> Iterator[IO[str]]:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, newline="") as file:
-            yield file
-
-
-def _write(found: Iterable[Recommendation], file: IO[str], delimiter: str) -> int:
-    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(Recommendation._fields)
-    count = 0
-    for entry in found:
-        writer.writerow([*entry[:3], f"{entry.rating:.4f}", entry.title])
-        count += 1
-    return count
-
-
-def _print(found: Iterable[Recommendation], *, with_titles: bool) -> None:
-    last = None
-    for entry in found:
-        if entry.user != last:
-            print(f"{'' if last is None else chr(10)}user {entry.user}")
-            last = entry.user
-        title = f"  {entry.title}" if with_titles else ""
-        print(f"  {entry.rank:3}  {entry.rating:6.3f}  {entry.item}{title}")
+def _print(found: Iterable[Recommendation]) -> None:
+    """Print the list of each user, with the mean popularity and novelty of its items."""
+    for number, (user, group) in enumerate(itertools.groupby(found, lambda e: e.user)):
+        entries = list(group)
+        print(f"{chr(10) if number else ''}user {user}{_format_popularity(entries)}")
+        for entry in entries:
+            title = f"  {entry.title}" if entry.title else ""
+            shown = f"  {entry.rank:3}  {entry.rating:6.3f}  {entry.item}{title}"
+            print(f"{shown}{_format_popularity([entry])}")
     sys.stdout.flush()
+
+
+def _format_popularity(entries: Sequence[Recommendation]) -> str:
+    """Return the mean popularity and novelty of items, if they are known."""
+    counts = [entry.popularity for entry in entries if entry.popularity is not None]
+    novelties = [entry.novelty for entry in entries if entry.novelty is not None]
+    if not counts:
+        return ""
+    popularity = sum(counts) / len(counts)
+    word = "rating" if popularity == 1 else "ratings"
+    novelty = sum(novelties) / len(novelties)
+    mean = "mean: " if len(entries) > 1 else ""
+    return f"  ({mean}{popularity:,.0f} {word}, novelty {novelty:.1f})"
 
 
 def load_titles(path: Path) -> dict[str, str]:

@@ -37,6 +37,8 @@ USERS = "users.npy"
 """IDs of the users, in the order of the model; only if rows are items."""
 BIASES = "biases.npz"
 """The mean and the column biases, if biases are subtracted."""
+POPULARITY = "popularity.npz"
+"""How many users have rated each item, and the number of users."""
 RATINGS = "ratings.json"
 """Absolute paths and hashes of the rating files."""
 ROLES = {"training": "trained on", "validation": "validated on", "test": "tested on"}
@@ -46,6 +48,19 @@ _NONE_UNSEEN = Unseen(0, 0, 0)
 _log = logging.getLogger("millrace")
 
 _COLUMNS: dict[RowKind, str] = {"users": ITEMS, "items": USERS}
+
+
+class Popularity(NamedTuple):
+    """How popular items are among the training ratings."""
+
+    counts: np.ndarray
+    """The number of ratings of each item."""
+    num_users: int
+
+    @property
+    def novelty(self) -> np.ndarray:
+        """-log2 of the fraction of users who have rated each item; at least one counts."""
+        return np.log2(self.num_users / np.maximum(self.counts, 1))
 
 
 class RunFiles(NamedTuple):
@@ -58,6 +73,8 @@ class RunFiles(NamedTuple):
     """Biases to subtract from ratings, if any."""
     hashes: Mapping[str, str]
     """Hashes of the rating files at the time of training, by role."""
+    popularity: Popularity | None = None
+    """The popularity of the items; older runs have not kept it."""
 
 
 def save_run_files(folder: Path, config: AutoencoderConfig, ratings: RatingData) -> None:
@@ -74,10 +91,27 @@ def save_run_files(folder: Path, config: AutoencoderConfig, ratings: RatingData)
     for name, array in ids.items():
         if not (folder / name).exists():
             np.save(folder / name, np.asarray(array))
+    if not (folder / POPULARITY).exists():
+        with replacing(folder / POPULARITY, binary=True) as file:
+            np.savez(file, **_measure_popularity(training, config.data.rows)._asdict())
     biases = ratings.column_biases
     if biases is not None and not (folder / BIASES).exists():
         with replacing(folder / BIASES, binary=True) as file:
             np.savez(file, **dataclasses.asdict(biases))
+
+
+def _measure_popularity(training: Ratings, rows: RowKind) -> Popularity:
+    if rows == "items":
+        return Popularity(training.num_ratings_by_user, training.num_items)
+    counts = np.bincount(training.items, minlength=training.num_items)
+    return Popularity(counts, training.num_users)
+
+
+def _load_popularity(path: Path) -> Popularity | None:
+    if not path.is_file():
+        return None
+    with np.load(path) as saved:
+        return Popularity(saved["counts"], int(saved["num_users"]))
 
 
 def _save_rating_files(folder: Path, config: AutoencoderConfig) -> None:
@@ -111,6 +145,7 @@ def load_run_files(folder: Path, config: AutoencoderConfig) -> RunFiles:
         np.load(folder / _COLUMNS[config.data.rows]),
         _load_biases(folder / BIASES) if config.data.subtract_biases else None,
         {role: entry["hash"] for role, entry in load_rating_files(folder).items()},
+        _load_popularity(folder / POPULARITY),
     )
 
 
@@ -142,7 +177,7 @@ def load_ratings_for(
 ) -> FittedRatings:
     """Load the ratings of the run that trained a model, or those in other files."""
     config = _replace_files(config, files, training, validation)
-    loaded = data.load(config.data, config.run.seed)
+    loaded = data.load(config.data, config.run.seed, objective=config.training.objective)
     known, unknown = _fit_columns(loaded.training, files.column_ids, config.data.rows)
     targets, unseen = _fit_targets(loaded.validation, known)
     if config.data.rows == "items":
@@ -199,7 +234,8 @@ def _replace_files(
                 f"The model was trained on {config.data.kind} ratings: give a "
                 "training_data_file together with the validation_data_file."
             )
-        given |= dict.fromkeys(("data", "num_users", "num_items", "num_ratings"))
+        synthetic = ("data", "num_users", "num_items", "num_ratings")
+        given |= dict.fromkeys((*synthetic, "arrays"))
     # The default sizes depend on the name of the training file, which may change.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     # load_ratings_for subtracts the biases of the model, after fitting the columns.
@@ -243,6 +279,7 @@ def _fit_columns(
         ratings.values[is_known],
         user_ids=ratings.user_ids,
         item_ids=column_ids,
+        implicit=ratings.implicit,
     )
     is_empty = (known.num_ratings_by_user == 0) & (ratings.num_ratings_by_user > 0)
     return known, Unseen(

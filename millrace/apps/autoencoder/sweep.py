@@ -1,4 +1,4 @@
-"""Sweep over learning rates: train one model per rate, all at once, and compare them."""
+"""Sweep over learning rates and other settings: train all models at once, compare them."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ import yaml
 
 from millrace.apps.autoencoder import data
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.config.commands import SweepConfig
+from millrace.apps.autoencoder.config.commands import PlannedTrial, SweepConfig
 from millrace.apps.autoencoder.config.data import RowKind
 from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import (
@@ -28,6 +28,7 @@ from millrace.apps.autoencoder.joint_training import (
     build_trials_metrics,
     build_trials_program,
     compute_trials_scores,
+    get_settings,
     init_trials,
 )
 from millrace.apps.autoencoder.model import Model
@@ -56,14 +57,15 @@ from millrace.run.run import Run
 
 
 def sweep(config: SweepConfig, run: Run) -> None:
-    """Train a model for each learning rate; results go to the run directory."""
+    """Train a model for each combination; results go to the run directory."""
     if _is_complete(run):
         return
     devices = _select_devices(config)
-    ratings = data.load(config.data, config.run.seed)
+    ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
-    shares = _split_evenly(config.exponents, len(devices))
+    trials = config.build_trials(get_settings(config, model))
+    shares = _split_evenly(trials, len(devices))
     program, state = _build_program(config, model, steps, shares, devices)
     _describe(config, run, devices, ratings, model, steps)
     own_device = next(device for device in devices if _is_own(device))
@@ -78,7 +80,7 @@ def sweep(config: SweepConfig, run: Run) -> None:
             checkpoints=checkpoints,
         )
     if run.summary["status"] == "completed":
-        _finish(config, run, state)
+        _finish(config, run, trials, state)
 
 
 def _select_devices(config: SweepConfig) -> list[Any]:
@@ -90,7 +92,7 @@ def _select_devices(config: SweepConfig) -> list[Any]:
     if wanted is None:
         # Virtual CPU devices share the cores: one program does the same work faster.
         several = devices[0].platform != "cpu" or coordination.num_processes() > 1
-        wanted = min(len(devices), len(config.exponents)) if several else 1
+        wanted = min(len(devices), config.num_trials) if several else 1
     if wanted > len(devices):
         platform = devices[0].platform
         hint = f" On CPU, --virtual-devices {wanted} creates more."
@@ -100,7 +102,7 @@ def _select_devices(config: SweepConfig) -> list[Any]:
         )
     if wanted < coordination.num_processes():
         raise ConfigurationError(
-            f"{len(config.exponents)} models on {wanted} devices leave some of the "
+            f"{config.num_trials} models on {wanted} devices leave some of the "
             f"{coordination.num_processes()} processes without one. Start fewer processes."
         )
     return devices[:wanted]
@@ -111,16 +113,16 @@ def _is_own(device: Any) -> bool:
     return device.process_index == coordination.process_id()
 
 
-def _split_evenly(exponents: Sequence[float], count: int) -> list[list[float]]:
-    edges = [len(exponents) * number // count for number in range(count + 1)]
-    return [list(exponents[start:stop]) for start, stop in itertools.pairwise(edges)]
+def _split_evenly(trials: Sequence[PlannedTrial], count: int) -> list[list[PlannedTrial]]:
+    edges = [len(trials) * number // count for number in range(count + 1)]
+    return [list(trials[start:stop]) for start, stop in itertools.pairwise(edges)]
 
 
 def _build_program(
     config: SweepConfig,
     model: Model,
     steps: Steps,
-    shares: Sequence[Sequence[float]],
+    shares: Sequence[Sequence[PlannedTrial]],
     devices: Sequence[Any],
 ) -> tuple[TrainingProgram, Any]:
     """Return the program for all trials, and their common initial state."""
@@ -131,7 +133,8 @@ def _build_program(
         is_own = _is_own(device)
         # Programs of other processes are built only to find the shapes of their states.
         where = device if is_own else jax.local_devices()[0]
-        program = build_trials_program(config, model, steps, share, where)
+        settings = [trial.settings for trial in share]
+        program = build_trials_program(config, model, steps, settings, where)
         state = program.init(*init_trials(weights, len(share)), seed=config.run.seed)
         programs.append(program if is_own else None)
         states.append(state if is_own else get_shapes(state))
@@ -145,7 +148,7 @@ def _build_validation(
     config: SweepConfig,
     model: Model,
     ratings: RatingData,
-    shares: Sequence[Sequence[float]],
+    shares: Sequence[Sequence[PlannedTrial]],
     devices: Sequence[Any],
 ) -> Any:
     """Return a function that validates every trial on the device that trains it."""
@@ -156,8 +159,11 @@ def _build_validation(
     validators = []
     for number, (share, device) in enumerate(zip(shares, devices, strict=True)):
         if _is_own(device):
-            labels = [config.label(exponent) for exponent in share]
-            metric_fn = build_trials_metrics(model, labels)
+            labels = [trial.label for trial in share]
+            clip = config.data.clip_predictions
+            metric_fn = build_trials_metrics(
+                model, labels, ratings.training.biases, clip=clip
+            )
             validator = Validator(
                 metric_fn, config.plan, source, batch_size, device, local=True
             )
@@ -188,17 +194,23 @@ def _describe(
     labels = [config.label(exponent) for exponent in config.exponents]
     rates = [f"{r:g}" for r in config.learning_rates] or [f"2^-{x}" for x in labels]
     size = num_parameters(jax.eval_shape(lambda: init_weights(config, model)[0]))
+    varied = {
+        name.replace("_", " "): " ".join(f"{value:g}" for value in getattr(config, name))
+        for name in ("weight_decays", "dropout_rates", "input_dropout_rates")
+        if getattr(config, name)
+    }
     run.describe(
         devices,
         config.plan,
         None,
-        models=f"{len(labels)} of size {config.resolved_size}, {size:,} parameters each",
+        models=f"{config.num_trials} of size {config.resolved_size}, {size:,} parameters "
+        "each",
         ratings=data.describe(ratings, config.data),
         batch=f"{config.resolved_batch_size} {config.data.rows}, re-feeding "
         f"{config.training.refeeding}",
         updates=f"{steps.total_updates:,} in {steps.total:,} steps, "
         f"{config.resolved_epochs:g} epochs",
-        **{"learning rates": " ".join(rates)},
+        **{"learning rates": " ".join(rates), **varied},
     )
     data.print_notices(ratings, config, run)
 
@@ -214,13 +226,15 @@ def _is_complete(run: Run) -> bool:
     return True
 
 
-def _finish(config: SweepConfig, run: Run, state: Any) -> None:
+def _finish(
+    config: SweepConfig, run: Run, planned: Sequence[PlannedTrial], state: Any
+) -> None:
     """Sort the results by trial, and report them."""
     rows_per_second = run.summary["samples_per_second"]
     if config.training.refeeding == "detached":
         rows_per_second /= 2  # a reconstruction is a sample, but not a row of ratings
     metrics = run.summary["metrics"]
-    trials = _build_trials(config, _gather_means(state), metrics, rows_per_second)
+    trials = _build_trials(planned, _gather_means(state), metrics, rows_per_second)
     run.summary["metrics"] = {}
     for name in ("samples", "samples_per_second"):  # count those of all trials
         run.summary[name] *= len(trials)
@@ -241,7 +255,7 @@ def _gather_means(state: Any) -> list[StepMeans]:
 
 
 class Trial(NamedTuple):
-    """The result of one learning rate."""
+    """The result of one model."""
 
     base_learning_rate: float
     learning_rate: float
@@ -250,6 +264,9 @@ class Trial(NamedTuple):
     rmse: float
     """RMSE on the training ratings, with dropout."""
     validation_rmse: float | None
+    weight_decay: float = math.nan
+    dropout_rate: float = math.nan
+    input_dropout_rate: float = math.nan
 
     @property
     def error(self) -> float:
@@ -259,26 +276,24 @@ class Trial(NamedTuple):
 
 
 def _build_trials(
-    config: SweepConfig,
+    planned: Sequence[PlannedTrial],
     means: Sequence[StepMeans],
     metrics: dict[str, float],
     rows_per_second: float,
 ) -> list[Trial]:
-    """Return the results by learning rate: the last step and the last validation."""
+    """Return the results by trial: the last step and the last validation."""
     losses = np.concatenate([part.loss / part.num_updates for part in means])
     errors = np.concatenate([part.rmse / part.num_updates for part in means])
     return [
         Trial(
-            exponent,
-            rate,
-            rows_per_second,
-            float(loss),
-            float(error),
-            metrics.get(f"validation_rmse_{config.label(exponent)}"),
+            trial.exponent,
+            rows_per_second=rows_per_second,
+            loss=float(loss),
+            rmse=float(error),
+            validation_rmse=metrics.get(f"validation_rmse_{trial.label}"),
+            **trial.settings._asdict(),
         )
-        for exponent, rate, loss, error in zip(
-            config.exponents, config.initial_learning_rates, losses, errors, strict=True
-        )
+        for trial, loss, error in zip(planned, losses, errors, strict=True)
     ]
 
 
@@ -317,9 +332,21 @@ def _report(config: SweepConfig, trials: Sequence[Trial], run: Run) -> None:
     rate = f"2^-{format_exponent(best.base_learning_rate)}"
     if not by_exponent:
         rate = f"learning rate {best.learning_rate:g}"
+    others = [f"{_readable(n)} {getattr(best, n):g}" for n in find_varied(trials)]
     run.closing_notes["best"] = (
-        f"{rate}: millrace autoencoder train --config best --config-path {path}"
+        f"{', '.join([rate, *others])}: millrace autoencoder train --config best "
+        f"--config-path {path}"
     )
+
+
+def find_varied(trials: Sequence[Trial]) -> list[str]:
+    """Return the settings besides the learning rate that are not the same in all trials."""
+    names = ("weight_decay", "dropout_rate", "input_dropout_rate")
+    return [name for name in names if len({getattr(t, name) for t in trials}) > 1]
+
+
+def _readable(name: str) -> str:
+    return name.replace("dropout_rate", "dropout").replace("_", " ")
 
 
 def format_exponent(exponent: float) -> str:
@@ -332,11 +359,13 @@ def format_table(
 ) -> list[str]:
     """Return the lines of a table of trials, with their exponents if they were given."""
     validated = trials[0].validation_rmse is not None
-    header = ["learning rate", f"{rows}/s", "loss", "RMSE"]
+    varied = find_varied(trials)
+    header = ["learning rate", *map(_readable, varied), f"{rows}/s", "loss", "RMSE"]
     lines = [["2^"] * by_exponent + header + ["validation RMSE"] * validated]
     for trial in trials:
         cells = [f"-{format_exponent(trial.base_learning_rate)}"] * by_exponent + [
             f"{trial.learning_rate:.3g}",
+            *(f"{getattr(trial, name):.3g}" for name in varied),
             f"{trial.rows_per_second:,.0f}",
             f"{trial.loss:.4f}",
             f"{trial.rmse:.4f}",
@@ -353,19 +382,22 @@ def format_table(
 
 
 def build_plot(trials: Sequence[Trial], *, by_exponent: bool = True) -> Points:
-    """Return the plot of the error over the learning rate or its exponent."""
+    """Return the plot of the error over the learning rate or its exponent.
+
+    With one learning rate, the first setting that varies takes its place.
+    """
     validated = trials[0].validation_rmse is not None
+    varied = find_varied(trials)
+    x, x_name = "base_learning_rate", "base learning rate, as a power of 2"
+    if varied and len({trial.learning_rate for trial in trials}) == 1:
+        x, x_name = varied[0], _readable(varied[0])
+    elif not by_exponent:
+        x, x_name = "learning_rate", "learning rate"
     return Points(
-        title="Error over learning rate",
-        x_name="base learning rate, as a power of 2" if by_exponent else "learning rate",
+        title=f"Error over {_readable(x).removeprefix('base ')}",
+        x_name=x_name,
         y_name="validation RMSE" if validated else "training RMSE",
-        points=[
-            [
-                trial.base_learning_rate if by_exponent else trial.learning_rate,
-                finite_json(trial.error),
-            ]
-            for trial in trials
-        ],
+        points=[[getattr(trial, x), finite_json(trial.error)] for trial in trials],
     )
 
 
@@ -379,6 +411,13 @@ def _build_best_options(config: SweepConfig, best: Trial) -> dict[str, Any]:
         if plain[name] != defaults[name]:
             value = option_value(config, name)
             given[name] = str(value.resolve()) if isinstance(value, Path) else value
+    for name, values in (
+        ("weight_decay", config.weight_decays),
+        ("dropout_rate", config.dropout_rates),
+        ("input_dropout_rate", config.input_dropout_rates),
+    ):
+        if values:
+            given[name] = getattr(best, name)
     if config.learning_rates:
         return given | {"learning_rate": best.learning_rate}
     return given | {"base_learning_rate": best.base_learning_rate}

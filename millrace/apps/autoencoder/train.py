@@ -1,19 +1,25 @@
 """Train a recommender. Read from top to bottom: this is the application."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from millrace.apps.autoencoder import data
-from millrace.apps.autoencoder.baselines import find_better, score_baselines
+from millrace.apps.autoencoder.comparison import (
+    TrainedRanking,
+    check_positives,
+    compare_with_simple_models,
+    prepare_linear_items,
+    report_ranking,
+    score_simple_models,
+)
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.training import Steps
 from millrace.apps.autoencoder.data import RatingData, open_infeed
 from millrace.apps.autoencoder.evaluate import Validator, build_validator, test_checkpoint
+from millrace.apps.autoencoder.halving import has_stopped_improving
 from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.predictor import BEST_BY, RMSE, load_weights
+from millrace.apps.autoencoder.predictor import get_best_metric, load_weights
 from millrace.apps.autoencoder.program import (
     build_model,
     build_program,
@@ -21,8 +27,11 @@ from millrace.apps.autoencoder.program import (
     init_weights,
     plan_steps,
 )
+from millrace.apps.autoencoder.ranking import read_network_weight
 from millrace.apps.autoencoder.residuals import save_residuals
 from millrace.apps.autoencoder.run_ratings import save_run_files
+from millrace.apps.autoencoder.search import is_search, search
+from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import Checkpoints, checkpoints_in
 from millrace.config import ConfigurationError
 from millrace.data.ratings.source import active_users
@@ -30,33 +39,46 @@ from millrace.distributed import coordination
 from millrace.loop.evaluate import AsyncValidation
 from millrace.nn.layers import num_parameters
 from millrace.program.step import TrainState
-from millrace.report.sections import Table, save_section
 from millrace.run.run import Run
+
+_MOST_VALIDATIONS = 1_000_000
+"""More checkpoints than a search writes: it deletes them itself, between its rungs."""
 
 
 def train(config: AutoencoderConfig, run: Run) -> None:
     """Train and validate as `config` says; results go to the run directory."""
     if config.testing_on_checkpoint is not None:
         return test_checkpoint(config, run)
-    if _has_stopped_early(run):
+    if _has_ended(run):
         return
     training_device, validation_device = _select_devices(config)
-    ratings = data.load(config.data, config.run.seed)
+    ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
+    check_positives(config, ratings.training)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
     program = build_program(config, model, steps, training_device)
+    linear = prepare_linear_items(config, run, ratings, validation_device)
     validator = build_validator(
-        config, model, ratings.training, ratings.validation, validation_device
+        config, model, ratings.training, ratings.validation, validation_device, linear
     )
-    _score_baselines(config, run, ratings, validation_device)
-    state = program.init(*init_weights(config, model), seed=config.run.seed)
+    score_simple_models(config, run, ratings, linear, validation_device)
+    weights = init_weights(config, model, ratings.training)
+    state = program.init(*weights, seed=config.run.seed)
     save_run_files(run.directory.path, config, ratings)
     _describe(config, run, program.devices, ratings, state.params, steps)
-    with run.checkpoints(
-        best=RMSE, mode=BEST_BY.mode, keep=config.run.keep_checkpoints
-    ) as checkpoints:
+    searches = is_search(config, run)
+    keep = _MOST_VALIDATIONS if searches else config.run.keep_checkpoints
+    best = get_best_metric(config)
+    with run.checkpoints(best=best.name, mode=best.mode, keep=keep) as checkpoints:
         if config.build_init:
             return _save_initial_weights(checkpoints, state, run)
+        if searches:
+            chosen = search(
+                config, run, model, ratings, steps, training_device, checkpoints
+            )
+            if chosen is not None:
+                _report_best(chosen, run, model, ratings, validation_device, linear)
+            return
         early_stopping = _build_early_stopping(config, validator, run)
         run.train(
             program,
@@ -73,7 +95,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             f"no improvement in {config.early_stopping} validations"
         )
     if run.summary["status"] == "completed":
-        _report_best(config, run, model, ratings, validation_device)
+        _report_best(config, run, model, ratings, validation_device, linear)
 
 
 def _select_devices(config: AutoencoderConfig) -> tuple[Any, Any]:
@@ -126,7 +148,8 @@ def _describe(
 def describe_optimizer(config: AutoencoderConfig, learning_rate: float) -> str:
     """Return the optimizer, its learning rate with the schedule, and the weight decay."""
     training = config.training
-    name = "sgd with momentum 0.9" if training.optimizer == "Momentum" else "sgd"
+    names = {"Momentum": "sgd with momentum 0.9", "SGD": "sgd", "Adam": "adam"}
+    name = names[training.optimizer]
     if training.has_cosine_schedule:
         return (
             f"{name}, learning rate {learning_rate:.4g} (cosine), weight decay "
@@ -178,10 +201,14 @@ class EarlyStopping:
         validator: Returns the metrics of a state.
         patience: Validations without improvement before the run stops.
         run: The run to stop.
+        metric: What has to improve.
     """
 
-    def __init__(self, validator: Validator, patience: int, run: Run) -> None:
+    def __init__(
+        self, validator: Validator, patience: int, run: Run, metric: BestMetric
+    ) -> None:
         self._validator = validator
+        self._metric = metric
         self._patience = patience
         self._run = run
         self.stopped = False
@@ -191,18 +218,14 @@ class EarlyStopping:
         # Read before validating: validation synchronizes all processes, and right after it
         # the first process appends its result.
         events = self._run.directory.read_metrics()
-        errors = [float(event[RMSE]) for event in events if RMSE in event]
+        name, sign = self._metric.name, 1 if self._metric.mode == "min" else -1
+        values = [float(event[name]) for event in events if name in event]
         metrics = self._validator(state)
-        if has_stopped_improving([*errors, metrics["rmse"]], self._patience):
+        values.append(metrics[name.removeprefix("validation_")])
+        if has_stopped_improving([sign * value for value in values], self._patience):
             self.stopped = True
             self._run.stop()
         return metrics
-
-
-def has_stopped_improving(errors: Sequence[float], patience: int) -> bool:
-    """Whether none of the last `patience` errors is smaller than all before them."""
-    ranked = [math.inf if math.isnan(error) else error for error in errors]
-    return len(ranked) > patience and min(ranked[-patience:]) >= min(ranked[:-patience])
 
 
 def _build_early_stopping(
@@ -214,15 +237,17 @@ def _build_early_stopping(
         raise ConfigurationError(
             "--early-stopping needs validation. Give --validation-data-file."
         )
-    return EarlyStopping(validator, config.early_stopping, run)
+    return EarlyStopping(validator, config.early_stopping, run, get_best_metric(config))
 
 
-def _has_stopped_early(run: Run) -> bool:
-    """Whether the run to resume has stopped early, so that nothing is left to do."""
+def _has_ended(run: Run) -> bool:
+    """Whether the run to resume has stopped early, or its search is complete."""
     before = run.previous_summary() if run.options.resume else {}
-    if not before.get("stopped_early"):
+    searched = "chosen_trial" in before and before.get("status") == "completed"
+    if not searched and not before.get("stopped_early"):
         return False
-    run.console.line("The run is complete: it stopped early.")
+    how = "its search has ended" if searched else "it stopped early"
+    run.console.line(f"The run is complete: {how}.")
     run.summary |= before
     # JSON has non-finite numbers as text, which float() reads.
     metrics = {name: float(value) for name, value in before["metrics"].items()}
@@ -231,7 +256,12 @@ def _has_stopped_early(run: Run) -> bool:
 
 
 def _report_best(
-    config: AutoencoderConfig, run: Run, model: Model, ratings: RatingData, device: Any
+    config: AutoencoderConfig,
+    run: Run,
+    model: Model,
+    ratings: RatingData,
+    device: Any,
+    linear: Any,
 ) -> None:
     """Report the best checkpoint; test it if the ratings have a test split."""
     folder, best = run.directory.home, run.find_best()
@@ -241,8 +271,28 @@ def _report_best(
     params, manifest = load_weights(path, model, config)
     if best is not None:
         run.summary["best"] = best | manifest["scores"]
+    if config.training.no_validation:
+        return
+    if model.positive_from is not None:
+        trained = TrainedRanking(model, params, linear, read_network_weight(manifest))
+        report_ranking(config, run, trained, ratings, device)
+    else:
+        _report_errors(config, run, model, params, ratings, device)
+    if best is not None and "baselines" in run.summary:
+        compare_with_simple_models(run, get_best_metric(config))
+
+
+def _report_errors(
+    config: AutoencoderConfig,
+    run: Run,
+    model: Model,
+    params: Any,
+    ratings: RatingData,
+    device: Any,
+) -> None:
+    """Report how well the ratings are predicted."""
     targets = ratings.test or ratings.validation
-    if targets is not None and not config.training.no_validation:
+    if targets is not None:
         save_residuals(
             run.directory.path,
             model,
@@ -258,56 +308,3 @@ def _report_best(
         run.summary["metrics"]["test_rmse"] = tester.score(params)["rmse"]
         if ratings.noise is not None:
             run.closing_notes["noise"] = f"{ratings.noise:g}: no model can predict better"
-    if best is not None and "baselines" in run.summary:
-        _compare_with_baselines(run)
-
-
-def _score_baselines(
-    config: AutoencoderConfig, run: Run, ratings: RatingData, device: Any
-) -> None:
-    """Compute and print how well the simplest models predict."""
-    if ratings.validation is None or config.data.kind == "random":
-        return
-    scores = score_baselines(
-        ratings,
-        config.data.rows,
-        strength=config.data.bias_strength,
-        with_linear=config.recipe == "modern",
-        device=device,
-    )
-    run.summary["baselines"] = {f"{role}_rmse": of for role, of in scores.items()}
-    shown = ", ".join(f"{name} {rmse:.4f}" for name, rmse in scores["validation"].items())
-    run.console.line(f"Validation RMSE to beat: {shown}")
-
-
-def _compare_with_baselines(run: Run) -> None:
-    """Compare the best model with the simple ones; say if it loses to one of them."""
-    table = dict(run.summary["baselines"])
-    reached = {RMSE: run.summary["best"][RMSE]}
-    if "test_rmse" in run.summary["metrics"]:
-        reached["test_rmse"] = run.summary["metrics"]["test_rmse"]
-    rows, better = [], []
-    for metric, simple in table.items():
-        if metric not in reached:
-            continue
-        rows += [[metric, name, f"{rmse:.4f}"] for name, rmse in simple.items()]
-        rows.append([metric, "this model", f"{reached[metric]:.4f}"])
-        shown = ", ".join(f"{name} {rmse:.4f}" for name, rmse in simple.items())
-        run.closing_notes[f"{metric.split('_')[0]} RMSE of simple models"] = shown
-        better = find_better(reached[metric], simple)  # the test counts, if there is one
-    save_section(
-        run.directory.path,
-        "baselines",
-        Table(
-            title="Simple models on the same ratings",
-            note="A network that does not predict better than these is not worth its time.",
-            columns=["metric", "model", "RMSE"],
-            rows=rows,
-        ),
-    )
-    run.summary["loses_to"] = better
-    if better:
-        run.console.warning(
-            f"The model does not predict better than {' and '.join(better)}. More ratings, "
-            "or --search, may help; until then, the simple model is the better one."
-        )

@@ -18,6 +18,7 @@ import numpy as np
 
 from millrace.config import ConfigurationError
 from millrace.data.ratings.fast_parser import parse_fast
+from millrace.data.ratings.identifiers import CodedIds, encode, merge
 from millrace.data.ratings.parser import BadLine, LineLayout, ParsedLines, parse_lines
 from millrace.data.source import DatasetError
 
@@ -28,22 +29,11 @@ _CHUNK_BYTES = 1 << 23
 _MAX_THREADS = 16
 _GZIP = b"\x1f\x8b"
 _ZIP = b"PK\x03\x04"
-_MIN_MILLISECONDS = 10**11
+MIN_MILLISECONDS = 10**11
 """Times from here on are milliseconds: as seconds they would be after the year 5000."""
-_MAX_SPARSENESS = 8
-"""A table is faster than sorting up to this many possible identifiers per actual one."""
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class CodedIds(NamedTuple):
-    """Identifiers, with each distinct one stored once."""
-
-    ids: np.ndarray
-    """The distinct identifiers, sorted."""
-    codes: np.ndarray
-    """int32, indices into `ids`."""
 
 
 class Events(NamedTuple):
@@ -55,6 +45,8 @@ class Events(NamedTuple):
     """float32"""
     times: np.ndarray | None
     """int64, seconds since 1970."""
+    implicit: bool = False
+    """Whether there are no ratings, only choices; every value is then 1."""
 
 
 class Chunk(NamedTuple):
@@ -167,11 +159,11 @@ def encode_lines(lines: ParsedLines, window: tuple[float, float] | None) -> Even
     users, items, values, times = lines
     assert items is not None
     if window is not None and times is not None:
-        times = np.where(times < _MIN_MILLISECONDS, times, times // 1000)
+        times = np.where(times < MIN_MILLISECONDS, times, times // 1000)
         inside = (times >= window[0]) & (times < window[1])
         users, items, values = users[inside], items[inside], values[inside]
         times = times[inside]
-    return Events(_encode(users), _encode(items), values, times)
+    return Events(encode(users), encode(items), values, times)
 
 
 def bad_line_error(path: Path, error: BadLine) -> DatasetError:
@@ -180,35 +172,13 @@ def bad_line_error(path: Path, error: BadLine) -> DatasetError:
     return DatasetError(f"{path}, line {error.index + 1}: {error.reason}: {text!r}.")
 
 
-def _encode(ids: np.ndarray) -> CodedIds:
-    if len(ids) == 0 or ids.dtype.kind == "S" or np.ptp(ids) > _MAX_SPARSENESS * len(ids):
-        distinct, codes = np.unique(ids, return_inverse=True)
-        return CodedIds(distinct, codes.astype(np.int32))
-    # Dense integers need no sorting: mark those present in a table, and number them.
-    first = ids.min()
-    is_present = np.zeros(np.ptp(ids) + 1, bool)
-    is_present[ids - first] = True
-    codes = np.cumsum(is_present, dtype=np.int32) - np.int32(1)
-    return CodedIds(np.flatnonzero(is_present) + first, codes[ids - first])
-
-
 def concatenate(chunks: list[Events]) -> Events:
     """Join chunks; the list is emptied to free their memory early."""
-    users = _merge_ids([chunk.users for chunk in chunks])
-    items = _merge_ids([chunk.items for chunk in chunks])
+    users = merge([chunk.users for chunk in chunks])
+    items = merge([chunk.items for chunk in chunks])
     values = np.concatenate([chunk.values for chunk in chunks])
     times = None
     if chunks[0].times is not None:
         times = np.concatenate([cast(np.ndarray, chunk.times) for chunk in chunks])
     chunks.clear()
     return Events(users, items, values, times)
-
-
-def _merge_ids(chunks: list[CodedIds]) -> CodedIds:
-    ids = np.unique(np.concatenate([chunk.ids for chunk in chunks]))
-    codes = np.concatenate(
-        [np.searchsorted(ids, chunk.ids).astype(np.int32)[chunk.codes] for chunk in chunks]
-    )
-    if ids.dtype.kind == "S":
-        ids = np.char.decode(ids, "utf-8")
-    return CodedIds(ids, codes)

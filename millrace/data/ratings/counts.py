@@ -11,14 +11,20 @@ class Counts(NamedTuple):
     users: int
     items: int
     ratings: int
+    implicit: bool = False
+    """Whether there are no ratings, only choices: every value is 1."""
 
 
-def count_file(path: Path, limits: tuple[float, float]) -> Counts:
+def count_file(
+    path: Path, limits: tuple[float, float], *, no_ratings: bool = False
+) -> Counts:
     """Count the ratings in a file, which is parsed and cached for the run."""
     from millrace.data.ratings.reading import load_ratings
 
-    ratings = load_ratings(path, limits=limits, quiet=True)
-    return Counts(ratings.num_users, ratings.num_items, ratings.num_ratings)
+    ratings = load_ratings(path, limits=limits, no_ratings=no_ratings, quiet=True)
+    return Counts(
+        ratings.num_users, ratings.num_items, ratings.num_ratings, ratings.implicit
+    )
 
 
 def count_arrays(record: Mapping[str, Any], function: str) -> Counts:
@@ -34,4 +40,4 @@ def count_arrays(record: Mapping[str, Any], function: str) -> Counts:
 
     arrays = require_held(record, function).arrays
     users, items = (len(np.unique(arrays[name])) for name in ("user", "item"))
-    return Counts(users, items, len(arrays["rating"]))
+    return Counts(users, items, len(arrays["user"]), "rating" not in arrays)

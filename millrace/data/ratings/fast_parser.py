@@ -17,6 +17,8 @@ _MAX_DECIMAL_DIGITS = 15
 """Digits of a rating, so that they are exact in float64."""
 _MAX_TEXT_BYTES = 64
 """Length of a text identifier: NumPy pads all of them to the longest."""
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)
+"""Masks that keep this many of the first bytes of a little-endian word."""
 
 
 class _Fields(NamedTuple):
@@ -41,7 +43,9 @@ def parse_fast(chunk: bytes, layout: LineLayout) -> ParsedLines | None:
     if columns is None:
         return None
     users = _parse_identifiers(columns[layout.user], "user" in layout.texts)
-    values = _parse_decimals(columns[layout.rating])
+    values = np.ones(len(columns[0].starts))
+    if layout.rating is not None:
+        values = _parse_decimals(columns[layout.rating])
     items = times = None
     if layout.item is not None:
         items = _parse_identifiers(columns[layout.item], "item" in layout.texts)
@@ -52,8 +56,10 @@ def parse_fast(chunk: bytes, layout: LineLayout) -> ParsedLines | None:
         or values is None
         or (items is None and layout.item is not None)
         or (times is None and layout.time is not None)
-        or not ((values >= layout.limits[0]) & (values <= layout.limits[1])).all()
     ):
+        return None
+    is_valid = (values >= layout.limits[0]) & (values <= layout.limits[1])
+    if layout.rating is not None and not is_valid.all():
         return None
     return ParsedLines(users, items, values.astype(np.float32), times)
 
@@ -131,22 +137,46 @@ def _parse_decimals(fields: _Fields) -> np.ndarray | None:
 
 
 def _parse_texts(fields: _Fields) -> np.ndarray | None:
+    """Gather texts as words of eight bytes, padded with zeros."""
     lengths = fields.lengths
-    longest = lengths.max()
-    if lengths.min() < 1 or longest > _MAX_TEXT_BYTES:
+    longest = int(lengths.max())
+    if lengths.min() < 1 or longest > _MAX_TEXT_BYTES or not _are_ordinary(fields):
         return None
-    for outermost in (fields.data[fields.starts], fields.data[fields.ends - 1]):
+    padded = np.append(fields.data, np.zeros(_MAX_TEXT_BYTES, np.uint8))
+    # A word starts at every byte: its eight bytes overlap with those of the next.
+    overlapping = np.ndarray(len(fields.data) + 1, "<u8", padded, strides=(1,))
+    num_words = -(-longest // 8)
+    words = np.empty((len(lengths), num_words), "<u8")
+    for number in range(num_words):
+        offset = 8 * number
+        starts = np.minimum(fields.starts + offset, fields.ends)
+        masks = _MASKS[np.clip(lengths - offset, 0, 8)]
+        np.bitwise_and(overlapping[starts], masks, out=words[:, number])
+    return words.view(f"S{8 * num_words}").ravel()
+
+
+def _are_ordinary(fields: _Fields) -> bool:
+    """Whether texts are UTF-8 without zero bytes, and start and end with a character."""
+    data = fields.data
+    for outermost in (data[fields.starts], data[fields.ends - 1]):
         if (outermost <= _SPACE).any() or (outermost == _QUOTE).any():
-            return None
-    characters = np.zeros((len(lengths), longest), np.uint8)
-    for position in range(longest):
-        is_inside = lengths > position
-        column = fields.byte_at(position)
-        # Zero bytes and UTF-8 are left to the other parser.
-        if (is_inside & ((column == 0) | (column >= 128))).any():
-            return None
-        characters[:, position] = column * is_inside
-    return characters.view(f"S{longest}").ravel()
+            return False
+    if data.min() == 0:
+        return False
+    if data.max() < 128:
+        return True
+    # Unicode has spaces, too, so text that starts or ends with it is looked at in full.
+    is_outside = (data[fields.starts] >= 128) | (data[fields.ends - 1] >= 128)
+    try:
+        whole = data.tobytes()
+        whole.decode()
+        for place in np.flatnonzero(is_outside).tolist():
+            text = whole[fields.starts[place] : fields.ends[place]].decode()
+            if text != text.strip():
+                return False
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _parse_times(fields: _Fields) -> np.ndarray | None:

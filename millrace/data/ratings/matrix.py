@@ -53,6 +53,8 @@ class Ratings:
     """Ratings that were replaced by a later one of the same user and item."""
     biases: Biases | None = None
     """The biases that have been subtracted from the values, if any."""
+    implicit: bool = False
+    """Whether there are no ratings, only choices of items; every value is then 1."""
 
     @property
     def num_users(self) -> int:
@@ -110,6 +112,7 @@ def from_events(
     *,
     user_ids: np.ndarray,
     item_ids: np.ndarray,
+    implicit: bool = False,
 ) -> Ratings:
     """Build a matrix from ratings in any order; of duplicates the later one counts.
 
@@ -119,6 +122,7 @@ def from_events(
         values: The ratings.
         user_ids: The identifiers of the users.
         item_ids: The identifiers of the items.
+        implicit: Whether there are no ratings, only choices.
     """
     # One 64-bit key per (user, item) sorts much faster than a lexsort of two columns.
     keys = users.astype(np.int64) * len(item_ids) + items
@@ -133,6 +137,7 @@ def from_events(
         smallest=float(values.min()) if len(values) else np.nan,
         largest=float(values.max()) if len(values) else np.nan,
         num_duplicates=len(items) - len(values),
+        implicit=implicit,
     )
 
 
@@ -171,8 +176,14 @@ def hold_out(ratings: Ratings, fraction: float, seed: int) -> tuple[Ratings, Rat
     is_held_out[chosen] = True
 
     def select(mask: np.ndarray) -> Ratings:
-        ids = {"user_ids": ratings.user_ids, "item_ids": ratings.item_ids}
-        return from_events(users[mask], items[mask], ratings.values[mask], **ids)
+        return from_events(
+            users[mask],
+            items[mask],
+            ratings.values[mask],
+            user_ids=ratings.user_ids,
+            item_ids=ratings.item_ids,
+            implicit=ratings.implicit,
+        )
 
     return select(~is_held_out), select(is_held_out)
 
@@ -190,6 +201,7 @@ def align(ratings: Ratings, like: Ratings) -> tuple[Ratings, Unseen]:
         ratings.values[known],
         user_ids=like.user_ids,
         item_ids=like.item_ids,
+        implicit=ratings.implicit,
     )
     unseen = Unseen(
         num_users=int(((new_users < 0) & (ratings.num_ratings_by_user > 0)).sum()),

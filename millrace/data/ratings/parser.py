@@ -46,7 +46,8 @@ class LineLayout(NamedTuple):
     user: int
     item: int | None
     """Column of the item; None if the lines of an item follow a line that names it."""
-    rating: int
+    rating: int | None
+    """Column of the rating; None if the file only says who chose what."""
     time: int | None
     """Column of the time; None if there is none or it is not needed."""
     limits: tuple[float, float]
@@ -107,6 +108,7 @@ def detect_layout(
     columns: Mapping[str, str] | None = None,
     *,
     with_time: bool = False,
+    no_ratings: bool = False,
 ) -> FileLayout:
     """Detect the layout of a file from its first lines.
 
@@ -116,6 +118,8 @@ def detect_layout(
         columns: The columns of "user", "item", "rating" and "time" that differ from the
             header or the usual order: a name, or a number starting at 1.
         with_time: Whether times are needed.
+        no_ratings: Whether there are no ratings, or they are ignored: the usual order is
+            user, item, time.
 
     Raises:
         ConfigurationError: A requested column does not exist.
@@ -138,19 +142,35 @@ def detect_layout(
     columns = columns or {}
     has_only_words = not any(is_number(field) for field in fields)
     has_header = has_only_words and _is_header(fields, columns)
-    positions = _find_columns(fields, has_header, columns, line)
+    positions = find_columns(fields, has_header, columns, no_ratings=no_ratings)
     layout = LineLayout(
         delimiter=delimiter,
         num_columns=len(fields),
         user=positions["user"],
         item=positions["item"],
-        rating=positions["rating"],
+        rating=positions.get("rating"),
         time=positions.get("time") if with_time else None,
         limits=limits,
     )
     if has_header:
         return FileLayout(layout, skipped + len(line) + 1, num_lines + 1, False)
     return FileLayout(layout, skipped, num_lines, has_only_words)
+
+
+def detect_texts(start: bytes, layout: LineLayout) -> LineLayout:
+    """Return the layout with text identifiers where the first line has some.
+
+    A line that is wrong in another way leaves the layout as it is.
+    """
+    line = start.partition(b"\n")[0]
+    while True:
+        try:
+            parse_lines(line, layout)
+            return layout
+        except TextIdentifier as error:
+            layout = layout._replace(texts=layout.texts | {error.kind})
+        except BadLine:
+            return layout
 
 
 def _is_header(fields: list[str], columns: Mapping[str, str]) -> bool:
@@ -160,32 +180,57 @@ def _is_header(fields: list[str], columns: Mapping[str, str]) -> bool:
     return bool(known.intersection(normalized) or set(fields) & set(columns.values()))
 
 
-def _find_columns(
-    fields: list[str], has_header: bool, columns: Mapping[str, str], line: bytes
+def find_columns(
+    fields: list[str],
+    has_header: bool,
+    columns: Mapping[str, str],
+    *,
+    no_ratings: bool = False,
 ) -> dict[str, int]:
-    """Return the position of each column: as requested, as named, or in the usual order."""
-    if len(fields) < 3 or (len(fields) > 4 and not has_header and not columns):
+    """Return the position of each column: as requested, as named, or in the usual order.
+
+    Args:
+        fields: The fields of the first line, or the names of the columns of a table.
+        has_header: Whether they are names.
+        columns: See `detect_layout`.
+        no_ratings: See `detect_layout`.
+    """
+    shown = repr(", ".join(fields)[:100])
+    if len(fields) < 2 or (len(fields) > 4 and not has_header and not columns):
         raise ValueError(
-            "expected user, item, rating and optionally a time, but the first line has "
-            f"{len(fields)} fields: {printable(line)!r}"
+            "expected user, item, optionally a rating and a time, but the first line has "
+            f"{len(fields)} fields: {shown}"
         )
     if has_header:
         positions = _match_header(fields)
     else:
-        usual = ("user", "item", "rating", "time")
+        usual = (
+            ("user", "item", "time") if no_ratings else ("user", "item", "rating", "time")
+        )
         positions = {kind: position for position, kind in enumerate(usual[: len(fields)])}
     positions |= {
         kind: _find_column(column, fields, has_header) for kind, column in columns.items()
     }
-    if missing := [kind for kind in ("user", "item", "rating") if kind not in positions]:
+    if no_ratings:
+        positions.pop("rating", None)
+    if missing := [kind for kind in ("user", "item") if kind not in positions]:
+        missing += [] if "rating" in positions else ["rating"]
         raise ValueError(
             f"its header ({', '.join(fields)}) does not identify the column of the "
             f"{' or the '.join(missing)}. Rename columns to user, item and rating, or name "
             f"them: {NAME_COLUMNS}"
         )
     if len(set(positions.values())) < len(positions):
-        raise ValueError(f"one column is used twice; the first line is {printable(line)!r}")
+        raise ValueError(f"one column is used twice; the first line is {shown}")
+    if has_header:
+        _check_names_differ(fields, positions)
     return positions
+
+
+def _check_names_differ(fields: list[str], positions: Mapping[str, int]) -> None:
+    for position in positions.values():
+        if fields.count(fields[position]) > 1:
+            raise ValueError(f"it has more than one column named {fields[position]}")
 
 
 def _match_header(fields: list[str]) -> dict[str, int]:
@@ -315,7 +360,9 @@ def _parse_line(line: bytes, layout: LineLayout) -> tuple:
     return (
         _parse_identifier(fields[layout.user], "user", layout),
         item,
-        _parse_rating(fields[layout.rating], layout.limits),
+        1.0
+        if layout.rating is None
+        else _parse_rating(fields[layout.rating], layout.limits),
         None if layout.time is None else parse_time(fields[layout.time]),
     )
 

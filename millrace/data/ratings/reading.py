@@ -39,8 +39,11 @@ from millrace.data.ratings.parser import (
     FileLayout,
     TextIdentifier,
     detect_layout,
+    detect_texts,
 )
+from millrace.data.ratings.tables import is_parquet, read_parquet
 from millrace.data.source import DatasetError
+from millrace.trust import find_writers
 
 STARS = (0.5, 5.0)
 """The range of ratings of Netflix and MovieLens."""
@@ -60,17 +63,26 @@ _log = logging.getLogger("millrace")
 
 
 def load_ratings(
-    path: str | Path, *, limits: tuple[float, float] = STARS, quiet: bool = False
+    path: str | Path,
+    *,
+    limits: tuple[float, float] = STARS,
+    no_ratings: bool = False,
+    quiet: bool = False,
 ) -> Ratings:
-    """Return the ratings in a text file, plain or gzip.
+    """Return the ratings in a text file, plain or gzip, or in a Parquet file.
 
     A line has user, item and rating, separated by tabs, commas, semicolons or '::', and
     optionally a time, which is not used. A malformed line is a `DatasetError` that names
     it. If a user rates an item twice, the later line counts, and a warning is logged.
 
+    Lines of user and item, or a header without a rating, are choices of items without
+    ratings: the result is `implicit`, and every value is 1.
+
     Args:
         path: The file.
         limits: The smallest and the largest valid rating.
+        no_ratings: Whether to ignore ratings, if there are any. Without a header, a third
+            column is then a time.
         quiet: Whether not to log warnings.
     """
     path = Path(path)
@@ -82,20 +94,26 @@ def load_ratings(
         raise ConfigurationError(f"Cannot read {path}: {error.strerror}.") from error
 
     def read() -> Ratings:
-        users, items, values, _ = read_events(path, limits)
+        events = read_events(path, limits, no_ratings=no_ratings)
         after = path.stat()
         # The cache would otherwise keep new content under the hash of the old.
         if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
             raise DatasetError(f"{path} changed while it was being read.")
         return from_events(
-            users.codes, items.codes, values, user_ids=users.ids, item_ids=items.ids
+            events.users.codes,
+            events.items.codes,
+            events.values,
+            user_ids=events.users.ids,
+            item_ids=events.items.ids,
+            implicit=events.implicit,
         )
 
-    ratings = _load_cached(content_hash, read)
+    ratings = _load_cached(content_hash, read, "-implicit" if no_ratings else "")
     lowest, highest = np.array(limits, np.float32)
-    if not lowest <= ratings.smallest <= ratings.largest <= highest:
+    is_inside = lowest <= ratings.smallest <= ratings.largest <= highest
+    if not ratings.implicit and not is_inside:
         read()  # it was cached with wider limits; parsing again names the line
-    if ratings.num_duplicates and not quiet:
+    if ratings.num_duplicates and not ratings.implicit and not quiet:
         _log.warning(
             "%s has %d ratings of items that the same user had rated before; the later "
             "line counts.",
@@ -121,13 +139,27 @@ def load_aligned(
 
 
 def load_targets(
-    path: str | Path, training_path: str | Path, like: Ratings, limits: tuple[float, float]
+    path: str | Path,
+    training_path: str | Path,
+    like: Ratings,
+    limits: tuple[float, float],
+    *,
+    no_ratings: bool = False,
 ) -> tuple[Ratings, Unseen]:
     """Return ratings to predict, with the numbering of the training ratings.
 
     Ratings of users or items that are not in training are dropped and counted.
     """
-    targets, unseen = align(load_ratings(path, limits=limits), like)
+    loaded = load_ratings(path, limits=limits, no_ratings=no_ratings)
+    if loaded.implicit != like.implicit:
+        with_ratings, without = (training_path, path)
+        if like.implicit:
+            with_ratings, without = without, with_ratings
+        raise DatasetError(
+            f"{without} has no ratings, but {with_ratings} has. Give two files with "
+            "ratings, or ignore them with --no-ratings."
+        )
+    targets, unseen = align(loaded, like)
     if not targets.num_ratings:
         raise DatasetError(
             f"No rating in {path} has both its user and its item in {training_path}. Are "
@@ -141,6 +173,9 @@ def read_timed_events(
     limits: tuple[float, float],
     columns: Mapping[str, str],
     window: tuple[float, float],
+    *,
+    times_for: str | None = "to split by",
+    no_ratings: bool = False,
 ) -> Events:
     """Read a file of ratings with times, or the folder of a published dataset.
 
@@ -149,6 +184,9 @@ def read_timed_events(
         limits: The smallest and the largest valid rating.
         columns: See `detect_layout`.
         window: The first time to keep, and the first after it to drop.
+        times_for: What times are needed for, for the error message if there are none;
+            None if they are read only where they exist.
+        no_ratings: See `load_ratings`.
     """
     files = _find_files(path)
     if is_netflix_file(files[0]):
@@ -157,11 +195,14 @@ def read_timed_events(
                 f"{files[0]} has the columns of the Netflix Prize; they cannot be chosen."
             )
         events = read_netflix(files, limits, window)
+        if no_ratings:
+            events = events._replace(values=np.ones_like(events.values), implicit=True)
     else:
-        events = read_events(files[0], limits, columns, window=window)
-    if events.times is None:
+        options: dict[str, Any] = {"window": window, "no_ratings": no_ratings}
+        events = read_events(files[0], limits, columns, **options)
+    if events.times is None and times_for is not None:
         raise ConfigurationError(
-            f"{files[0]} has no column of times to split by. If there is one, give its "
+            f"{files[0]} has no column of times {times_for}. If there is one, give its "
             "name or number with --time-column."
         )
     if len(events.values) == 0:
@@ -193,11 +234,12 @@ def read_events(
     columns: Mapping[str, str] | None = None,
     *,
     window: tuple[float, float] | None = None,
+    no_ratings: bool = False,
 ) -> Events:
     """Read ratings from text, plain or gzip: user, item, rating and optionally a time.
 
-    Fields are separated by tabs, commas, semicolons or '::'. A header must identify user,
-    item and rating by well-known names.
+    Fields are separated by tabs, commas, semicolons or '::'. A header must identify user
+    and item by well-known names. Parquet is recognized by its first bytes.
 
     Args:
         path: The file.
@@ -205,20 +247,25 @@ def read_events(
         columns: See `detect_layout`.
         window: If times are needed, too, the first time to keep and the first after it to
             drop.
+        no_ratings: See `load_ratings`.
     """
+    if is_parquet(path):
+        return read_parquet(path, limits, columns, window=window, no_ratings=no_ratings)
     with open_text(path) as file:
         start = file.read(MAX_LINE_BYTES)
     if not start.strip():
         raise DatasetError(f"{path} has no ratings: it is empty.")
     try:
-        file_layout = detect_layout(start, limits, columns, with_time=window is not None)
+        file_layout = detect_layout(
+            start, limits, columns, with_time=window is not None, no_ratings=no_ratings
+        )
     except ConfigurationError:
         raise
     except ValueError as error:
         raise DatasetError(f"{path} cannot be read as ratings: {error}.") from None
     # Identifiers are integers until one is not; then the file is read again. That happens
-    # at most twice, for users and for items, and nearly always within the first chunk.
-    layout = file_layout.lines
+    # at most twice, for users and for items; not at all if the first line tells.
+    layout = detect_texts(start[file_layout.num_bytes :], file_layout.lines)
     while True:
         try:
             return _read_lines(path, file_layout._replace(lines=layout), window)
@@ -251,7 +298,7 @@ def _read_lines(
         raise bad_line_error(path, error) from None
     if not parsed or (window is None and not any(len(chunk.values) for chunk in parsed)):
         raise DatasetError(f"{path} has no ratings, only a header.")
-    return concatenate(parsed)
+    return concatenate(parsed)._replace(implicit=layout.lines.rating is None)
 
 
 # ------------------------------------------------------------------------------ cache
@@ -263,12 +310,17 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _load_cached(content_hash: str, read: Callable[[], Ratings]) -> Ratings:
+def _load_cached(
+    content_hash: str, read: Callable[[], Ratings], suffix: str = ""
+) -> Ratings:
     """Return the ratings cached under this hash, or read and cache them.
 
     If the cache cannot be written, the ratings are returned from memory.
     """
-    folder = data_folder() / "ratings" / f"{content_hash[:32]}-v{_CACHE_VERSION}"
+    folder = data_folder() / "ratings" / f"{content_hash[:32]}-v{_CACHE_VERSION}{suffix}"
+    if (reason := find_writers(folder, trust_owner=True)) is not None:
+        _log.warning("Ratings are not cached, because %s.", reason)
+        return read()
     try:
         return _open_cached(folder)
     except FileNotFoundError:
@@ -298,7 +350,8 @@ def _open_cached(folder: Path) -> Ratings:
     arrays: dict[str, Any] = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
     }
-    return Ratings(**arrays, **{name: facts[name] for name in _FACTS})
+    implicit = facts.get("implicit", False)  # older folders do not have it
+    return Ratings(**arrays, **{name: facts[name] for name in _FACTS}, implicit=implicit)
 
 
 def _write_cache(ratings: Ratings, folder: Path) -> None:
@@ -310,7 +363,7 @@ def _write_cache(ratings: Ratings, folder: Path) -> None:
         for name in _ARRAYS:
             np.save(temporary / f"{name}.npy", getattr(ratings, name))
         hashes = {name: hash_file(temporary / f"{name}.npy") for name in _ARRAYS}
-        facts = {name: getattr(ratings, name) for name in _FACTS}
+        facts = {name: getattr(ratings, name) for name in (*_FACTS, "implicit")}
         (temporary / "facts.json").write_text(json.dumps({**facts, "hashes": hashes}))
         try:
             temporary.rename(folder)

@@ -217,6 +217,7 @@ def test_a_sweep_accepts_every_named_configuration(name):
     trained = as_plain(read(f"--config {name}"))
     swept = as_plain(read(f"--config {name} --base-learning-rates 12,13", SweepConfig))
     own = {"base_learning_rates", "learning_rates", "num_ipus", "num_devices"}
+    own |= {"weight_decays", "dropout_rates", "input_dropout_rates"}
     assert set(swept) - set(trained) == own
     named = set(load_named(RUNS, name)) - {"learning_rate", "base_learning_rate"}
     assert named <= set(swept)
@@ -242,7 +243,16 @@ def test_a_sweep_accepts_every_named_configuration(name):
         ("--base-learning-rates 1000", "at most 100; got '1000'"),
         ("--base-learning-rates 16,1e9", "at most 100; got '16,1e9'"),
         ("--base-learning-rates 16..", "must be like 16..20, got '16..'"),
-        ("--base-learning-rates 16,17 --num-devices 3", "more than the 2 learning rates"),
+        ("--base-learning-rates 16,17 --num-devices 3", "more than the 2 models"),
+        ("--dropout-rates 0.5 1", "dropout_rates must be at least 0 and below 1"),
+        ("--input-dropout-rates=-0.1", "input_dropout_rates must be at least 0 and"),
+        ("--weight-decays 1e-3 nan", "weight_decays must be at least 0, got 0.001 nan"),
+        ("--weight-decays 1e-3 0.001", "weight_decays has the same value more than once"),
+        ("--dropout-rates 0.5 --no-dropout", "no_dropout or dropout_rates, not both"),
+        (
+            f"--dropout-rates {' '.join(f'0.{n:03d}' for n in range(70))}",
+            "have 1,120 combinations",
+        ),
         ("--valid-per-epoch=-1", "valid_per_epoch must be 0 or more, got -1"),
     ],
 )
@@ -256,7 +266,7 @@ def test_a_mistake_in_a_sweep_is_explained(args, message):
     ("args", "message"),
     [
         ("--quiet --verbose", "quiet and verbose are opposites"),
-        ("--top 0", "top must be at least 1, got 0"),
+        ("--top 0", "lengths of at least 1, got 0"),
     ],
 )
 def test_a_mistake_in_a_validation_is_explained(args, message):

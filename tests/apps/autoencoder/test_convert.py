@@ -308,7 +308,10 @@ def test_the_next_command_needs_no_options_but_the_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Give one of --period, --split-at, --fractions to split by; got none"),
+        (
+            {},
+            "Give one of --period, --split-at, --fractions or --split to split by; got",
+        ),
         ({"period": "3m", "fractions": [0.8, 0.1, 0.1]}, "got --period and --fractions"),
         ({"split_at": ["yesterday"]}, "--split-at takes dates such as 2005-12-01"),
         ({"split_at": ["2005-01-02", "2005-01-01"]}, "the earlier first"),

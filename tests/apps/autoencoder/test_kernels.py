@@ -10,7 +10,11 @@ import pytest
 from plain_loop import rounding
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
-from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
+from millrace.apps.autoencoder.joint_training import (
+    build_trials_program,
+    get_settings,
+    init_trials,
+)
 from millrace.apps.autoencoder.kernels import joint, tiles
 from millrace.apps.autoencoder.loss import build_loss
 from millrace.apps.autoencoder.model import Model, init_params
@@ -141,7 +145,10 @@ def test_trials_become_the_same_models_with_and_without_the_kernels(monkeypatch,
     start = init_weights(config, model)[0]
 
     def trained(config=config):
-        program = build_trials_program(config, model, steps, [-10.0, -9.0], device)
+        settings = get_settings(config, model)
+        rates = [2.0**exponent * USERS for exponent in (-10, -9)]
+        trials = [settings._replace(learning_rate=rate) for rate in rates]
+        program = build_trials_program(config, model, steps, trials, device)
         state = program.init(*init_trials((start, None), 2))
         chunk = jax.device_put(batch(np.float32, 4))
         return jax.device_get(program.run(state, chunk)[0].params)

@@ -107,7 +107,7 @@ def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
     assert ended.status == 0, ended.err
     shown = [line.split() for line in ended.out.splitlines()]
     own = {int(i): float(r) for u, i, r in lines if u == "u3"}
-    assert [int(item) for _, _, item in shown[1:]] == [
+    assert [int(item) for _, _, item, *_ in shown[1:]] == [
         item for item, _ in model.recommend(own, top=3)
     ]
     new.write_text(new.read_text() + "u3,1,5\nbob,9999,5\n")
@@ -186,6 +186,8 @@ def test_options_depend_on_the_size_of_the_ratings(folder):
         {"recipe": "modern", "data": "generated", "num_users": 60_000, "num_items": 500}
     )
     assert large["rows"] == "users" and large["batch_size"] == 256
+    assert large["epochs"] == 14 and large["weight_decay"] == 1e-4
+    assert large["input_offset"] == 1 and large["bias_strength"] == 10
     middle = expand_training_options(
         {"recipe": "modern", "data": "generated", "num_users": 5000, "num_items": 2000}
     )

@@ -1,5 +1,6 @@
 """Models trained together in a sweep are the same as if trained one by one."""
 
+import itertools
 import json
 import math
 from xml.etree import ElementTree
@@ -13,13 +14,22 @@ from autoencoder_runs import SMALL, command, summary_of, write_ratings
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
+from millrace.apps.autoencoder.config.training import Hyperparameters
 from millrace.apps.autoencoder.joint_training import (
     build_trials_program,
+    get_settings,
+    init_trials,
     mean_with_sum_gradient,
     skip_nonfinite_trials,
 )
-from millrace.apps.autoencoder.model import Model
-from millrace.apps.autoencoder.program import plan_steps
+from millrace.apps.autoencoder.loss import build_loss
+from millrace.apps.autoencoder.model import Model, init_params
+from millrace.apps.autoencoder.program import (
+    build_model,
+    build_program,
+    init_weights,
+    plan_steps,
+)
 from millrace.apps.autoencoder.sweep import Trial, build_plot, format_table
 from millrace.config import as_plain, build, parse
 from millrace.drawing.charts import points_chart
@@ -136,12 +146,106 @@ def test_only_models_whose_gradients_overflow_skip_an_update():
     assert after[1].count == 2
 
 
+# Each differs from the first in one setting, and the last in all; 0 is in some.
+SETTINGS = [
+    Hyperparameters(0.02, 1e-3, 0.5, 0.4),
+    Hyperparameters(0.04, 1e-3, 0.5, 0.4),
+    Hyperparameters(0.02, 0.1, 0.5, 0.4),
+    Hyperparameters(0.02, 1e-3, 0.2, 0.4),
+    Hyperparameters(0.02, 1e-3, 0.5, 0.8),
+    Hyperparameters(0.03, 0.0, 0.0, 0.0),
+]
+
+
+def train_weights(refeeding, settings, *, alone=False):
+    """Return the weights after three updates of models together, or of one alone."""
+    first = settings[0]
+    options = {"data": "generated", "size": 128, "batch_size": 4, "untied_decoder": True}
+    options |= {"precision": "32.32", "subtract_biases": True, "loss_scaling": 1.0}
+    options |= {"no_dense_refeeding": True} if refeeding == "none" else {}
+    config = build(AutoencoderConfig, options | (first._asdict() if alone else {}))
+    model, device = build_model(config, 7), jax.devices()[0]
+    steps = plan_steps(config, 8)._replace(batches_per_step=3)
+    start = init_weights(config, model)
+    if alone:
+        program = build_program(config, model, steps, device)
+    else:
+        program = build_trials_program(config, model, steps, settings, device)
+        start = init_trials(start, len(settings))
+    random = np.random.default_rng(0)
+    chunk = {
+        "user": np.tile(np.arange(4), (3, 1)),
+        "row": np.tile(np.repeat(np.arange(5), 3)[:12].reshape(4, 3), (3, 1, 1)),
+        "item": np.stack([random.permutation(7)[:3] for _ in range(12)]).reshape(3, 4, 3),
+        "value": random.standard_normal((3, 4, 3)).astype(np.float32),
+    }
+    state, _ = program.run(program.init(*start), jax.device_put(chunk))
+    return jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("refeeding", ["none", "joint"])
+def test_a_model_trained_with_others_is_the_one_trained_alone(refeeding):
+    together = train_weights(refeeding, SETTINGS)
+    compared = SETTINGS[2:] if refeeding == "none" else SETTINGS[-1:]
+    models = []
+    for settings in compared:
+        number = SETTINGS.index(settings)
+        models.append(train_weights(refeeding, [settings], alone=True))
+        for found, expected in zip(
+            *map(jax.tree.leaves, (together, models[-1])), strict=True
+        ):
+            np.testing.assert_allclose(found[number], expected, rtol=2e-5, atol=1e-6)
+    # The settings matter: no two of the models are the same, by a wide margin.
+    first_kernels = [model["encoder"]["fc_2"]["kernel"] for model in models]
+    for one, other in itertools.combinations(first_kernels, 2):
+        assert np.abs(one - other).max() > 1e-4
+
+
+def test_a_dense_known_loss_has_the_value_and_gradient_of_the_sparse_one():
+    model = Model(7, 128, 0.5, linear_output=True, tied=False, input_dropout_rate=0.3)
+    batch = {
+        "user": np.arange(2),
+        "row": np.array([[0, 0], [1, 2]]),  # 2 is padding
+        "item": np.array([[3, 5], [0, 0]]),
+        "value": np.array([[1.0, -0.5], [0.0, 9.0]], np.float32),
+    }
+    params, key = init_params(model, jax.random.key(1)), jax.random.key(2)
+    found = []
+    for platform in ("cpu", "gpu"):
+        loss_fn = build_loss(model, "none", platform=platform, num_models=2)
+        loss = jax.jit(jax.value_and_grad(lambda p, f=loss_fn: f(p, None, batch, key)[0]))
+        found.append(jax.tree.leaves(loss(params)))
+    assert found[0][0] > 0
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sweep_over_more_than_the_rate_trains_every_combination(swept, tmp_path, capsys):
+    args = f"sweep {OPTIONS.replace('--epochs 2', '--epochs 1')}"
+    args += f"--training-data-file {swept.parent}/train.txt "
+    args += f"--validation-data-file {swept.parent}/valid.txt --learning-rates 0.004 "
+    args += f"--dropout-rates 0 0.6 --weight-decays 0 0.01 --run-dir {tmp_path}/run"
+    ended = command(capsys, args.replace("--quiet", ""))
+    assert ended.status == 0, ended.err
+    summary = summary_of(tmp_path / "run")
+    varied = [(t["weight_decay"], t["dropout_rate"]) for t in summary["trials"]]
+    assert varied == [(0, 0), (0, 0.6), (0.01, 0), (0.01, 0.6)]
+    assert len({t["loss"] for t in summary["trials"]}) == 4
+    assert "weight decay" in ended.err and "diverged" not in ended.err
+    best = yaml.safe_load((tmp_path / "run" / "best.yml").read_text())["best"]
+    for name in ("learning_rate", "weight_decay", "dropout_rate"):
+        assert best[name] == summary["best"][name]
+    events = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "validation_rmse_trial_4" in events
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "trial 4" in report and "Error over weight decay" in report
+
+
 def test_a_sweep_does_not_use_dynamic_loss_scaling():
     config = build(AutoencoderConfig, {"size": 128, "batch_size": 4})
-    steps = plan_steps(config, 8)
-    made = build_trials_program(
-        config, Model(6, 128, 0.0), steps, [-2.0, -9.0], jax.devices()[0]
-    )
+    steps, model = plan_steps(config, 8), Model(6, 128, 0.0)
+    trials = [get_settings(config, model)._replace(learning_rate=r) for r in (0.1, 0.2)]
+    made = build_trials_program(config, model, steps, trials, jax.devices()[0])
     assert made.plan.loss_scaling == 1000
 
 

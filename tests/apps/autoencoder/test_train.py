@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from autoencoder_runs import PLAIN, SMALL, command, events_of, summary_of, write_ratings
 
+from millrace.apps.autoencoder.halving import has_stopped_improving
 from millrace.apps.autoencoder.predictor import load_recommender
-from millrace.apps.autoencoder.train import has_stopped_improving
 
 # A learning rate that suits so few users, as an exponent of 2.
 LEARN = f"train {SMALL} --base-learning-rate -10 --batches-per-step 3 --untied-decoder "

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from millrace.config import ConfigurationError
 from millrace.data.ratings import chunks, reading
-from millrace.data.ratings.chunks import CodedIds
+from millrace.data.ratings.identifiers import CodedIds
 from millrace.data.ratings.reading import load_aligned, load_ratings, read_events
 from millrace.data.ratings.split import write_ratings
 from millrace.data.source import DatasetError
@@ -139,6 +139,52 @@ def test_columns_of_any_name_can_be_chosen(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        ("7,3\n2,5\n", {}),
+        ("7\t3\r\n2\t5\r\n", {}),
+        ("customer_id,Product ID\n7,3\n2,5\n", {}),
+        ("date,asin,user\n2005-01-01,3,7\n2005-01-02,5,2\n", {}),
+        ("7::3::881250949\n2::5::881250949\n", {"no_ratings": True}),
+        ("7,3\n 2 ,5\n", {"no_ratings": True}),
+        ("user,item,rating\n7,3,99\n2,5,nothing\n", {"no_ratings": True}),
+    ],
+)
+def test_a_file_without_ratings_is_implicit(tmp_path, content, options):
+    events = read(tmp_path, content, **options)
+    assert events.implicit and rows(events) == [(7, 3, 1.0), (2, 5, 1.0)]
+    ratings = load_ratings(tmp_path / "ratings", limits=(2.0, 10.0), **options)
+    again = load_ratings(tmp_path / "ratings", limits=(2.0, 10.0), **options)
+    for found in (ratings, again):
+        assert found.implicit and found.values.tolist() == [1.0, 1.0]
+
+
+def test_the_third_column_is_the_time_of_a_file_without_ratings(tmp_path):
+    content = "anna,B1,1133308800\nanna,B2,2005-11-30\n"
+    events = read(tmp_path, content, no_ratings=True, window=ALWAYS)
+    assert events.times.tolist() == [1133308800] * 2
+    with pytest.raises(DatasetError, match="line 1: the rating 1133308800 is not between"):
+        read(tmp_path, content)
+
+
+def test_ignored_ratings_do_not_share_a_cache_with_the_others(tmp_path):
+    (tmp_path / "ratings").write_text("1,1,4\n1,2,5\n")
+    for _ in range(2):
+        assert load_ratings(tmp_path / "ratings").values.tolist() == [4, 5]
+        implicit = load_ratings(tmp_path / "ratings", no_ratings=True)
+        assert implicit.implicit and implicit.values.tolist() == [1, 1]
+
+
+def test_files_with_and_without_ratings_do_not_mix(tmp_path):
+    write(tmp_path / "valid", "1,1\n1,2\n")
+    write(tmp_path / "train", "1,1,4\n1,2,5\n")
+    with pytest.raises(DatasetError, match=r"valid has no ratings, but .*train has"):
+        load_aligned(tmp_path / "train", tmp_path / "valid")
+    with pytest.raises(DatasetError, match=r"valid has no ratings, but .*train has"):
+        load_aligned(tmp_path / "valid", tmp_path / "train")
+
+
+@pytest.mark.parametrize(
     ("header", "missing"),
     [
         ("user_id,review_id,book_ref,rating,timestamp", "the item"),
@@ -221,8 +267,9 @@ def test_bytes_that_are_not_text_are_shown_escaped(tmp_path):
         ("userId,movieId,rating\n\n\n", "has no ratings, only a header"),
         ("1 2 3\n", r"line 1 has no delimiter \(tab, '::', comma, semicolon\): '1 2 3'"),
         ("1:\n2,3,2005-01-01\n", "need millrace autoencoder convert first"),
-        ("1,2\n", "the first line has 2 fields: '1,2'"),
-        ("1,2,3,4,5\n", "the first line has 5 fields: '1,2,3,4,5'"),
+        ("1,\n", "line 1: it has no item: '1,'"),
+        ("1,2,3,4,5\n", "the first line has 5 fields: '1, 2, 3, 4, 5'"),
+        ("user,item,user,rating\n1,2,3,4\n", "more than one column named user"),
         ("1,2,3\n".encode("utf-16"), "it is UTF-16 text; save it as UTF-8"),
         (b"1,2,3\n" + 3 * (1 << 20) * b"x", "not a text file of ratings"),
         (gzip.compress(GOOD.encode())[:-20], "ratings is a damaged gzip file"),
@@ -306,9 +353,9 @@ def text_reads(monkeypatch):
     """Return the list of paths that were parsed as text."""
     read, seen = reading.read_events, []
 
-    def counted(path, *args):
+    def counted(path, *args, **options):
         seen.append(path)
-        return read(path, *args)
+        return read(path, *args, **options)
 
     monkeypatch.setattr(reading, "read_events", counted)
     return seen
@@ -422,9 +469,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, cache, mon
     path = write(tmp_path / "a.txt")
     read = reading.read_events
 
-    def change(*args):
+    def change(*args, **options):
         write(path, CONTENT + "3\t10\t1\n")
-        return read(*args)
+        return read(*args, **options)
 
     monkeypatch.setattr(reading, "read_events", change)
     with pytest.raises(DatasetError, match="changed while it was being read"):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.apps.autoencoder.config.recipe import expand_training_options
+from millrace.apps.autoencoder.config.search import SEARCHED, Searched
 from millrace.apps.autoencoder.config.training import ModelOptions, TrainingOptions
 from millrace.config import ConfigurationError, build
 from millrace.plan import Plan, resolve_precision
@@ -16,6 +17,8 @@ from millrace.run.options import TRANSIENT, RunOptions
 
 _MAY_CHANGE = {"may_change": True}
 
+MOST_TRIALS = 1024
+"""Bound on the models of a search; a larger number is a typo."""
 LARGEST_EXPONENT = 100
 """Bound on exponents of learning rates: 2^-100 trains nothing in any precision."""
 _SOURCES = (
@@ -33,6 +36,15 @@ _SMALL_EXAMPLE: dict[str, Any] = {
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0, "arrays": 40.0}
 
 
+def check_lengths(top: list[int]) -> None:
+    """Raise unless these are lengths of rankings."""
+    if not top or min(top) < 1 or len(set(top)) < len(top):
+        raise ValueError(
+            "top must be one or more different lengths of at least 1, got "
+            f"{' '.join(map(str, top)) or 'none'}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The sections that ``train`` and ``sweep`` share, and the values they default to."""
@@ -48,7 +60,26 @@ class TrainingConfig:
             raise ValueError(
                 "input_offset needs no_dense_refeeding: a reconstruction has no offset."
             )
+        self._check_objective()
         _ = self.plan, self.resolved_size  # both raise on options that do not fit
+
+    def _check_objective(self) -> None:
+        if self.training.objective == "rating":
+            return
+        if self.data.rows == "items":
+            raise ValueError(
+                "The objective ranking needs rows of users: it ranks the items of a row."
+            )
+        for name in ("subtract_biases", "clip_predictions"):
+            if getattr(self.data, name):
+                raise ValueError(f"{name} is for the objective rating, not for ranking.")
+        if self.model.input_offset:
+            raise ValueError("input_offset is for the objective rating, not for ranking.")
+        if self.data.positive_from > self.data.rating_range[1]:
+            raise ValueError(
+                f"positive_from ({self.data.positive_from:g}) is above the largest rating "
+                f"of rating_range ({self.data.rating_range[1]:g}): no item would be liked."
+            )
 
     @property
     def resolved_size(self) -> int:
@@ -95,10 +126,10 @@ class AutoencoderConfig(TrainingConfig):
 
     common_options: ClassVar = (
         *("training_data_file", "validation_data_file", "test_data_file", "data"),
-        *("recipe", "rows"),
+        *("recipe", "objective", "positive_from", "rows"),
         *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
         *("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer"),
-        *("early_stopping", "precision", "num_replicas"),
+        *("early_stopping", "search", "precision", "num_replicas"),
         *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
     )
 
@@ -117,6 +148,15 @@ class AutoencoderConfig(TrainingConfig):
     """Replicas of the model, one per device, that split every batch."""
     early_stopping: int | None = None
     """Stop after this many consecutive validations without improvement."""
+    top: list[int] = field(default_factory=lambda: [10])
+    """Lengths k of the rankings that are measured at the end, for the objective ranking.
+    The best checkpoint is chosen by NDCG@10."""
+    search: int | None = field(default=None, metadata=_MAY_CHANGE)
+    """Train this many models together on one device, with settings around those of the
+    options, drop the worse half several times, and keep the best by validation error."""
+    search_over: list[Searched] = field(default_factory=list)
+    """Options that a search varies: learning_rate, weight_decay, dropout_rate and
+    input_dropout_rate (default: all of them)."""
     steps_per_log: int = field(default=1, metadata=_MAY_CHANGE)
     """Steps between two log lines."""
     select_devices: str = field(
@@ -169,7 +209,12 @@ class AutoencoderConfig(TrainingConfig):
             other |= {"detached_refeeding": "no_dense_refeeding"}
             replaced = {other[name] for name in other.keys() & values.keys()}
             example = {n: v for n, v in _SMALL_EXAMPLE.items() if n not in replaced}
-            values = example | {"recipe": "graphcore"} | values
+            if values.get("objective") == "ranking":
+                # The recipe of rankings chooses everything but the ratings.
+                example = {name: example[name] for name in _SOURCES if name in example}
+            else:
+                example["recipe"] = "graphcore"
+            values = example | values
         values = expand_training_options(values)
         if (folder := values.get("logdir")) is None:
             return values
@@ -188,6 +233,7 @@ class AutoencoderConfig(TrainingConfig):
         for name in ("early_stopping", "steps_per_log"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_lengths(self.top)
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"learning_rate must be more than 0, got {rate:g}.")
@@ -204,6 +250,40 @@ class AutoencoderConfig(TrainingConfig):
         if self.multiprocessing and self.num_replicas > 1:
             raise ValueError("multiprocessing is for one replica.")
         _ = self.device_indices
+        self._check_search()
+
+    def _check_search(self) -> None:
+        """Raise if options do not fit a search."""
+        if self.search is None:
+            if self.search_over:
+                raise ValueError("search_over needs search, the number of models.")
+            return
+        if not 2 <= self.search <= MOST_TRIALS:
+            raise ValueError(f"search must be from 2 to {MOST_TRIALS}, got {self.search}.")
+        if self.training.objective == "ranking":
+            raise ValueError("search is for the objective rating, not for ranking.")
+        if self.training.no_validation or not self.training.valid_per_epoch:
+            raise ValueError(
+                "search compares models by validation: it needs valid_per_epoch above 0, "
+                "and no no_validation."
+            )
+        if self.num_replicas > 1 or self.validates_async or self.build_init:
+            raise ValueError(
+                "search trains all models on one device and waits for validation: it does "
+                "not go with num_replicas, multiprocessing, a second device in "
+                "select_devices, or build_init."
+            )
+        if len(set(self.search_over)) < len(self.search_over):
+            raise ValueError("search_over names an option more than once.")
+        if self.model.no_dropout and "dropout_rate" in self.search_over:
+            raise ValueError("Give no_dropout or search_over dropout_rate, not both.")
+
+    @property
+    def searched(self) -> tuple[Searched, ...]:
+        """The options that a search varies."""
+        chosen = tuple(self.search_over) or SEARCHED
+        without = {"dropout_rate"} if self.model.no_dropout else set()
+        return tuple(name for name in chosen if name not in without)
 
     @property
     def plan(self) -> Plan:

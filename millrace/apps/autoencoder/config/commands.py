@@ -1,39 +1,56 @@
 """Options of the commands besides ``train``. Imports nothing heavy."""
 
 import functools
+import itertools
 import math
 import re
 import struct
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
-from millrace.apps.autoencoder.config import LARGEST_EXPONENT, TrainingConfig
-from millrace.apps.autoencoder.config.training import parse_numbers
+from millrace.apps.autoencoder.config import (
+    LARGEST_EXPONENT,
+    TrainingConfig,
+    check_lengths,
+)
+from millrace.apps.autoencoder.config.training import Hyperparameters, parse_numbers
 from millrace.config import ConfigurationError
 from millrace.run.options import RunOptions, Which
 
-ExportFormat = Literal["safetensors", "stablehlo", "onnx"]
+ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
+SplitProtocol = Literal["time", "random", "leave-one-out", "random-leave-one-out"]
 
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.{2,3}\s*(\d+(?:\.\d+)?)\s*")
 """Two numbers separated by two or three dots; neither number starts or ends with a dot."""
 _MOST_MODELS = 1000
 """Bound on the models of a range; a larger one is a typo."""
-_OUTPUT_SUFFIXES = (".tsv", ".txt", ".csv")
+_OUTPUT_SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".parquet")
 _TOLERANCE = 1e-6
 _DEFAULT_EXPONENTS = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
 
 
+class PlannedTrial(NamedTuple):
+    """A model of a sweep before it is trained."""
+
+    label: str
+    """Its name in metrics."""
+    exponent: float
+    """The exponent of its learning rate."""
+    settings: Hyperparameters
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(TrainingConfig):
-    """Train one recommender per learning rate, all together."""
+    """Train recommenders with different learning rates or other settings, all together."""
 
     common_options: ClassVar = (
         *("training_data_file", "validation_data_file", "data", "rows"),
         *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
         *("epochs", "batch_size", "weight_decay", "optimizer"),
-        *("learning_rates", "base_learning_rates", "num_devices"),
+        *("learning_rates", "base_learning_rates", "dropout_rates"),
+        *("input_dropout_rates", "weight_decays", "num_devices"),
         *("run_dir", "resume", "seed", "quiet", "debug"),
     )
 
@@ -46,6 +63,13 @@ class SweepConfig(TrainingConfig):
     learning_rates: list[float] = field(default_factory=list)
     """Learning rates, for any batch size, such as 0.001 0.003 0.01; replaces
     base_learning_rates."""
+    dropout_rates: list[float] = field(default_factory=list)
+    """Dropout rates of the code layer, such as 0.3 0.5. With this option or the next two,
+    there is a model for every combination of all values (default: dropout_rate)."""
+    input_dropout_rates: list[float] = field(default_factory=list)
+    """Fractions of the ratings to hide from the network (default: input_dropout_rate)."""
+    weight_decays: list[float] = field(default_factory=list)
+    """Weight decays, such as 1e-4 1e-3 (default: weight_decay)."""
     num_ipus: int | None = field(default=None, metadata={"aliases": ("--num-trials",)})
     """Number of learning rates, which the reference trains on one IPU each."""
     num_devices: int | None = None
@@ -55,9 +79,14 @@ class SweepConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.training.objective == "ranking":
+            raise ValueError(
+                "The objective ranking is for autoencoder train; a sweep predicts ratings."
+            )
         for name in ("num_ipus", "num_devices", "steps_per_log"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        self._check_lists()
         count = len(self.exponents)
         if self.num_ipus is not None and count != self.num_ipus:
             name = "learning_rates" if self.learning_rates else "base_learning_rates"
@@ -65,10 +94,64 @@ class SweepConfig(TrainingConfig):
                 f"{name} has {count} values, but num_ipus is {self.num_ipus}. Give one "
                 "value for each."
             )
-        if self.num_devices is not None and self.num_devices > count:
+        if self.num_trials > _MOST_MODELS:
             raise ValueError(
-                f"num_devices is {self.num_devices}, more than the {count} learning rates."
+                f"The values that are given have {self.num_trials:,} combinations, more "
+                f"than {_MOST_MODELS:,} models. Give fewer."
             )
+        if self.num_devices is not None and self.num_devices > self.num_trials:
+            raise ValueError(
+                f"num_devices is {self.num_devices}, more than the {self.num_trials} "
+                "models."
+            )
+
+    def _check_lists(self) -> None:
+        """Raise if a list has values that are not valid, or the same more than once."""
+        limits = {"weight_decays": math.inf}
+        for name in ("dropout_rates", "input_dropout_rates", "weight_decays"):
+            values = getattr(self, name)
+            shown = " ".join(map(str, values))
+            limit = limits.get(name, 1.0)
+            if not all(0 <= value < limit for value in values):
+                below = "" if limit == math.inf else " and below 1"
+                raise ValueError(f"{name} must be at least 0{below}, got {shown}.")
+            if len({struct.pack("f", value) for value in values}) < len(values):
+                raise ValueError(f"{name} has the same value more than once: {shown}.")
+        if self.dropout_rates and self.model.no_dropout:
+            raise ValueError("Give no_dropout or dropout_rates, not both.")
+
+    @property
+    def num_trials(self) -> int:
+        """The number of models: all combinations of the values that are given."""
+        return math.prod(map(len, [self.exponents, *self._other_lists()]))
+
+    def _other_lists(self) -> list[list[float | None]]:
+        """Return the values besides learning rates; None for those that are not given."""
+        lists = (self.weight_decays, self.dropout_rates, self.input_dropout_rates)
+        return [list(values) or [None] for values in lists]
+
+    @property
+    def varies_only_rates(self) -> bool:
+        """Whether the models differ in their learning rates only."""
+        return self.num_trials == len(self.exponents)
+
+    def build_trials(self, default: Hyperparameters) -> list[PlannedTrial]:
+        """Return all models; values that are not given are those of `default`."""
+        rates = list(zip(self.exponents, self.initial_learning_rates, strict=True))
+        trials = []
+        for pair, others in itertools.product(
+            rates, itertools.product(*self._other_lists())
+        ):
+            exponent, rate = pair
+            names = ("weight_decay", "dropout_rate", "input_dropout_rate")
+            pairs = zip(names, others, strict=True)
+            given = {name: value for name, value in pairs if value is not None}
+            label = f"trial_{len(trials) + 1}"
+            if self.varies_only_rates:
+                label = self.label(exponent)
+            settings = default._replace(learning_rate=rate, **given)
+            trials.append(PlannedTrial(label, exponent, settings))
+        return trials
 
     @functools.cached_property
     def exponents(self) -> list[float]:
@@ -150,7 +233,7 @@ class ValidateConfig:
     checkpoint: Path = field(metadata={"positional": "RUN"})
     """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
-    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    """Checkpoint of the run to use: the best by validation, the last, or the one after
     this number of updates."""
     training_data_file: Path | None = None
     """Known ratings to predict from (default: the training file of the run)."""
@@ -158,18 +241,19 @@ class ValidateConfig:
     """Later ratings to predict (default: the validation file of the run)."""
     validation_batch_size: int | None = None
     """Rows per batch (default: as in training)."""
-    top: int = 10
-    """Number of items k in Recall@k and NDCG@k."""
-    relevant_rating: float = 4.0
-    """Smallest rating that makes an item relevant for the ranking."""
+    top: list[int] = field(default_factory=lambda: [10])
+    """Lengths k of the rankings: Recall@k, NDCG@k and so on."""
+    relevant_rating: float | None = None
+    """Smallest rating that makes an item relevant for the ranking (default: 4;
+    positive_from for a model trained to rank)."""
     run: RunOptions = RunOptions()
 
     def __post_init__(self) -> None:
         if self.run.resume:
             raise ValueError("resume is for training. A validation is short; repeat it.")
-        for name in ("top", "validation_batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_lengths(self.top)
+        if (size := self.validation_batch_size) is not None and size < 1:
+            raise ValueError(f"validation_batch_size must be at least 1, got {size}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +263,7 @@ class RecommendConfig:
     checkpoint: Path = field(metadata={"positional": "RUN"})
     """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
-    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    """Checkpoint of the run to use: the best by validation, the last, or the one after
     this number of updates."""
     user: list[str] = field(default_factory=list)
     """IDs of the users, as in the ratings file."""
@@ -191,8 +275,9 @@ class RecommendConfig:
     """Known ratings of the users (default: the training file of the run)."""
     titles: Path | None = None
     """File of item titles: lines of item ID, optional year, and title."""
-    out: Path | None = None
-    """Write to this file, comma-separated for .csv, otherwise tab-separated."""
+    out: Path | None = field(default=None, metadata={"aliases": ("--output",)})
+    """Write to this file: comma-separated for .csv, an object per line for .jsonl, Parquet
+    for .parquet, otherwise tab-separated."""
     batch_size: int = 256
     """Users per batch."""
     debug: bool = False
@@ -204,10 +289,16 @@ class RecommendConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if bool(self.user) == self.all:
             raise ValueError("Give the users to recommend to: --user ID ..., or --all.")
-        if self.out is not None and self.out.suffix not in _OUTPUT_SUFFIXES:
-            raise ValueError(
-                f"out must end in {', '.join(_OUTPUT_SUFFIXES)}, got {self.out.name!r}."
-            )
+        if self.out is not None:
+            check_suffix(self.out)
+
+
+def check_suffix(path: Path) -> None:
+    """Raise unless recommendations can be written to a file of this name."""
+    if path.suffix not in _OUTPUT_SUFFIXES:
+        raise ValueError(
+            f"out must end in {', '.join(_OUTPUT_SUFFIXES)}, got {path.name!r}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +310,8 @@ class ExportConfig:
 
     safetensors: model.safetensors, the weights as float32 and the biases of the items.
 
+    torch: model.pt, the same as a state dict for torch.load; needs no PyTorch to write.
+
     stablehlo: model.stablehlo, a program with weights and biases inside. It takes the
     ratings of any number of users, (users, items) with 0 where there is none, and returns
     the predicted ratings of all items. It runs on CPUs and NVIDIA GPUs with jax.export.
@@ -229,28 +322,37 @@ class ExportConfig:
     run: Path = field(metadata={"positional": True})
     """Directory of a run of autoencoder train, or one of its checkpoints."""
     format: list[ExportFormat] = field(default_factory=lambda: ["safetensors"])
-    """Formats: safetensors, stablehlo, onnx."""
+    """Formats: safetensors, torch, stablehlo, onnx."""
     output: Path | None = field(default=None, metadata={"aliases": ("--out",)})
     """Folder to write; created if needed (default: export in the run directory)."""
     which: Which = "best"
-    """Checkpoint of the run to use: the best by validation RMSE, the last, or the one after
+    """Checkpoint of the run to use: the best by validation, the last, or the one after
     this number of updates."""
     debug: bool = False
     """Show the full traceback of an error."""
 
     def __post_init__(self) -> None:
         if not self.format:
-            raise ValueError("Give at least one format: safetensors, stablehlo or onnx.")
+            raise ValueError("Give a format: safetensors, torch, stablehlo, onnx.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """Split ratings by time into files for autoencoder train and validate.
+    """Split ratings into files for autoencoder train and validate.
 
-    INPUT is a file of user, item, rating and time, or the folder of a published dataset:
-    the Netflix Prize (training_set/mv_*.txt or combined_data_*.txt) or MovieLens (u.data,
-    ratings.dat, ratings.csv). IDs are kept. Users and items that do not occur in training
-    are dropped from the other two files, and counted.
+    INPUT is a file of user, item, rating and time (text or Parquet), or the folder of a
+    published dataset: the Netflix Prize (training_set/mv_*.txt or combined_data_*.txt) or
+    MovieLens (u.data, ratings.dat, ratings.csv). IDs are kept. Users and items that do not
+    occur in training are dropped from the other two files, and counted.
+
+    --split time (TO in RecBole, with the ratio split RS): the earliest ratings are for
+    training, the latest for test. Of ratings at the same time, the order in INPUT counts.
+
+    --split random (RO in RecBole, with RS): by the seed, whatever the order in INPUT.
+
+    --split leave-one-out (LS in RecBole): the last rating of each user is for test, the
+    one before it for validation. Users with two ratings have none for validation, users
+    with one only train. random-leave-one-out takes two at random, and needs no times.
     """
 
     input: Path = field(metadata={"positional": True})
@@ -260,6 +362,12 @@ class ConvertConfig:
     prefix: str | None = None
     """Prefix of the file names PREFIXtrain.txt, PREFIXvalid.txt and PREFIXtest.txt
     (default: the period and an underscore, or nothing)."""
+    format: Literal["txt", "csv", "parquet"] = "txt"
+    """Format of the files: tab-separated text; comma-separated with a header and times; or
+    Parquet."""
+    split: SplitProtocol | None = None
+    """Protocol: time, random, leave-one-out or random-leave-one-out (default: time if there
+    are fractions)."""
     period: Literal["3m", "6m", "1y", "full"] | None = None
     """Published split of the Netflix Prize data."""
     split_at: list[str] = field(default_factory=list)
@@ -267,11 +375,14 @@ class ConvertConfig:
     before the second; with one date, later ratings are assigned to validation or test at
     random."""
     fractions: list[float] = field(default_factory=list)
-    """Fractions of the ratings, by time, for training, validation and test."""
+    """Fractions of the ratings for training, validation and test (default: 0.8 0.1 0.1 with
+    --split)."""
     per_user: bool = False
     """Apply the fractions to the ratings of each user separately."""
     seed: int = 0
-    """Seed for the random assignment to validation or test."""
+    """Seed for what is assigned at random."""
+    no_ratings: bool = False
+    """Ignore ratings. Without a header, the columns are then user, item and time."""
     rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
     """Smallest and largest valid rating."""
     user_column: str | None = None
@@ -294,7 +405,7 @@ class ConvertConfig:
         ways = {
             "--period": self.period is not None,
             "--split-at": bool(self.split_at),
-            "--fractions": bool(self.fractions),
+            "--fractions or --split": bool(self.fractions) or self.split is not None,
         }
         given = [way for way, is_given in ways.items() if is_given]
         if len(given) != 1:
@@ -316,8 +427,14 @@ class ConvertConfig:
             )
 
     def _check_fractions(self) -> None:
-        if self.per_user and not self.fractions:
-            raise ConfigurationError("--per-user needs --fractions.")
+        leaves_out = self.split in ("leave-one-out", "random-leave-one-out")
+        if leaves_out and (self.fractions or self.per_user):
+            raise ConfigurationError(
+                f"--split {self.split} takes one rating of each user for test and one for "
+                "validation: it has no --fractions, and --per-user is implied."
+            )
+        if self.per_user and not self.fractions and self.split is None:
+            raise ConfigurationError("--per-user needs --fractions or --split.")
         if not self.fractions:
             return
         wrong_sum = abs(sum(self.fractions) - 1) > _TOLERANCE
@@ -326,6 +443,16 @@ class ConvertConfig:
                 "--fractions takes three numbers above 0 that sum to 1, for training, "
                 f"validation and test; got {self.fractions}."
             )
+
+    @property
+    def protocol(self) -> SplitProtocol:
+        """The protocol, after defaults."""
+        return self.split or "time"
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the split depends on times."""
+        return self.protocol in ("time", "leave-one-out")
 
     @property
     def dates(self) -> list[date]:

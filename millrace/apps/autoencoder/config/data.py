@@ -27,6 +27,7 @@ _SYNTHETIC_SETTINGS = ReferenceSettings(64, 128)
 
 _FILES = ("training_data_file", "validation_data_file", "test_data_file")
 _MOST_HELD_OUT = 0.5
+_PARALLEL_BATCHES = 2
 _COUNTS = ("num_users", "num_items", "num_ratings")
 
 
@@ -35,7 +36,7 @@ class DataOptions:
     """Ratings."""
 
     training_data_file: Path | None = None
-    """Ratings to train on: lines of user, item and rating, plain or gzip."""
+    """Ratings to train on: lines of user, item and rating, plain or gzip, or Parquet."""
     validation_data_file: Path | None = None
     """Later ratings of the same users, to predict (default: some training ratings are held
     out by the modern recipe, otherwise no validation)."""
@@ -64,6 +65,12 @@ class DataOptions:
     measured; needs subtract_biases. Recommendations show limited ratings always."""
     rating_range: list[float] = field(default_factory=lambda: [0.5, 5.0])
     """Smallest and largest valid rating in a file."""
+    no_ratings: bool = False
+    """Ignore ratings: files only say which users chose which items. Without a header, the
+    columns are then user, item and optionally a time."""
+    positive_from: float = 4.0
+    """Smallest rating of an item that a user likes, for the objective ranking (default: 4;
+    1, which is all, for ratings that are all 1)."""
     num_users: int | None = None
     """Users in synthetic ratings (default: 480000 random, 4000 generated)."""
     num_items: int | None = None
@@ -71,10 +78,11 @@ class DataOptions:
     num_ratings: int | None = None
     """Random ratings for training; validation has a thirteenth as many (default:
     13000000)."""
-    pipeline_num_parallel: int = field(
-        default=2, metadata={"may_change": True, "may_differ": True}
+    pipeline_num_parallel: int | None = field(
+        default=None, metadata={"may_change": True, "may_differ": True}
     )
-    """Batches that the host prepares in parallel."""
+    """Rows that the host prepares in parallel, rounded up to whole batches (default: two
+    batches)."""
     data_on_device: bool | None = field(default=None, metadata={"may_change": True})
     """Keep all ratings on the device in sparse form and build batches there (default: yes
     if they fit in a tenth of its memory; no on CPU)."""
@@ -125,6 +133,12 @@ class DataOptions:
                 "num_ratings is for random ratings. Generated ratings cover three in ten "
                 "pairs of num_users and num_items."
             )
+
+    def parallel_batches(self, batch_size: int) -> int:
+        """Return how many batches of this size the host prepares in parallel."""
+        if (rows := self.pipeline_num_parallel) is None:
+            return _PARALLEL_BATCHES
+        return -(-rows // batch_size)
 
     @property
     def kind(self) -> DataKind | Literal["arrays"]:

@@ -38,16 +38,31 @@ _MODERN: Values = {
     **{"zero_output_layer": True, "dropout_rate": 0.5, "learning_rate": 0.02},
     **{"precision": "32.32", "loss_scaling": 1.0, "steps_per_log": 5},
 }
+_RANKING: Values = {
+    **{"rows": "users", "size": 256, "untied_decoder": True, "dropout_rate": 0.0},
+    **{"input_dropout_rate": 0.5, "optimizer": "Adam"},
+    **{"learning_rate": 1e-3, "learning_rate_schedule": "cosine", "weight_decay": 0.0},
+    **{"batch_size": 64, "epochs": 20.0, "early_stopping": 6},
+    **{"precision": "32.32", "loss_scaling": 1.0, "steps_per_log": 5},
+}
+"""Chosen on MovieLens-1M, 500 and 1,000 of its users, and 7,900 users of Netflix."""
+_MANY_RANKED: Values = {"batch_size": 256, "epochs": 10.0, "early_stopping": 3}
+"""For more than 50,000 users, who are many updates in an epoch."""
 _BY_ROWS: dict[str, Values] = {
     "items": {
         **{"batch_size": 64, "epochs": 60.0, "learning_rate_schedule": "cosine"},
         **{"input_dropout_rate": 0.5, "input_offset": 2.0, "early_stopping": 10},
     },
     "users": {
-        **{"batch_size": 256, "epochs": 8.0, "learning_rate_decay": "1,0.316,0.1"},
-        **{"input_dropout_rate": 0.7, "weight_decay": 1e-4, "early_stopping": 3},
+        **{"batch_size": 64, "epochs": 40.0, "learning_rate_schedule": "cosine"},
+        **{"input_dropout_rate": 0.7, "input_offset": 1.0, "early_stopping": 10},
+        **{"bias_strength": 10.0, "learning_rate": 0.03},
     },
 }
+_FOR_MANY_USERS: Values = {
+    **{"batch_size": 256, "epochs": 14.0, "weight_decay": 1e-4, "early_stopping": 4},
+}
+"""What differs for rows of many users."""
 
 
 def expand_training_options(values: Values) -> Values:
@@ -61,6 +76,8 @@ def expand_training_options(values: Values) -> Values:
 
 def _is_modern(values: Values) -> bool:
     """Whether these are the user's own ratings, without options of the reference."""
+    if values.get("objective") == "ranking" and values.get("data") == "generated":
+        return True
     if values.get("data") not in (None, "file"):
         return False
     if any(values.get(name) is not None for name in _GRAPHCORE_ONLY):
@@ -76,9 +93,10 @@ def _is_modern(values: Values) -> bool:
 def _complete(values: Values) -> Values:
     """Return the options with those that are not given from the modern recipe."""
     counts = _count(values)
-    rows = values.get("rows") or ("users" if counts.users > _MANY_USERS else "items")
-    settings: Values = _MODERN | _BY_ROWS[rows] | {"rows": rows}
-    settings["batch_size"] = _fitting_batch(settings["batch_size"], counts, rows)
+    settings = _choose_settings(values, counts)
+    settings["batch_size"] = _fitting_batch(
+        settings["batch_size"], counts, settings["rows"]
+    )
     settings.setdefault("weight_decay", _choose_weight_decay(counts.ratings))
     if values.get("no_validation"):
         del settings["early_stopping"]
@@ -88,6 +106,18 @@ def _complete(values: Values) -> Values:
     if values.get("learning_rate_schedule", "cosine") != "cosine":
         settings.pop("learning_rate_schedule", None)
     return settings | {name: value for name, value in values.items() if value is not None}
+
+
+def _choose_settings(values: Values, counts: Counts) -> Values:
+    """Return the settings for the objective and the number of users."""
+    many_users = counts.users > _MANY_USERS
+    # Without ratings there is nothing to predict, and every item is liked.
+    choices = {"objective": "ranking", "positive_from": 1.0} if counts.implicit else {}
+    if (values.get("objective") or choices.get("objective")) == "ranking":
+        return _RANKING | (_MANY_RANKED if many_users else {}) | choices
+    rows = values.get("rows") or ("users" if many_users else "items")
+    settings = _MODERN | _BY_ROWS[rows] | {"rows": rows}
+    return settings | (_FOR_MANY_USERS if rows == "users" and many_users else {})
 
 
 def _has_validation(values: Values) -> bool:
@@ -126,4 +156,5 @@ def _count(values: Values) -> Counts:
     if (file := values.get("training_data_file")) is None:
         raise ConfigurationError(f"{flag('training_data_file')} is required.")
     low, high = values.get("rating_range") or DataOptions().rating_range
-    return count_file(file, (low, high))
+    no_ratings = bool(values.get("no_ratings"))
+    return count_file(file, (low, high), no_ratings=no_ratings)

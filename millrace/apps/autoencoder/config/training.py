@@ -13,11 +13,18 @@ with its own update."""
 
 Size = Literal[128, 256, 512]
 
+Objective = Literal["rating", "ranking"]
+"""What a model learns: to predict ratings, or to rank the items a user will like."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Training."""
 
+    objective: Objective = "rating"
+    """What the model learns: the ratings (squared error), or which items a user will like
+    (a multinomial likelihood over all items). Ranking is for recommend; it has rows of
+    users."""
     epochs: float | None = field(default=None, metadata={"may_grow": True})
     """Passes over the training rows (default: 60; 160 in the graphcore recipe, 2 for
     random ratings). With --resume, a larger value extends the run."""
@@ -38,8 +45,9 @@ class TrainingOptions:
     detached_refeeding: bool = False
     """Re-feed as in the paper: the reconstruction is a new example with its own update
     after each batch. By default it is a second term of the same loss."""
-    optimizer: Literal["Momentum", "SGD"] = "Momentum"
-    """Optimizer; the momentum is 0.9."""
+    optimizer: Literal["Momentum", "SGD", "Adam"] = "Momentum"
+    """Optimizer; the momentum is 0.9 (default: Momentum; Adam to rank items in the modern
+    recipe)."""
     weight_decay: float = 1e-4
     """L2 weight decay, added to every gradient (default: 1e-4; in the modern recipe, less
     for more ratings)."""
@@ -74,6 +82,11 @@ class TrainingOptions:
                 raise ValueError(f"{name} must be 0 or more, got {value:g}.")
         if self.no_dense_refeeding and self.detached_refeeding:
             raise ValueError("Give no_dense_refeeding or detached_refeeding, not both.")
+        if self.objective == "ranking" and self.detached_refeeding:
+            raise ValueError(
+                "detached_refeeding is for the objective rating: a ranking has no ratings "
+                "to feed again."
+            )
         if self.loss_scaling == 0:
             raise ValueError("loss_scaling must be 1 (none) or a larger factor, got 0.")
         self._check_decay()
@@ -110,8 +123,8 @@ class TrainingOptions:
 
     @property
     def refeeding(self) -> Refeeding:
-        """What happens to the reconstruction of a batch."""
-        if self.no_dense_refeeding:
+        """What happens to the reconstruction of a batch; a ranking is not fed again."""
+        if self.no_dense_refeeding or self.objective == "ranking":
             return "none"
         return "detached" if self.detached_refeeding else "joint"
 
@@ -169,6 +182,17 @@ class ModelOptions:
             raise ValueError(
                 f"Give no_dropout or dropout_rate, not both; got dropout_rate {rate:g}."
             )
+
+
+class Hyperparameters(NamedTuple):
+    """What models that are trained together in one program may differ in."""
+
+    learning_rate: float
+    """The learning rate at the start of the run."""
+    weight_decay: float
+    dropout_rate: float
+    """Dropout rate of the code layer."""
+    input_dropout_rate: float
 
 
 class Steps(NamedTuple):

@@ -69,7 +69,9 @@ def build_joint_loss(model: Model, *, interpret: bool = False) -> LossFn:
     def call_over_users(function: Callable[..., Any], *arrays: Any) -> list[jax.Array]:
         return tiles.call_over_users(function, *arrays, interpret=interpret)
 
-    dropout_scale = 1 / (1 - model.dropout_rate)
+    rate = model.dropout_rate
+    assert isinstance(rate, float | int), "models with their own rates have no kernel"
+    dropout_scale = 1 / (1 - rate)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         num_users = batch["user"].shape[0]
