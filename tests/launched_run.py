@@ -3,10 +3,12 @@
 usage: launched_run.py [options of Config]
 
 Every update reports sums over the ids of its samples, so that a sample that is skipped or
-read twice shows in the metrics. The final state is written to final.npz.
+read twice shows in the metrics. With --images, the samples are image files, and the sums
+are over their pixels. The final state is written to final.npz.
 """
 
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,9 @@ import numpy as np
 import optax
 
 from millrace.commands.calling import run_as_command
+from millrace.data.decoding import Crop
+from millrace.data.image_source import ImageStream
+from millrace.data.imagenet import load_images
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.distributed import coordination
@@ -27,7 +32,7 @@ from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram
 from millrace.program.replicas import to_host
 from millrace.program.training import training_program
-from millrace.run.options import RunOptions
+from millrace.run.options import TRANSIENT, RunOptions
 
 SAMPLES, VALIDATION = 70, 13
 MAY_CHANGE = {"may_change": True}
@@ -42,8 +47,18 @@ class Config:
     """Seconds to read a batch."""
     fail_in: int = field(default=-1, metadata=MAY_CHANGE)
     """The process in which reading fails."""
+    hang_in: int = field(default=-1, metadata=MAY_CHANGE | TRANSIENT)
+    """The process that gets stuck."""
+    hang_while: str = field(default="reading", metadata=MAY_CHANGE | TRANSIENT)
+    """What it does then: reading, or waiting for the others."""
+    broken_devices: Path | None = field(default=None, metadata=MAY_CHANGE | TRANSIENT)
+    """A file with the slots whose processes cannot use their devices."""
     fill_disk_at: int = field(default=-1, metadata=MAY_CHANGE)
     """The update after which the disk of process 0 is full."""
+    images: Path | None = None
+    """A folder with image files to train on instead."""
+    num_workers: int = field(default=0, metadata=MAY_CHANGE)
+    """Worker processes that decode them."""
     plan: Plan = Plan(micro_batch_size=2)
     run: RunOptions = RunOptions()
 
@@ -57,10 +72,40 @@ class SlowStream(Stream):
         time.sleep(self.config.delay)
         if self.config.fail_in == coordination.process_id() and position > 20:
             raise OSError(f"The disk of process {coordination.process_id()} is broken.")
+        hangs = self.config.hang_in == coordination.process_id() and position > 20
+        if hangs and self.config.hang_while == "reading":
+            read_from_a_file_server_that_is_gone()
         return super().batch(position)
 
 
+def read_from_a_file_server_that_is_gone():
+    threading.Event().wait()
+
+
+class SlowImages(ImageStream):
+    """Delays every batch as configured."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(SlowStream.config.delay)
+            yield batch
+
+
+def as_samples(batch):
+    """Return a batch with features, targets and ids, made of images if it has some."""
+    if "image" not in batch:
+        return batch
+    pixels = batch["image"].reshape(len(batch["label"]), -1).astype(jnp.float32)
+    place = jnp.arange(pixels.shape[1]) % 89  # so that pixels in other places are noticed
+    return {
+        "x": pixels.reshape(len(pixels), 8, -1).mean(-1) / 255,
+        "y": batch["label"][:, None].astype(jnp.float32),
+        "id": (pixels * place).mean(1) / 100,
+    }
+
+
 def loss_fn(params, model_state, batch, key):
+    batch = as_samples(batch)
     noise = jax.random.normal(key, batch["x"].shape)
     prediction = jnp.tanh((batch["x"] + 0.1 * noise) @ params["a"]) @ params["b"]
     ids = batch["id"].astype(jnp.float32)
@@ -85,7 +130,21 @@ def samples(count):
     )
 
 
+def open_stream(config, batch_size, batches_per_epoch):
+    options = {"batches_per_epoch": batches_per_epoch, "seed": config.run.seed}
+    if config.images is None:
+        return SlowStream(samples(SAMPLES), batch_size, **options)
+    loaded = load_images(
+        str(config.images),
+        Crop(size=16),
+        num_workers=config.num_workers,
+        needs_validation=False,
+    )
+    return SlowImages(loaded.training, batch_size, **options)
+
+
 def work(config, run):
+    check_devices(config.broken_devices)
     batching = config.plan.batching
     schedule = schedule_events(
         updates_per_epoch=batching.updates_per_epoch(SAMPLES),
@@ -100,15 +159,14 @@ def work(config, run):
     }
     state = program.init(params, {"mean": np.zeros(8, np.float32)}, seed=config.run.seed)
     SlowStream.config = config
-    stream = SlowStream(
-        samples(SAMPLES),
-        batching.samples_per_step,
-        batches_per_epoch=8 * batching.gradient_accumulation_count,
-        seed=config.run.seed,
-    )
+    batches_per_epoch = 8 * batching.gradient_accumulation_count
+    stream = open_stream(config, batching.samples_per_step, batches_per_epoch)
     judge = EvaluationProgram(metric_fn, Plan(num_replicas=batching.num_replicas))
 
     def validate(state):
+        hangs = config.hang_in == coordination.process_id()
+        if hangs and config.hang_while == "waiting":
+            coordination.barrier("of nobody else")
         return evaluate(judge, judge.place_state(state), samples(VALIDATION), 8)
 
     with run.checkpoints(keep=2) as checkpoints:
@@ -124,6 +182,12 @@ def work(config, run):
         )
     leaves = [to_host(leaf) for leaf in jax.tree.leaves(program.unpack_state(state))]
     np.savez(run.directory.path / "final.npz", *leaves)
+
+
+def check_devices(broken):
+    if broken is not None and broken.exists():
+        if os.environ["MILLRACE_SLOT"] in broken.read_text().split():
+            raise OSError("The device is gone.")
 
 
 def fill_disk(update):

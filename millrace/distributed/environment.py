@@ -4,6 +4,7 @@
 own, which JAX reads; here they only tell whether there is more than one process.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,10 @@ PROCESS_ID = "MILLRACE_PROCESS_ID"
 NUM_PROCESSES = "MILLRACE_NUM_PROCESSES"
 NUM_REPLICAS = "MILLRACE_NUM_REPLICAS"
 """Replicas in all processes together; overrides the option of the command."""
+ELASTIC = "MILLRACE_ELASTIC"
+"""PRESENT/ALL: processes of an elastic run that take part, and all it was started with."""
+SLOT = "MILLRACE_SLOT"
+"""Number of the process when all take part; it stays the same when others are absent."""
 LAUNCHER_PIPE = "MILLRACE_LAUNCHER_PIPE"
 """File descriptor on which the launcher announces failed processes. End of file means that
 the launcher is gone."""
@@ -27,6 +32,9 @@ TIMEOUT = "MILLRACE_PATIENCE_SECONDS"
 
 DEFAULT_TIMEOUT = 30.0
 _PORT_CONFLICT = "port-taken"
+_INDIVISIBLE = "indivisible"
+_PROGRESS = "progress"
+_CAUSE = "cause"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -132,10 +140,13 @@ def record_run_directory(path: Path) -> None:
 
 def get_recorded_run_directory() -> Path | None:
     """Return the directory of this run before the launcher restarted it."""
-    if (folder := os.environ.get(LAUNCH_DIR)) is None:
-        return None
+    return find_run_directory(os.environ.get(LAUNCH_DIR, ""))
+
+
+def find_run_directory(folder: str) -> Path | None:
+    """Return the run directory that is recorded in the launcher's folder, if any."""
     record = Path(folder) / "run-directory"
-    return Path(record.read_text()) if record.exists() else None
+    return Path(record.read_text()) if folder and record.exists() else None
 
 
 def record_port_conflict() -> None:
@@ -148,6 +159,54 @@ def find_port_conflict(folder: str) -> Path | None:
     """Return the file that records a port conflict in the launcher's folder, if any."""
     record = Path(folder) / _PORT_CONFLICT
     return record if record.exists() else None
+
+
+def get_present_share() -> tuple[int, int]:
+    """Return how many processes of an elastic run take part, and how many there were."""
+    present, _, all_processes = os.environ.get(ELASTIC, "1/1").partition("/")
+    return int(present), int(all_processes)
+
+
+def record_progress(update: int) -> None:
+    """Tell the launcher that a checkpoint is complete."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is not None:
+        with contextlib.suppress(OSError):
+            (Path(folder) / _PROGRESS).write_text(str(update))
+
+
+def read_progress(folder: str) -> str:
+    """Return the update of the last checkpoint, for comparison; empty if there is none."""
+    record = Path(folder) / _PROGRESS
+    return record.read_text() if record.exists() else ""
+
+
+def record_cause(process_id: int) -> None:
+    """Tell the launcher which process is the reason that this one ends."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is not None:
+        with contextlib.suppress(OSError), (Path(folder) / _CAUSE).open("x") as record:
+            record.write(str(process_id))
+
+
+def pop_cause(folder: str) -> int | None:
+    """Return the process for which others have ended, if any; forgets it."""
+    record = Path(folder) / _CAUSE
+    text = record.read_text() if record.exists() else ""
+    record.unlink(missing_ok=True)
+    return int(text) if text else None
+
+
+def record_indivisible() -> None:
+    """Tell the launcher that this number of processes cannot share the global batch."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is not None:
+        (Path(folder) / _INDIVISIBLE).touch()
+
+
+def pop_indivisible(folder: str) -> bool:
+    """Whether the processes could not share the global batch; forgets it."""
+    record = Path(folder) / _INDIVISIBLE
+    found = record.exists()
+    record.unlink(missing_ok=True)
+    return found
 
 
 def add_launcher_replicas(config_type: Any, args: Sequence[str]) -> list[str]:

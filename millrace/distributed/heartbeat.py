@@ -16,10 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from millrace.distributed import coordination
-from millrace.distributed.environment import LAUNCHER_PIPE, get_timeout
+from millrace.distributed import coordination, progress
+from millrace.distributed.environment import (
+    LAUNCHER_PIPE,
+    get_timeout,
+    record_cause,
+)
 from millrace.output import error_line
 
 _log = logging.getLogger("millrace")
@@ -31,67 +35,9 @@ _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _GOODBYE_SECONDS = 5.0
 """Shorter than the time in which the launcher kills processes that do not exit."""
-_STUCK_SECONDS = 120.0
-_STUCK_STEPS = 3
-"""A process is stuck if it is behind for both `_STUCK_SECONDS` and this many times the
-longest step of any process so far."""
+_LAST_SECONDS = 3.0
+"""Time to report why a process ends."""
 _ALIVE, _FAILED, _LEFT = "millrace/alive", "millrace/failed", "millrace/left"
-
-_num_steps = 0
-
-
-def count_step() -> None:
-    """Record that this process has staged a chunk of batches for its devices."""
-    global _num_steps
-    _num_steps += 1
-
-
-class _Step(NamedTuple):
-    number: int
-    since: float
-
-
-class Progress:
-    """Finds the process that the others wait for.
-
-    A process that waits for data is alive and sends heartbeats; only its progress shows
-    that it is stuck. All processes stage the same chunks in the same order, so the one that
-    has staged fewer is behind.
-
-    Args:
-        num_processes: The number of processes.
-        now: The current time, in seconds of any clock.
-    """
-
-    def __init__(self, num_processes: int, now: float) -> None:
-        self._steps = {rank: _Step(0, now) for rank in range(num_processes)}
-        self._longest = 0.0
-        self._reported: _Step | None = None
-
-    def update(self, rank: int, steps: int, now: float) -> None:
-        """Record the number of steps of a process."""
-        before = self._steps[rank]
-        if steps != before.number:
-            self._longest = max(self._longest, now - before.since)
-            self._steps[rank] = _Step(steps, now)
-
-    def restart_clock(self, now: float) -> None:
-        """Measure all waiting times from now, after this process was suspended itself."""
-        self._steps = {rank: _Step(steps, now) for rank, (steps, _) in self._steps.items()}
-
-    def find_stuck(self, now: float) -> tuple[int, float] | None:
-        """Return a process that is stuck, and for how many seconds.
-
-        A process is returned only once until it makes another step.
-        """
-        newest = max(step.number for step in self._steps.values())
-        limit = max(_STUCK_SECONDS, _STUCK_STEPS * self._longest)
-        for rank, step in self._steps.items():
-            is_stuck = step.number < newest and now - step.since > limit
-            if is_stuck and step != self._reported:
-                self._reported = step
-                return rank, now - step.since
-        return None
 
 
 class Heartbeat:
@@ -111,7 +57,7 @@ class Heartbeat:
         self._names: dict[int, str] = {}
         now = time.monotonic()
         self._beats = {rank: ("", now) for rank in range(coordination.num_processes())}
-        self._progress = Progress(coordination.num_processes(), now)
+        self._progress = progress.Progress(coordination.num_processes(), now)
         self._failures: dict[int, str] = {}
         self._store_answered = now
         self._over = threading.Event()
@@ -169,7 +115,7 @@ class Heartbeat:
                 "count": count,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "steps": _num_steps,
+                "activity": progress.own_activity(),
             }
             try:
                 self._store.key_value_set(
@@ -188,7 +134,7 @@ class Heartbeat:
         for key, text in beats:
             rank, beat = int(key.rpartition("/")[2]), json.loads(text)
             self._names[rank] = f"(pid {beat['pid']} on {beat['host']})"
-            self._progress.update(rank, beat["steps"], now)
+            self._progress.update(rank, progress.Activity(*beat["activity"]), now)
             if self._beats[rank][0] != text:
                 self._beats[rank] = text, now
 
@@ -207,19 +153,23 @@ class Heartbeat:
             failures = {r: text for r, text in self._failures.items() if r != own}
             if failures and self.failure_status is None:
                 rank, message = min(failures.items())
-                self._exit(f"{self._name(rank)} failed: {message}")
-            self._warn_about_stuck(now)
+                self._exit(f"{self._name(rank)} failed: {message}", cause=rank)
+            self._warn_about_slow(now)
+            if (stuck := self._progress.find_stuck(now)) is not None:
+                names = {rank: self._name(rank) for rank in stuck.ranks}
+                self._exit_stuck(progress.describe_stuck(stuck, names), stuck.ranks[0])
             if (silent := self._find_silent(now)) is not None:
                 self._exit(
-                    f"{self._name(silent)} has sent no heartbeat for {self._timeout:g} s."
+                    f"{self._name(silent)} has sent no heartbeat for {self._timeout:g} s.",
+                    cause=silent,
                 )
 
-    def _warn_about_stuck(self, now: float) -> None:
-        """Warn about a process that makes no progress; it may still recover."""
+    def _warn_about_slow(self, now: float) -> None:
+        """Warn about a process that makes the others wait; it may still recover."""
         if not coordination.is_first():
             return
-        if (stuck := self._progress.find_stuck(now)) is not None:
-            rank, seconds = stuck
+        if (slow := self._progress.find_slow(now)) is not None:
+            rank, seconds = slow
             _log.warning(
                 "%s has made no progress for %.0f s, and the other processes are waiting "
                 "for it. It is alive; it may be waiting for its data.",
@@ -244,21 +194,43 @@ class Heartbeat:
         """Exit when the launcher says that a process is lost."""
         _follow_launcher(functools.partial(self._exit, silently=True), self._over)
 
-    def _exit(self, line: str, *, silently: bool = False) -> None:
+    def _exit(
+        self,
+        line: str,
+        *,
+        cause: int | None = None,
+        silently: bool = False,
+        num_lost: int = 1,
+    ) -> None:
         with self._exiting:  # only one thread gets past this line, and ends the process
             if self._over.is_set():
                 return
-            if not silently:
-                error_line(f"{line} Stopping.")
-            try:
-                if self.on_lost is not None:
-                    self.on_lost(line)
-            except Exception as error:
-                error_line(str(error))
-            self.say_goodbye(num_lost=1)
+            if cause is not None:
+                record_cause(cause)
+            end_anyway(functools.partial(self._report, line, silently=silently))
+            self.say_goodbye(num_lost)
             # sys.exit would end this thread only, while the main thread is in C++. It
             # would also run the exit handler of JAX, which waits for the lost process.
             os._exit(LOST)
+
+    def _report(self, line: str, *, silently: bool) -> None:
+        problem = None
+        try:
+            if self.on_lost is not None:
+                self.on_lost(line)
+        except Exception as error:
+            problem = str(error)
+        # Last, because the output may be what blocks this process.
+        if not silently:
+            error_line(f"{line} Stopping.")
+        if problem is not None:
+            error_line(problem)
+
+    def _exit_stuck(self, line: str, cause: int) -> None:
+        path = progress.write_stacks(coordination.process_id())
+        line = f"{line} What this one does is in {path}." if path else line
+        # The others find out as well, a little earlier or later.
+        self._exit(line, cause=cause, num_lost=0)
 
     def say_goodbye(self, num_lost: int = 0) -> None:
         """Announce that this process exits; process 0 waits for the others to do so.
@@ -269,7 +241,7 @@ class Heartbeat:
         Args:
             num_lost: Processes that will not say goodbye.
         """
-        _flush_output()
+        end_anyway(_flush_output)
         self._over.set()
         # In a thread that can be left behind, because a coordinator that hangs never
         # answers. Process 0 waits longer than the others, who need only one call.
@@ -290,6 +262,13 @@ class Heartbeat:
 
     def _name(self, rank: int) -> str:
         return f"Process {rank} {self._names.get(rank, '')}".rstrip()
+
+
+def end_anyway(action: Callable[[], Any]) -> None:
+    """Do something last, but do not wait long: output may be blocked, or a disk."""
+    thread = threading.Thread(target=action, name="millrace-last", daemon=True)
+    thread.start()
+    thread.join(_LAST_SECONDS)
 
 
 def _flush_output() -> None:

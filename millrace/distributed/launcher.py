@@ -1,15 +1,16 @@
 """``millrace launch``: start the processes of a run, watch and restart them."""
 
 import contextlib
+import itertools
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError, parse
@@ -22,8 +23,11 @@ from millrace.distributed.hardware import (
     pin_to_cores,
     uses_gpu,
 )
+from millrace.distributed.membership import Membership
 from millrace.distributed.options import LaunchConfig, split_command
+from millrace.distributed.relay import copy_lines, print_line
 from millrace.distributed.signals import INTERRUPTED, STOP_SIGNALS, handle_signals
+from millrace.numbers import pluralize
 
 FAILED, WRONG_COMMAND = 1, 2
 _POLL_SECONDS = 0.05
@@ -32,23 +36,14 @@ _REPORT_SECONDS = 4.0
 """Time for a failed process to tell the others itself; it knows the reason."""
 _GRACE_SECONDS = 10.0
 """Time for processes to exit before they are killed."""
-_NOISE = re.compile(
-    r"[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
-    r"|\*\*\* Check failure stack trace|    @ +0x|Additional GRPC error|:UNKNOWN:Error"
-)
-"""Lines that JAX and gRPC print when process 0 is gone. The launcher reports it better."""
-_GREETING = "[Gloo] Rank "
-_GREETING_PIECES = re.compile(
-    rf"({re.escape(_GREETING)}|\d+| is connected to | peer ranks\. "
-    r"|Expected number of connected peer ranks is : )*"
-)
-"""Pieces of the lines that Gloo prints at every start. Its threads interleave them."""
 
 
 class Child(NamedTuple):
     """A process that the launcher has started."""
 
     number: int
+    slot: int
+    """Its devices and cores; its number, unless processes of an elastic run are absent."""
     process: subprocess.Popen[bytes]
     pipe: int
     """The launcher writes the failures of other processes to this descriptor."""
@@ -60,6 +55,7 @@ class Failure(NamedTuple):
     """The first process that failed."""
 
     number: int
+    slot: int
     status: int
     """Exit status of the launcher."""
     description: str
@@ -80,14 +76,19 @@ class Launcher:
         self._command = _resolve_command(command)
         own = env.find_num_replicas(command) if config.num_replicas is None else None
         parsed = int(own) if own and own.isdigit() else None
-        replicas = config.num_replicas or parsed or config.num_instances
+        least, most = config.process_range
+        replicas = config.num_replicas or parsed or most
         self._replicas_per_process = config.replicas_per_process(replicas)
         self._num_replicas = None if own else replicas
         """The number of replicas to pass on; None if the command has its own option."""
+        self._membership = Membership(least, most, config.return_after or math.inf)
+        self._is_returning = False
+        """Whether all processes were asked to stop, so that absent ones can return."""
         self._num_signals = 0
         self._kill_time: float | None = None
         """When to kill processes that have ignored two signals."""
         self._children: list[Child] = []
+        self._folder = ""
 
     def run(self) -> int:
         """Run to the end; return 0, or the exit status of the first failure.
@@ -98,14 +99,56 @@ class Launcher:
             tempfile.TemporaryDirectory(prefix="millrace-launch-") as folder,
             self._forward_signals(),
         ):
-            restarts, max_restarts = 0, self._config.max_restarts
-            while (failure := self._run_on_free_port(folder)) is not None:
-                is_final = failure.status in (WRONG_COMMAND, INTERRUPTED)
-                if self._num_signals or is_final or restarts == max_restarts:
+            self._folder = folder
+            for number_of_restarts in itertools.count(1):
+                progress = env.read_progress(folder)
+                failure = self._run_on_free_port(folder)
+                if failure is None:
+                    break
+                made_progress = env.read_progress(folder) != progress
+                if not self._may_restart(failure, number_of_restarts, made_progress):
                     return failure.status
-                restarts += 1
-                _report(f"restarting all processes ({restarts} of {max_restarts} restarts)")
         return 0
+
+    def _may_restart(self, failure: Failure, number: int, made_progress: bool) -> bool:
+        """Decide with which processes to start again, if at all."""
+        if self._is_returning and failure.status == INTERRUPTED:
+            returned = self._membership.return_absent()
+            self._report(f"trying again with {_list_processes(returned)}")
+            self._is_returning = False
+            return True
+        self._is_returning = False
+        is_indivisible = env.pop_indivisible(self._folder)
+        is_final = failure.status in (WRONG_COMMAND, INTERRUPTED) and not is_indivisible
+        if self._num_signals or is_final:
+            return False
+        if self._config.elastic is None or self._config.max_restarts:
+            at_most = self._config.max_restarts
+            if number > at_most:
+                return False
+            self._report(f"restarting all processes ({number} of {at_most} restarts)")
+        if self._config.elastic is None:
+            return True
+        return self._choose_members(failure, is_indivisible, made_progress)
+
+    def _choose_members(
+        self, failure: Failure, is_indivisible: bool, made_progress: bool
+    ) -> bool:
+        """Leave out processes that cannot come back; return whether enough are left."""
+        members, now = self._membership, time.monotonic()
+        if is_indivisible:
+            members.rest(now)
+            event = "they cannot share the global batch"
+        elif members.record_failure(failure.slot, made_progress=made_progress, now=now):
+            event = f"continuing without {_list_processes(members.absent)}"
+        else:
+            event = "starting all of them again"
+        count = pluralize(len(members.slots), "process")
+        if not members.has_enough:
+            self._report(f"{event}; {count} are left, less than {members.least}")
+            return False
+        self._report(f"{event}: {count}, from the last checkpoint")
+        return True
 
     def _run_on_free_port(self, folder: str) -> Failure | None:
         """Run once; retry if another program takes the port before the coordinator."""
@@ -116,14 +159,15 @@ class Launcher:
             if conflict is None or self._num_signals or self._config.port is not None:
                 break
             conflict.unlink()
-            _report("another program has taken the port; trying another port")
+            self._report("another program has taken the port; trying another port")
         return failure
 
     def _run_once(self, folder: str) -> Failure | None:
         self._children = []
+        env.pop_cause(folder)  # of an earlier start
         try:
             self._start_all(folder)
-            failure = self._wait_for_failure()
+            failure = self._find_cause(self._wait_for_failure(), folder)
             # Without a coordinator the others cannot shut down in order: kill them.
             kill_now = self._is_kill_time() or env.find_port_conflict(folder) is not None
             if failure is not None and not kill_now:
@@ -134,23 +178,23 @@ class Launcher:
                 _kill(child)
 
     def _start_all(self, folder: str) -> None:
-        count = self._config.num_instances
+        most = self._membership.most
         coordinator = f"127.0.0.1:{self._find_port()}"
         nodes = numa_cores() if self._config.numa_aware else []
         if self._config.numa_aware and len(nodes) < 2:
-            _report("this machine has one NUMA node; --numa-aware has no effect")
-        for number in range(count):
+            self._report("this machine has one NUMA node; --numa-aware has no effect")
+        for number, slot in enumerate(self._membership.slots):
             variables = self._get_variables(number, coordinator, folder)
-            cores = nodes[number * len(nodes) // count] if len(nodes) > 1 else None
+            cores = nodes[slot * len(nodes) // most] if len(nodes) > 1 else None
             with pin_to_cores(cores):
-                self._children.append(self._start(number, variables))
+                self._children.append(self._start(number, slot, variables))
 
     def _find_port(self) -> int:
         port = self._config.port
         if port is None:
             return find_free_port()
         # A single process has no coordinator, so the port does not matter.
-        if self._config.num_instances > 1 and (error := get_port_error("127.0.0.1", port)):
+        if self._membership.most > 1 and (error := get_port_error("127.0.0.1", port)):
             raise ConfigurationError(
                 f"The coordinator cannot listen on port {port}: {error}. Choose another "
                 "--port, or omit it to use any free port."
@@ -159,12 +203,16 @@ class Launcher:
 
     def _get_variables(self, number: int, coordinator: str, folder: str) -> dict[str, str]:
         """Return the environment variables of a process."""
-        config, count = self._config, self._config.num_instances
+        config, members = self._config, self._membership
+        count, slot = len(members.slots), members.slots[number]
         variables = {
             **os.environ,
             env.LAUNCH_DIR: folder,
+            env.SLOT: str(slot),
             env.TIMEOUT: f"{config.timeout:g}",
         }
+        if config.elastic is not None:
+            variables[env.ELASTIC] = f"{count}/{members.most}"
         if self._num_replicas is not None:
             variables[env.NUM_REPLICAS] = str(self._num_replicas)
         if count > 1:
@@ -175,7 +223,7 @@ class Launcher:
             }
         devices = self._replicas_per_process * config.devices_per_replica
         if uses_gpu(os.environ):
-            gpus = assign_gpus(number, count, devices, os.environ)
+            gpus = assign_gpus(slot, members.most, devices, os.environ)
             variables["CUDA_VISIBLE_DEVICES"] = gpus
             variables.setdefault("NCCL_SOCKET_IFNAME", "lo")
         variables["JAX_NUM_CPU_DEVICES"] = str(devices)
@@ -185,7 +233,7 @@ class Launcher:
         variables["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(inherited))
         return variables
 
-    def _start(self, number: int, variables: dict[str, str]) -> Child:
+    def _start(self, number: int, slot: int, variables: dict[str, str]) -> Child:
         # Process 0 writes to the terminal itself, for its progress bar.
         owns_terminal = number == 0 and sys.stderr.isatty()
         read_end, write_end = os.pipe()
@@ -209,13 +257,13 @@ class Launcher:
             os.close(read_end)
         streams = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
         readers = [
-            threading.Thread(target=_copy_lines, args=(number, source, target), daemon=True)
+            threading.Thread(target=copy_lines, args=(number, source, target), daemon=True)
             for source, target in streams
             if source is not None
         ]
         for reader in readers:
             reader.start()
-        return Child(number, process, write_end, readers)
+        return Child(number, slot, process, write_end, readers)
 
     def _wait_for_failure(self) -> Failure | None:
         """Wait until a process fails or all have succeeded."""
@@ -227,15 +275,40 @@ class Launcher:
                     continue
                 running.remove(child)
                 if status:
-                    return _get_failure(child, status, was_asked=bool(self._num_signals))
+                    was_asked = bool(self._num_signals) or self._is_returning
+                    return _get_failure(child, status, was_asked=was_asked)
             if self._is_kill_time():
-                number = running[0].number
-                _report(
-                    f"process {number} did not stop within {_GRACE_SECONDS:g} s; killing it"
+                first = running[0]
+                self._report(
+                    f"process {first.number} did not stop within {_GRACE_SECONDS:g} s; "
+                    "killing it"
                 )
-                return Failure(number, INTERRUPTED, "did not stop", was_killed=True)
+                own = first.number, first.slot
+                return Failure(*own, INTERRUPTED, "did not stop", was_killed=True)
+            self._make_room_for_returning()
             time.sleep(_POLL_SECONDS)
         return None
+
+    def _find_cause(self, failure: Failure | None, folder: str) -> Failure | None:
+        """Return the failure of the process for which the first one has ended, if any."""
+        cause = env.pop_cause(folder)
+        if failure is None or cause in (None, failure.number):
+            return failure
+        child = self._children[cause]
+        _wait_for_exit([child], _REPORT_SECONDS)
+        if status := child.process.poll():
+            return _get_failure(child, status, was_asked=bool(self._num_signals))
+        text = f"(pid {child.process.pid}) did not answer"
+        return Failure(child.number, child.slot, FAILED, text)
+
+    def _make_room_for_returning(self) -> None:
+        """Ask all processes to save a checkpoint and stop, when absent ones may return."""
+        due = self._membership.is_return_due(time.monotonic())
+        if due and not self._is_returning and not self._num_signals:
+            absent = _list_processes(self._membership.absent)
+            self._report(f"saving a checkpoint, to try again with {absent}")
+            self._is_returning = True
+            self._send_signal(signal.SIGTERM)
 
     def _is_kill_time(self) -> bool:
         return self._kill_time is not None and time.monotonic() > self._kill_time
@@ -245,7 +318,7 @@ class Launcher:
         others = [child for child in self._children if child.process.poll() is None]
         if failure.status not in (WRONG_COMMAND, INTERRUPTED):
             stopping = "; stopping the others" if others else ""
-            _report(f"process {failure.number} {failure.description}{stopping}")
+            self._report(f"process {failure.number} {failure.description}{stopping}")
         if failure.status == INTERRUPTED:
             # They were all asked to stop, and are saving a checkpoint together.
             return _wait_for_exit(others, self._config.timeout)
@@ -262,26 +335,44 @@ class Launcher:
             self._num_signals += 1
             if self._num_signals == 2:
                 self._kill_time = time.monotonic() + _GRACE_SECONDS
-            for child in self._children:
-                if child.process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        child.process.send_signal(number)
+            self._send_signal(number)
 
         return handle_signals(forward)
+
+    def _send_signal(self, number: int) -> None:
+        for child in self._children:
+            if child.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(number)
+
+    def _report(self, text: str) -> None:
+        """Print a line, and keep it with the time in the run directory."""
+        print_line(f"millrace launch: {text}", sys.stderr)
+        if (directory := env.find_run_directory(self._folder)) is None:
+            return
+        with contextlib.suppress(OSError), (directory / "launch.log").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
 
 def _get_failure(child: Child, status: int, *, was_asked: bool) -> Failure:
     """Describe a failed process; `was_asked` tells whether a signal was forwarded to it."""
     pid = f"(pid {child.process.pid}) "
+    own = child.number, child.slot
     if status >= 0:
-        return Failure(child.number, status, f"{pid}failed with status {status}")
+        return Failure(*own, status, f"{pid}failed with status {status}")
     try:
         name = signal.Signals(-status).name
     except ValueError:  # real-time signals have no names
         name = f"signal {-status}"
     # A command without signal handlers is killed by the signal that we forwarded.
     status = INTERRUPTED if was_asked and -status in STOP_SIGNALS else FAILED
-    return Failure(child.number, status, f"{pid}was killed by {name}", was_killed=True)
+    return Failure(*own, status, f"{pid}was killed by {name}", was_killed=True)
+
+
+def _list_processes(slots: Sequence[int]) -> str:
+    """Return the names of processes, by the numbers that they were started with."""
+    plural = "es" if len(slots) > 1 else ""
+    return f"process{plural} {', '.join(map(str, slots))}"
 
 
 def _wait_for_exit(children: Sequence[Child], seconds: float) -> None:
@@ -304,44 +395,6 @@ def _kill(child: Child) -> None:
     os.close(child.pipe)
 
 
-def _copy_lines(number: int, source: Any, target: Any) -> None:
-    """Copy the output of a process, each line prefixed with its number.
-
-    Reads to the end even if `target` is closed: once a pipe is full, the process that
-    writes to it blocks.
-    """
-    with source:
-        for line in _drop_noise(source):
-            _print(f"[{number}] {line}", target)
-
-
-def _drop_noise(source: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines that the process itself has printed, without those of libraries."""
-    open_greetings = 0  # greetings whose end has not been read yet
-    for raw in source:
-        text = raw.decode(errors="replace").rstrip("\n")
-        open_greetings += text.count(_GREETING)
-        if open_greetings:
-            pieces = _GREETING_PIECES.match(text)
-            text = text[pieces.end() :] if pieces else text
-            if not text:
-                open_greetings -= 1
-                continue
-        if not _NOISE.match(text):
-            yield text
-
-
-def _report(text: str) -> None:
-    _print(f"millrace launch: {text}", sys.stderr)
-
-
-def _print(line: str, target: Any) -> None:
-    """Print a line in one write; drop it if the terminal, pipe or log is gone."""
-    with contextlib.suppress(OSError, ValueError):
-        target.write(f"{line}\n")
-        target.flush()
-
-
 def _resolve_command(command: Sequence[str]) -> list[str]:
     """Run ``millrace`` with the Python of the launcher; leave other commands alone."""
     if command[0] == "millrace":
@@ -349,13 +402,20 @@ def _resolve_command(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def launch(args: Sequence[str]) -> int:
-    """Start the processes that `args` describe; return the exit status."""
+def launch(
+    args: Sequence[str], resolve: Callable[[Sequence[str]], list[str]] = list
+) -> int:
+    """Start the processes that `args` describe; return the exit status.
+
+    Args:
+        args: Options of the launcher, and the command to start.
+        resolve: Returns the command line that a command stands for.
+    """
     own, command = split_command(args)
     config, _ = parse(LaunchConfig, own, program="millrace launch")
     if not command:
         raise ConfigurationError(
             "launch needs a command to start: millrace launch --num-instances 2 -- "
-            "millrace cnn train ..."
+            "cnn train ..."
         )
-    return Launcher(config, command).run()
+    return Launcher(config, resolve(command)).run()

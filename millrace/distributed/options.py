@@ -31,12 +31,20 @@ class LaunchConfig:
     """Pin each process to the cores of one NUMA node."""
     max_restarts: int = 0
     """Maximum number of restarts, from the last good checkpoint, after failures."""
+    elastic: str | None = None
+    """MIN:MAX. Start MAX processes. If one is lost and fails again when it is restarted,
+    continue from the last checkpoint with fewer, but at least MIN, and the same global
+    batch."""
+    return_after: float = 600.0
+    """Seconds after which lost processes of an elastic run are tried again; each time in
+    vain doubles them. 0 for never."""
     timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"aliases": ("--patience",)})
     """Seconds without a heartbeat after which a process is considered lost."""
     port: int | None = None
     """Port of the coordinator on the loopback (default: any free port)."""
 
     def __post_init__(self) -> None:
+        self._check_elastic()
         for name in ("num_instances", "devices_per_replica"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -51,13 +59,40 @@ class LaunchConfig:
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}.")
 
+    def _check_elastic(self) -> None:
+        if self.return_after < 0:
+            raise ValueError(f"return_after must be 0 or more, got {self.return_after:g}.")
+        if self.elastic is None:
+            return
+        parts = self.elastic.split(":")
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        if len(parts) != 2 or len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise ValueError(
+                "elastic must be MIN:MAX, the least and the most processes, such as 2:4; "
+                f"got {self.elastic}."
+            )
+        if self.num_instances not in (1, numbers[1]):
+            raise ValueError(
+                f"elastic {self.elastic} starts {numbers[1]} processes, but num_instances "
+                f"is {self.num_instances}. Leave it out."
+            )
+
+    @property
+    def process_range(self) -> tuple[int, int]:
+        """The least and the most processes."""
+        if self.elastic is None:
+            return self.num_instances, self.num_instances
+        least, most = self.elastic.split(":")
+        return int(least), int(most)
+
     def replicas_per_process(self, num_replicas: int) -> int:
         """Return the replicas per process; all processes must have the same number."""
-        count, rest = divmod(num_replicas, self.num_instances)
+        _, num_processes = self.process_range
+        count, rest = divmod(num_replicas, num_processes)
         if rest or not count:
             raise ConfigurationError(
-                f"num_replicas ({num_replicas}) must be a multiple of num_instances "
-                f"({self.num_instances})."
+                f"num_replicas ({num_replicas}) must be a multiple of the number of "
+                f"processes ({num_processes})."
             )
         return count
 

@@ -2,8 +2,9 @@
 
 The training loop handles these signals itself and saves a checkpoint. Everywhere else they
 raise ``KeyboardInterrupt`` (``interruptible``) or end the process (``exit_on_signals``).
-Python calls a handler only when the main thread is not in C++, so a command also ends
-itself if none was called for some seconds (``end_if_unanswered``).
+Python calls a handler only when the main thread is not in C++, and an import is never
+interrupted, so a command that has nothing to save also ends itself after some seconds
+(``end_if_unanswered``).
 """
 
 import atexit
@@ -31,7 +32,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if SIGHUP is None else [SIGH
 _RETRY_SECONDS = 0.02
 _ANSWER_SECONDS = 2.5
 """Starting the driver of a GPU and loading its libraries can take longer than this."""
-_LAST_ACTIONS_SECONDS = 1.0
+_END_SECONDS = 1.5
+"""How much later a process must have ended that began to end in time."""
+_LAST_ACTIONS_SECONDS = 0.7
 _SAME_MOMENT_SECONDS = 1.0
 """The thread that watches may learn of a signal this much later than its handler."""
 _CALLED_FROM_CPP = {"_xla_gc_callback"}
@@ -47,6 +50,8 @@ class _Received:
     """Its number; it is kept when the context ends."""
     answered_at = -math.inf
     """When a handler was called last, on the monotonic clock."""
+    ending_at = -math.inf
+    """When a handler was called last that ends the process, on the same clock."""
     may_end = False
     """Whether the process may end without having called the handler."""
     last_actions: ClassVar[list[Callable[[], Any]]] = []
@@ -85,8 +90,8 @@ def handle_signals(
     Args:
         handler: The handler.
         numbers: The signals.
-        may_end: Whether the process may end if `handler` cannot be called for some seconds;
-            see ``end_if_unanswered``.
+        may_end: Whether `handler` ends the process. It may then also end if that takes
+            more than some seconds; see ``end_if_unanswered``.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -96,7 +101,7 @@ def handle_signals(
         _Received.last = None
     _Received.depth += 1
     could_end, _Received.may_end = _Received.may_end, may_end
-    previous = install_handler(handler, numbers)
+    previous = install_handler(handler, numbers, may_end=may_end)
     try:
         yield
     finally:
@@ -107,7 +112,7 @@ def handle_signals(
 
 
 def install_handler(
-    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS
+    handler: Handler, numbers: Sequence[int] = STOP_SIGNALS, *, may_end: bool = False
 ) -> dict[int, Any]:
     """Call `handler` on these signals from now on; return the previous handlers.
 
@@ -120,6 +125,8 @@ def install_handler(
         _Received.answered_at = time.monotonic()
         if number == SIGHUP and _Received.any:
             return
+        if may_end and not _Received.any:  # it may be called again, see `_interrupt`
+            _Received.ending_at = _Received.answered_at
         _Received.any = True
         _Received.last = number
         handler(number, frame)
@@ -138,10 +145,11 @@ def exit_on_signals() -> None:
 
 
 def end_if_unanswered(seconds: float = _ANSWER_SECONDS) -> None:
-    """End this process if a handler that may end it cannot be called for some seconds.
+    """End this process some seconds after a signal, unless a handler saves its work.
 
-    Call it once, in the main thread of a program. ``acting_before_end`` adds what to do
-    first.
+    A handler with `may_end` has `seconds` to be called, and the process a little more to
+    end. Call this once, in the main thread of a program. ``acting_before_end`` adds what
+    to do first.
     """
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
@@ -158,8 +166,11 @@ def _watch(receiving: socket.socket, seconds: float) -> None:
         if not any(number in STOP_SIGNALS for number in numbers):
             continue
         time.sleep(seconds)
-        is_answered = _Received.answered_at > received_at - _SAME_MOMENT_SECONDS
-        if _Received.may_end and not is_answered:
+        earliest = received_at - _SAME_MOMENT_SECONDS
+        if _Received.answered_at < earliest and _Received.may_end:
+            _end_now()
+        if _Received.ending_at > earliest:
+            time.sleep(_END_SECONDS)
             _end_now()
 
 

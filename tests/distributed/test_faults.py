@@ -1,16 +1,21 @@
 """When a process dies, hangs or fails, it is named, the others stop, nothing is lost."""
 
+import fcntl
 import os
 import random
+import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from launched import (
+    alone,
     assert_same_history,
     assert_same_weights,
     children_of,
+    environment,
     finish,
     launched,
     pid_of,
@@ -59,6 +64,54 @@ def test_an_error_in_one_process_ends_all_processes_with_its_message(tmp_path):
     assert "Process 1" in found["error"] and "broken" in found["error"]
     assert found["updates"] > 0
     assert not list((directory / "checkpoints").glob("*.partial"))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_process_that_is_stuck_in_its_data_is_named_with_what_it_does(
+    tmp_path, num_processes
+):
+    directory, last = tmp_path / "run", num_processes - 1
+    own = ("--stuck-timeout", "3", "--hang-in", str(last))
+    began = time.monotonic()
+    output = run(launched(directory, num_processes, *SLOWLY, *own), status=1)
+    assert time.monotonic() - began < 60
+    named = rf"waiting for Process {last} \(pid \d+ on .*\): " if last else ""
+    assert re.search(rf"No progress for [3-6] s[,:] {named}training after update", output)
+    assert "No progress for" in summary(directory)["error"]
+    stacks = (directory / f"stuck-process-{last}.txt").read_text()
+    assert "read_from_a_file_server_that_is_gone" in stacks
+    again = ("--resume", "--stuck-timeout", "30")
+    run(launched(directory, num_processes, *again))  # nothing is damaged
+
+
+def test_a_process_whose_output_nobody_reads_ends_with_a_summary(tmp_path):
+    directory = tmp_path / "run"
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        command = alone(directory, "--stuck-timeout", "3", "--num-epochs", "40")
+        process = subprocess.run(
+            command, env=environment(), stdout=writing, stderr=writing, timeout=90
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert process.returncode == 1
+    assert "No progress for" in summary(directory)["error"]
+    assert "_print" in (directory / "stuck-process-0.txt").read_text()
+
+
+def test_processes_that_wait_for_one_another_are_restarted(tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    own = ("--stuck-timeout", "3", "--hang-in", "1", "--hang-while", "waiting")
+    process = start(launched(directory, 2, *own, options=("--max-restarts", "1")))
+    output = finish(process, 1)  # they do so again after the restart
+    assert output.count("restarting all processes") == 1
+    assert "they wait for one another (0 validating after update" in output
+    assert "in _sum_metrics" in (directory / "stuck-process-0.txt").read_text()
+    assert "in barrier" in (directory / "stuck-process-1.txt").read_text()
+    run(launched(directory, 2, "--resume"))
+    assert_same_weights(directory, undisturbed)
 
 
 def test_a_wrong_option_is_reported_once(tmp_path):

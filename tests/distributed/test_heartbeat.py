@@ -7,10 +7,10 @@ import threading
 import time
 
 import pytest
-from small_runner import batches, make_runner
 
-from millrace.distributed import heartbeat
-from millrace.distributed.heartbeat import Heartbeat, Progress
+from millrace.distributed import heartbeat, progress
+from millrace.distributed.heartbeat import Heartbeat
+from millrace.distributed.progress import Activity
 
 
 class SlowStore:
@@ -55,28 +55,53 @@ class TwoProcesses:
     def key_value_dir_get(self, key):
         if key != "millrace/alive":
             return []
-        other = {"count": time.monotonic(), "pid": 42, "host": "far", "steps": self.steps}
+        other = {"count": time.monotonic(), "pid": 42, "host": "far"}
+        other["activity"] = Activity(self.steps, phase="training")
         return [("millrace/alive/0", self.own), ("millrace/alive/1", json.dumps(other))]
 
 
-@pytest.mark.parametrize(("steps", "is_stuck"), [(3, True), (9, False)])
-def test_a_process_that_is_alive_but_stuck_is_named_once(steps, is_stuck, monkeypatch):
-    warnings = []
+@pytest.fixture
+def fast(monkeypatch):
+    """Two processes, of which this one has made 9 steps; everything takes moments."""
     for name, value in {
-        "coordination.store": lambda: TwoProcesses(steps),
-        "coordination.num_processes": lambda: 2,
-        "_log.warning": lambda text, *args: warnings.append(text % args),
-        "_BEAT_SECONDS": 0.02,
-        "_POLL_SECONDS": 0.02,
-        "_STUCK_SECONDS": 0.1,
-        "_num_steps": 9,
+        "heartbeat.coordination.num_processes": lambda: 2,
+        "heartbeat._BEAT_SECONDS": 0.02,
+        "heartbeat._POLL_SECONDS": 0.02,
+        "progress._WARN_SECONDS": 0.1,
+        "progress._own": progress._Own(Activity(9, phase="training"), is_watched=True),
     }.items():
-        monkeypatch.setattr(f"millrace.distributed.heartbeat.{name}", value)
+        monkeypatch.setattr(f"millrace.distributed.{name}", value)
+
+
+@pytest.mark.parametrize(("steps", "is_slow"), [(3, True), (9, False)])
+def test_a_process_that_is_alive_but_slow_is_named_once(steps, is_slow, fast, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(heartbeat.coordination, "store", lambda: TwoProcesses(steps))
+    monkeypatch.setattr(
+        heartbeat._log, "warning", lambda text, *args: warnings.append(text % args)
+    )
     watching = Heartbeat()
     time.sleep(0.5)
     watching.close()
     expected = "Process 1 (pid 42 on far) has made no progress for 0 s, and the other"
-    assert [line[: len(expected)] for line in warnings] == [expected] * is_stuck
+    assert [line[: len(expected)] for line in warnings] == [expected] * is_slow
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_process_that_is_stuck_ends_the_run(steps, fast, monkeypatch, tmp_path, capsys):
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat.coordination, "store", lambda: TwoProcesses(steps))
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda status: ended.set())
+    lost = []
+    with progress.watched(0.2, tmp_path, lambda: False):
+        watching = Heartbeat()
+        watching.on_lost = lost.append
+        assert ended.wait(10)
+        watching.close()
+    (line,) = lost
+    assert ("Process 1 (pid 42 on far): training after" in line) == (steps == 3)
+    assert ("they wait for one another" in line) == (steps == 9)
+    assert f"{tmp_path}/stuck-process-0.txt" in line and line in capsys.readouterr().err
 
 
 class Exited(Exception):
@@ -127,57 +152,3 @@ def test_process_0_leaves_as_soon_as_all_others_have_said_goodbye(monkeypatch):
     assert time.monotonic() - began < heartbeat._GOODBYE_SECONDS - 1
     assert store.left == ("millrace/left/1", "millrace/left/0")
     watching.close()
-
-
-# Progress
-
-
-def progress_after(*steps: int, at: float = 0.0) -> Progress:
-    progress = Progress(len(steps), at)
-    for rank, count in enumerate(steps):
-        progress.update(rank, count, at)
-    return progress
-
-
-def test_a_process_that_has_staged_fewer_chunks_for_too_long_is_stuck():
-    progress = progress_after(5, 4, 5)
-    assert progress.find_stuck(119.0) is None
-    assert progress.find_stuck(121.0) == (1, 121.0)
-
-
-def test_processes_that_all_wait_for_their_devices_are_not_stuck():
-    assert progress_after(5, 5, 5).find_stuck(1e6) is None
-
-
-def test_a_stuck_process_is_named_again_only_after_a_step():
-    progress = progress_after(5, 4)
-    assert progress.find_stuck(200.0) is not None
-    assert progress.find_stuck(300.0) is None
-    progress.update(1, 5, 301.0)
-    progress.update(0, 7, 301.0)
-    assert progress.find_stuck(302.0) is None
-    assert progress.find_stuck(301.0 + 3 * 301 + 1) is not None
-
-
-def test_with_long_steps_it_takes_longer_to_count_as_stuck():
-    progress = progress_after(0, 0)
-    for rank in range(2):
-        progress.update(rank, 1, 100.0)
-    progress.update(0, 2, 101.0)
-    assert progress.find_stuck(100.0 + 299) is None
-    assert progress.find_stuck(100.0 + 301) == (1, 301.0)
-
-
-def test_nobody_is_stuck_because_this_process_was_suspended():
-    progress = progress_after(5, 4)
-    progress.restart_clock(500.0)
-    assert progress.find_stuck(510.0) is None
-
-
-@pytest.mark.cpu("a GPU has programs for fixed numbers of updates")
-@pytest.mark.parametrize("updates", [12])
-def test_training_counts_its_calls(tmp_path, updates):
-    before = heartbeat._num_steps
-    runner, state, _, _ = make_runner(tmp_path, batches([1.0] * updates), updates=updates)
-    runner.run(state)
-    assert heartbeat._num_steps - before == 4  # logs=4: one execution before each

@@ -12,8 +12,9 @@ from launched import environment, finish, start
 
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.launcher import Launcher, _drop_noise, launch
+from millrace.distributed.launcher import Launcher, launch
 from millrace.distributed.options import LaunchConfig, split_command
+from millrace.distributed.relay import _drop_noise
 
 POPRUN = [
     "--numa-aware=yes --num-replicas=4 --num-instances=4 --ipus-per-replica 4",

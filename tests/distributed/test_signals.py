@@ -151,6 +151,9 @@ def function(config, run):
         with handle_signals(lambda *_: print("handled", flush=True)):
             stay_in_c()
         run.summary["status"] = "completed"
+    elif sys.argv[2] == "importing":
+        sys.path.insert(0, str(Path(sys.argv[1]).parent))
+        import millrace_test_slow_import
     else:
         stay_in_c()
 
@@ -184,6 +187,17 @@ def interrupt_stuck_process(folder, kind):
 def test_a_signal_that_python_cannot_handle_ends_the_process(tmp_path):
     status, printed, seconds = interrupt_stuck_process(tmp_path / "run", "unprotected")
     assert status == 130 and seconds < 2.5
+    assert f"partial results are in {tmp_path / 'run'}" in printed
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+
+
+def test_an_import_that_takes_long_does_not_hold_up_the_end(tmp_path):
+    """It is not interrupted, but a machine that reads its packages slowly must not wait."""
+    slow = "import time\nprint('stuck', flush=True)\nfor _ in range(600): time.sleep(0.1)\n"
+    (tmp_path / "millrace_test_slow_import.py").write_text(slow)
+    status, printed, seconds = interrupt_stuck_process(tmp_path / "run", "importing")
+    assert status == 130 and seconds < 5
     assert f"partial results are in {tmp_path / 'run'}" in printed
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "interrupted"

@@ -1,0 +1,112 @@
+"""An elastic run continues with fewer processes, and takes lost ones back."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from launched import (
+    assert_same_history,
+    assert_same_weights,
+    children_of,
+    finish,
+    launched,
+    pid_of,
+    run,
+    start,
+    summary,
+    wait_for,
+)
+
+from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.vcd.config import VcdConfig
+from millrace.config import ConfigurationError, build
+from millrace.distributed import environment
+from millrace.run.process import _fit_to_processes
+
+
+def wait_until(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_lost_process_is_replaced_by_accumulation_and_taken_back(tmp_path, undisturbed):
+    directory, broken = tmp_path / "run", tmp_path / "broken"
+    own = ("--delay", "0.2", "--broken-devices", str(broken), "--num-epochs", "10")
+    options = ("--elastic", "1:2", "--return-after", "4")
+    command = launched(directory, 1, *own, options=options)
+    process = start(command)
+    wait_for(directory, 12, process)
+    broken.write_text("1")
+    os.kill(pid_of(1, process), signal.SIGKILL)
+    log = directory / "launch.log"
+    wait_until(
+        lambda: log.exists() and "continuing without process 1" in log.read_text(), process
+    )
+    wait_until(lambda: len(children_of(process)) == 1, process)
+    broken.unlink()
+    output = finish(process)
+    events = [
+        "process 1 (pid ",
+        "starting all of them again: 2 processes, from the last checkpoint",
+        "continuing without process 1: 1 process, from the last checkpoint",
+        "saving a checkpoint, to try again with process 1",
+        "trying again with process 1",
+    ]
+    places = [output.index(f"millrace launch: {event}") for event in events]
+    assert places == sorted(places)
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in lines)
+    assert summary(directory)["status"] == "completed"
+    alone = tmp_path / "alone"
+    run(launched(alone, 1, "--num-epochs", "10"))
+    assert_same_weights(directory, alone)
+    assert_same_history(directory, alone)
+
+
+@pytest.mark.slow
+def test_with_fewer_than_the_least_the_run_fails(tmp_path):
+    directory, broken = tmp_path / "run", tmp_path / "broken"
+    broken.write_text("0 1")
+    own = ("--broken-devices", str(broken))
+    output = run(launched(directory, 1, *own, options=("--elastic", "2:4")), status=1)
+    assert "The device is gone." in output
+    assert "1 process are left" in output or "less than 2" in output
+
+
+def fit(config, present, all_processes, monkeypatch):
+    monkeypatch.setenv(environment.ELASTIC, f"{present}/{all_processes}")
+    return _fit_to_processes(config)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "options"),
+    [
+        (CnnConfig, {"gradient_accumulation_count": 3}),
+        (CnnConfig, {"global_batch_size": 48}),
+        (AutoencoderConfig, {"data": "random", "batch_size": 24}),
+        (VcdConfig, {"micro_batch_size": 4}),
+    ],
+    ids=["cnn, count", "cnn, global", "autoencoder", "vcd"],
+)
+def test_fewer_processes_keep_the_global_batch(config_type, options, monkeypatch):
+    config = build(config_type, {"num_replicas": 4, **options})
+    size = config.plan.batching.global_batch_size
+    fewer = fit(config, 2, 4, monkeypatch)
+    assert fewer.plan.batching.num_replicas == 2
+    assert fewer.plan.batching.global_batch_size == size
+    assert fit(config, 4, 4, monkeypatch) is config
+
+
+def test_what_cannot_be_divided_is_an_error_that_the_launcher_sees(tmp_path, monkeypatch):
+    config = build(CnnConfig, {"num_replicas": 4, "gradient_accumulation_count": 1})
+    monkeypatch.setenv(environment.LAUNCH_DIR, str(tmp_path))
+    with pytest.raises(ConfigurationError, match="3 of 4 processes cannot share the glo"):
+        fit(config, 3, 4, monkeypatch)
+    assert environment.pop_indivisible(str(tmp_path))
+    assert not environment.pop_indivisible(str(tmp_path))
