@@ -41,6 +41,7 @@ from millrace.checkpoint.manifest import (
     update_manifest,
 )
 from millrace.distributed import coordination
+from millrace.distributed.environment import record_progress
 from millrace.durable import clear_leftovers, discard, finite_json, rename
 from millrace.program.replicas import to_host
 
@@ -152,6 +153,15 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         writing.result()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is in progress."""
+        return self._writing is not None and not self._writing.done()
+
+    def path_after(self, update: int) -> Path:
+        """Return the folder of the checkpoint after `update` updates."""
+        return self._path / checkpoint_name(update)
+
     def close(self) -> None:
         """Finish the checkpoint in progress and end the thread."""
         try:
@@ -240,6 +250,7 @@ class Checkpoints:
         path = self._path / checkpoint_name(update)
         write_checkpoint(path, state, update, metadata, before_rename=before_rename)
         if coordination.is_first():
+            record_progress(update)
             self._prune()
 
     def _prune(self) -> None:

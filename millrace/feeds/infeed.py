@@ -11,6 +11,12 @@ import numpy as np
 
 from millrace.card import Card, with_card
 from millrace.feeds.device import DeviceDataset
+from millrace.feeds.iterator_state import (
+    decode_state,
+    encode_state,
+    find_state_getter,
+    open_at,
+)
 from millrace.feeds.reader import Pass, Reader, Request, Staged
 from millrace.feeds.stager import Chunk, SampleSlice
 
@@ -114,20 +120,55 @@ class Infeed:
                 raise DatasetEnded("The dataset has no elements.")
         return self._example
 
-    def seek(self, position: int) -> None:
+    def state(self) -> Any:
+        """Return the state of the dataset's iterator at `position`, as JSON values.
+
+        None if the dataset has none, or can seek. Checkpoints save it.
+        """
+        if self._pass is None or isinstance(self.dataset, Seekable):
+            return None
+        state = self._pass.state_at(self._position)
+        return None if state is None else encode_state(state)
+
+    def seek(self, position: int, state: Any = None) -> None:
         """Continue at element `position`; call it before or between loops.
 
         A dataset without a ``seek`` of its own is read up to there, from its start when
         going back. A dataset that can be read only once cannot go back.
+
+        Args:
+            position: Number of elements to skip, from the start of the dataset.
+            state: What ``state`` returned there. An iterator that can be set to it
+                continues without reading anything again.
         """
         if position < 0:
             raise ValueError(f"position must not be negative, got {position}.")
         self.close()
+        if state is not None and self._open_at_state(position, decode_state(state)):
+            return
         if self._pass is not None and position < self._pass.oldest:
             self._pass = self._open_pass(position, None)
         elif self._pass is not None:
             self._pass.start = position
         self._position = position
+
+    def _open_at_state(self, position: int, state: Any) -> bool:
+        """Open a pass that continues from a state; return whether the dataset can."""
+        if isinstance(self.dataset, Seekable | DeviceDataset):
+            return False
+        iterator = open_at(self.dataset, state)
+        if iterator is None:
+            return False
+        self._pass = Pass(
+            lambda: iterator,
+            position,
+            start=position,
+            samples=None,
+            reading=self._reading,
+            get_state=functools.partial(find_state_getter, self.dataset),
+        )
+        self._position = position
+        return True
 
     def chunk(
         self,
@@ -166,6 +207,8 @@ class Infeed:
         chunk = self._staged.chunk._replace(start=self._staged.chunk.start + count)
         assert chunk.start <= chunk.stop
         self._position += count
+        if self._pass is not None:
+            self._pass.state_at(self._position)  # earlier ones are no longer needed
         # A used chunk is dropped at once: its copy on the host may take gigabytes.
         is_used = chunk.start == chunk.stop
         self._staged = None if is_used else self._staged._replace(chunk=chunk)
@@ -237,7 +280,11 @@ class Infeed:
         if samples is not None and (share := getattr(dataset, "share", None)) is not None:
             dataset, own = share(samples.own), samples
         new_pass = functools.partial(
-            Pass, start=position, samples=own, reading=self._reading
+            Pass,
+            start=position,
+            samples=own,
+            reading=self._reading,
+            get_state=functools.partial(find_state_getter, dataset),
         )
         if isinstance(dataset, Seekable):
             return new_pass(functools.partial(_iterate_from, dataset, position), position)

@@ -55,20 +55,16 @@ class Outfeed:
     def dequeue(self, wait: bool = False) -> Any:
         """Return the elements that have arrived since the last call.
 
-        In mode "all" they are stacked along a new leading dim, or None if there are none.
-        In mode "last" only the newest element is returned.
+        In mode "all" they are stacked along a new leading dim. In mode "last" only the
+        newest element is returned. None if there are none, as before the loop has started:
+        a thread may poll from the beginning.
 
         Args:
-            wait: Wait for the running loop to end first.
+            wait: Wait for the running loop to end first, if there is one.
         """
         with self._changed:
             while wait and self._state == "running":
                 self._changed.wait()
-            if self._state == "new":
-                raise ValueError(
-                    "No loop has filled this outfeed. Pass it to repeat, while_loop or "
-                    "train first."
-                )
             self._last_read = time.monotonic()
             blocks = list(self._blocks)
             if self.mode == "all":

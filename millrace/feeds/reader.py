@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import copy
 import logging
 import threading
 import time
@@ -76,6 +77,7 @@ class Pass:
         index: Number of the iterator's first element.
         start: First element to return; earlier ones are skipped.
         samples: The samples that the iterator's elements hold.
+        get_state: Returns a getter of the iterator's state, if it has one.
         reading: Held while the dataset produces an element. A reader that was stopped may
             still be inside the dataset, and a generator cannot be entered twice.
     """
@@ -88,8 +90,14 @@ class Pass:
         start: int,
         samples: SampleSlice | None,
         reading: threading.Lock,
+        get_state: Callable[[Any], Callable[[], Any] | None] = lambda iterator: None,
     ) -> None:
         self._open = open_iterator
+        self._find_getter = get_state
+        self._get_state: Callable[[], Any] | None = None
+        # States of the iterator, each with the number of the element that comes next.
+        # The reader appends, and the loop drops those of elements that it has used.
+        self._states: collections.deque[tuple[int, Any]] = collections.deque()
         self.iterator: Iterator[Any] | None = None
         self.index = index
         """Elements read from the dataset, including skipped ones."""
@@ -127,6 +135,8 @@ class Pass:
         try:
             if self.iterator is None:
                 self.iterator = self._open()
+                self._get_state = self._find_getter(self.iterator)
+                self._keep_state()
             while not self._ended:
                 value = next(self.iterator, self)
                 if value is self:
@@ -135,11 +145,24 @@ class Pass:
                 if self.example is None:
                     self.example = _copy(value)
                 self.index += 1
+                self._keep_state()
                 if self.index > self.start:
                     return Element(self.index - 1, value, self.samples)
         except BaseException as error:
             self._error = error
             raise
+        return None
+
+    def _keep_state(self) -> None:
+        if self._get_state is not None:
+            self._states.append((self.index, copy.deepcopy(self._get_state())))
+
+    def state_at(self, position: int) -> Any:
+        """Return the state of the iterator before an element; forget those before it."""
+        while self._states and self._states[0][0] < position:
+            self._states.popleft()
+        if self._states and self._states[0][0] == position:
+            return self._states[0][1]
         return None
 
     def keep(self, element: Element) -> None:

@@ -116,6 +116,8 @@ class SavedProgress(NamedTuple):
     scores: dict[str, float]
     since_log: MetricSums
     num_events: int
+    data_state: Any = None
+    """The state of the dataset's iterator, if it has one."""
 
     @classmethod
     def read(cls, manifest: dict[str, Any]) -> "SavedProgress":
@@ -130,6 +132,7 @@ class SavedProgress(NamedTuple):
             _read_floats(manifest["scores"]),
             MetricSums.read(manifest["since_log"]),
             _read_count(manifest.get("num_events", 0)),
+            manifest.get("data_state"),
         )
 
     def position_in(self, samples_per_element: int) -> int:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.checkpoint.store import Checkpoints
@@ -13,6 +13,7 @@ from millrace.feeds.device import DeviceDataset
 from millrace.feeds.infeed import Infeed
 from millrace.feeds.reader import GaveUp
 from millrace.loop.activity import ActivityStopped, listening
+from millrace.loop.callbacks import Callback, Callbacks
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.nan_guard import NonFiniteCheck
@@ -28,6 +29,7 @@ from millrace.loop.progress import (
 )
 from millrace.loop.staging import Call, Calls
 from millrace.loop.stopping import StopRequest
+from millrace.loop.trace import Trace
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 
@@ -58,6 +60,8 @@ class Runner:
         stop_on_divergence: Whether a loss that stays non-finite or explodes ends the run.
             Otherwise it is a warning.
         on_compiled: Called before the first update; an error it raises ends the run.
+        callbacks: Called after log events, validations and checkpoints.
+        trace: Records a few calls.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class Runner:
         validate: Validate | AsyncValidation | None = None,
         stop_on_divergence: bool = False,
         on_compiled: Callable[[], None] | None = None,
+        callbacks: Sequence[Callback] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._program = program
         self._infeed = infeed
@@ -86,6 +92,9 @@ class Runner:
         self._stop_on_divergence = stop_on_divergence
         self._on_compiled = on_compiled
         self._throughput = Throughput()
+        self._trace = trace
+        if trace is not None:
+            trace.paused = self._throughput.paused
         # Data that is generated on the devices is never waited for.
         is_fed = not isinstance(infeed.dataset, DeviceDataset)
         self._input_wait = InputWait() if is_fed else None
@@ -101,6 +110,7 @@ class Runner:
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
         self._stop = StopRequest()
+        self._callbacks = Callbacks(callbacks, self._stop.request_here)
         self._validation_skipped = False
 
     def run(self, state: TrainState, *, resume: bool = False) -> TrainingResult:
@@ -138,6 +148,7 @@ class Runner:
                     # The run can be resumed as soon as this returns.
                     self._console.status("saving a checkpoint")
                     self._checkpoints.wait()
+                    self._callbacks.send_saved(is_done=True)
         except Exception:
             if self._checkpoints is not None:
                 # Nothing may be written once the run has failed and been reported.
@@ -150,6 +161,8 @@ class Runner:
                 self._input_wait.close()
             if self._async is not None:
                 self._async.close()
+            if self._trace is not None:
+                self._trace.close()
         interrupted = done < total or self._validation_skipped
         return TrainingResult(state, interrupted, self.progress(), self._stop.signal)
 
@@ -165,7 +178,9 @@ class Runner:
         done = self._drained
         check = self._non_finite_check
         diverged = check.divergence if check is not None else None
+        stopped_by = self._callbacks.stopped_by
         return {
+            **({"stopped_by": stopped_by} if stopped_by else {}),
             **({"diverged": diverged} if diverged else {}),
             "updates": done,
             "samples": done * self._program.plan.batching.global_batch_size,
@@ -193,7 +208,10 @@ class Runner:
             return state
         saved = SavedProgress.read(restored.manifest)
         samples_per_element = self._program.plan.batching.samples_per_step
-        self._infeed.seek(saved.position_in(samples_per_element))
+        position = saved.position_in(samples_per_element)
+        # With elements of another size, an iterator's own state would be of other data.
+        is_same = saved.samples_per_element == samples_per_element
+        self._infeed.seek(position, saved.data_state if is_same else None)
         self._truncate_metrics(saved)
         self._earlier_seconds = saved.time
         self._metrics = dict(saved.metrics)
@@ -224,7 +242,7 @@ class Runner:
             for event in self._directory.read_metrics()
         )
         if scores and not is_logged and self._async is not None:
-            self._write_event(saved.update, scores)
+            self._write_event(saved.update, scores, is_validation=True)
 
     def _train(
         self, state: TrainState, done: int, *, resumed: bool
@@ -239,12 +257,16 @@ class Runner:
         while done < self._schedule.total_updates and not (
             ended and self._stop.should_stop()
         ):
+            if self._trace is not None:
+                self._trace.advance(done, self._drain_all)
             try:
                 chunk = self._next_chunk()
             except GaveUp:
                 break
             at_most = self._schedule.next_stop(done) - done
-            state, call = self._calls.run(state, chunk, done, at_most)
+            # It may compile for calls of another length.
+            with listening(should_stop=self._stop.is_cut_short):
+                state, call = self._calls.run(state, chunk, done, at_most)
             done += call.updates
             ended = call.ends_execution
             self._pending.append(call)
@@ -259,6 +281,8 @@ class Runner:
                 self._drain_all()
             self._stop.pass_point()
             self._handle_events(state, done)
+        if self._trace is not None:
+            self._trace.stop(done, self._drain_all)
         self._drain_all()
         # A signal may have come since the loop last looked.
         if self._stop.should_stop():
@@ -282,12 +306,15 @@ class Runner:
 
     def _handle_events(self, state: TrainState, done: int) -> None:
         """Validate and save if that is due after `done` updates."""
+        self._send_saved()
         validates = self._validate is not None or self._async is not None
         validate = validates and self._schedule.due("validate", done)
         save = self._schedule.due("checkpoint", done)
         if validate or save:
             # All log events up to here must be written before the checkpoint counts them.
             self._drain_all()
+            if self._trace is not None:
+                self._trace.stop(done, self._drain_all)
         # A checkpoint contains the metrics so far, and only one validation can be pending.
         self._collect_validation(wait=validate or save)
         if not validate and not save:
@@ -351,17 +378,21 @@ class Runner:
         self._validated_at = update
         if self._checkpoints is not None and self._checkpoints.best_by is not None:
             self._checkpoints.best_by.check(self._metrics)
-        self._write_event(update, values)
+        self._write_event(update, values, is_validation=True)
 
     def _save(self, state: TrainState, done: int) -> None:
         if self._checkpoints is None:
             return
         self._console.status("saving a checkpoint")
+        self._checkpoints.wait()
+        self._send_saved()
+        self._callbacks.start_saving(done, self._checkpoints.path_after(done))
         self._checkpoints.save(
             self._program.unpack_state(state),
             done,
             epoch=self._epoch(done),
             data_position=self._infeed.position,
+            data_state=self._infeed.state(),
             samples_per_element=self._program.plan.batching.samples_per_step,
             time=self.elapsed(),
             metrics=self._metrics,
@@ -375,6 +406,10 @@ class Runner:
             before_rename=self._directory.sync_metrics,
         )
         self._console.status("training")
+
+    def _send_saved(self) -> None:
+        is_done = self._checkpoints is not None and not self._checkpoints.is_writing
+        self._callbacks.send_saved(is_done=is_done)
 
     def _pending_scores(self, done: int) -> Callable[[], dict[str, Any]] | None:
         """Return a function that waits for the validation of these weights, if pending."""
@@ -445,7 +480,9 @@ class Runner:
             f"supplies {self._throughput.per_second():,.0f} samples/s. {advice}"
         )
 
-    def _write_event(self, update: int, values: dict[str, float]) -> None:
+    def _write_event(
+        self, update: int, values: dict[str, float], *, is_validation: bool = False
+    ) -> None:
         event = {
             "update": update,
             "epoch": self._epoch(update),
@@ -455,6 +492,7 @@ class Runner:
         for writer in self._writers:
             writer.write(event)
         self._console.event(event)
+        self._callbacks.send_event(event, is_validation=is_validation)
 
     def _epoch(self, update: int) -> float:
         return round(update / self._schedule.updates_per_epoch, 6)

@@ -8,6 +8,7 @@ guess, and it is compiled again only if the calls turn out to be much too long, 
 that their overhead costs more than compiling.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 
 from millrace.distributed import coordination
-from millrace.distributed.heartbeat import count_step
+from millrace.distributed.progress import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.stager import Chunk
+from millrace.loop.activity import ActivityStopped, run_stoppable
 from millrace.loop.pace import Pace
 from millrace.program.compiling import tree_bytes
 from millrace.program.step import TrainState
@@ -168,7 +170,9 @@ class Calls:
         is_end = self._number == len(self._sizes)
         was_lead = sum(self._sizes) != self._execution
         if self._revise_length(done) or (is_end and was_lead):
-            self.compile(state, done)
+            # If the run ends meanwhile, the weights of this call must not be lost.
+            with contextlib.suppress(ActivityStopped):
+                run_stoppable(lambda: self.compile(state, done))
         elif is_end:
             self._number = 0
         return is_end or not self._fixed

@@ -19,12 +19,17 @@ class StopRequest:
         self.signal: int | None = None
         """The signal that ends the run, if one does."""
         self._is_requested = False
+        self._is_requested_here = False
         self._stop_points = 0
         self._coordinated_stop = CoordinatedStop(1)
 
     def request(self) -> None:
         """Ask for the end; with several processes, all must do so at the same update."""
         self._is_requested = True
+
+    def request_here(self) -> None:
+        """Ask for the end in this process; all agree on the update, as for a signal."""
+        self._is_requested_here = True
 
     @property
     def is_first_point(self) -> bool:
@@ -38,7 +43,8 @@ class StopRequest:
     def should_stop(self) -> bool:
         """Whether to end here, as the program or a signal asks."""
         signaled = self._coordinated_stop.should_stop(
-            self._stop_points, requested=self.signal is not None
+            self._stop_points,
+            requested=self.signal is not None or self._is_requested_here,
         )
         return self._is_requested or signaled
 

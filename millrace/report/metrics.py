@@ -40,7 +40,10 @@ def metric_series(
                 if name not in series:
                     series[name] = Series(name, [], {axis: [] for axis in AXES})
                 curve = series[name]
-                curve.points.append((float(event[over]), as_number(value)))
+                number = as_number(value)
+                if name == "input_wait" and number < _LEAST_WAIT:
+                    number = 0.0  # noise, which would make the axis logarithmic
+                curve.points.append((float(event[over]), number))
                 for axis, position in AXES.items():
                     curve.positions[axis].append(float(event[position]))
     return series
@@ -103,7 +106,7 @@ def run_curves(record: RunRecord) -> dict[str, list[Series]]:
         name = split or readable_name(quantity)
         if metric in trials:
             quantity, name = trials[metric]
-            is_exponent = record.command == "autoencoder sweep" and name[0] != "l"
+            is_exponent = record.command == "autoencoder sweep" and name[0].isdigit()
             name = f"2^-{name}" if is_exponent else name
         if series[metric].finite:
             charts.setdefault(quantity, []).append(series[metric]._replace(name=name))
@@ -114,13 +117,16 @@ def find_trials(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return the quantity and label of metrics that differ in a last number only.
 
     A sweep logs ``validation_rmse_16`` and ``validation_rmse_17``, one for each trial, or
-    ``validation_rmse_lr_0.01`` and so on: they are curves of one chart.
+    ``validation_rmse_lr_0.01`` and so on, or ``validation_rmse_trial_1``: they are curves
+    of one chart.
     """
     found = {}
     for metric in metrics:
-        if match := re.fullmatch(r"(.+?)_(lr_)?(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", metric):
-            quantity, is_rate, label = match.groups()
-            found[metric] = (quantity, f"lr {label}" if is_rate else label)
+        if match := re.fullmatch(
+            r"(.+?)_(lr_|trial_)?(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", metric
+        ):
+            quantity, kind, label = match.groups()
+            found[metric] = (quantity, (kind or "").replace("_", " ") + label)
     counts = Counter(quantity for quantity, _ in found.values())
     return {m: trial for m, trial in found.items() if counts[trial[0]] > 1}
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
 
+from millrace.distributed.progress import enter_phase, move, reach_update
 from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
@@ -126,6 +127,7 @@ class Console:
     def status(self, what: str) -> None:
         """Show the current activity; without a bar, print each one only once."""
         self._end_phase()
+        enter_phase(what)
         self._current = (what, self._now())
         self._shown.begin(what)
         self._open_bar()
@@ -137,12 +139,14 @@ class Console:
 
     def advance(self, done: int, metrics: Mapping[str, float], speed: float) -> None:
         """Show how many updates are done and the newest metrics."""
+        reach_update(done)
         chosen = metrics if self.verbose else _most_relevant(metrics)
         self._shown.advance(done, format_metrics(chosen, speed))
         self._show_progress()
 
     def progress(self, done: int, total: int | None) -> None:
         """Show how much of an activity other than training is done."""
+        move()
         if self._current is None or self._current[0] != TRAINING:
             self._shown.report(done, total)
             self._show_progress()

@@ -1,5 +1,6 @@
 """Options that all commands with a run directory share. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,8 @@ _MAY_DIFFER = {**_MAY_CHANGE, "may_differ": True}
 """Marks options that may also differ between the processes of a run."""
 TRANSIENT = {"transient": True}
 """Marks options about one start of a run, which are not taken over by a later one."""
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 Which = Literal["best", "last", "newest"] | int
 """Which checkpoint of a run: the best, the last (or newest), or that after an update."""
@@ -41,6 +44,10 @@ class RunOptions:
     options are those of the run unless they are given again."""
     seed: int = 0
     """Seed for weights, sample order and all other random numbers."""
+    stuck_timeout: float | None = field(default=None, metadata=_MAY_CHANGE | TRANSIENT)
+    """Seconds without progress in training after which the run ends with an error that says
+    what each process is doing; 0 for never (default: never for a single process, else 1800,
+    or ten times the longest step so far)."""
     deterministic: bool = False
     """Use only kernels that give the same bits in every run, so that a run can be repeated
     and resumed exactly. CPUs always do; on a GPU this costs some speed."""
@@ -48,12 +55,24 @@ class RunOptions:
     """Number of newest checkpoints to keep; the best one is kept as well."""
     tensorboard: bool = field(default=False, metadata=_MAY_DIFFER)
     """Also write TensorBoard event files to the run directory."""
+    tracker: list[Tracker] = field(
+        default_factory=list, metadata=_MAY_DIFFER | {"repeatable": True}
+    )
+    """Also send metrics to these trackers: tensorboard, wandb, mlflow, trackio. Their
+    packages must be installed."""
+    tracker_project: str = field(default="millrace", metadata=_MAY_DIFFER)
+    """Project (for MLflow, experiment) of the run in trackers."""
+    tracker_run_name: str | None = field(
+        default=None, metadata=_MAY_DIFFER | {"aliases": ["--wandb-run-name"]}
+    )
+    """Name of the run in trackers (default: the command and the run directory)."""
     wandb: bool = field(default=False, metadata=_MAY_DIFFER)
-    """Also send metrics to Weights & Biases (needs the wandb extra)."""
-    wandb_run_name: str | None = field(default=None, metadata=_MAY_DIFFER)
-    """Name of the Weights & Biases run (default: the command and the run directory)."""
+    """Also send metrics to Weights & Biases, as --tracker wandb does."""
     wandb_tags: list[str] = field(default_factory=list, metadata=_MAY_DIFFER)
     """Tags of the Weights & Biases run."""
+    profile: bool = field(default=False, metadata=_MAY_CHANGE | TRANSIENT)
+    """Trace a few calls of the training program after warm-up: the report shows which
+    operations took the time, and the folder profile opens in XProf and Perfetto."""
     quiet: bool = field(default=False, metadata=_MAY_DIFFER | TRANSIENT)
     """Print only warnings and errors."""
     verbose: bool = field(default=False, metadata=_MAY_DIFFER | TRANSIENT)
@@ -81,6 +100,10 @@ class RunOptions:
         if self.virtual_devices is not None and self.virtual_devices < 1:
             raise ValueError(
                 f"virtual_devices must be at least 1, got {self.virtual_devices}."
+            )
+        if self.stuck_timeout is not None and not 0 <= self.stuck_timeout < math.inf:
+            raise ValueError(
+                f"stuck_timeout must be 0 or more seconds, got {self.stuck_timeout:g}."
             )
         if not isinstance(self.resume, bool):
             raise ValueError("Set resume to True, and run_dir to the run to continue.")

@@ -1,5 +1,6 @@
 """Measure one update of a pipeline and compare it with the simulated schedule."""
 
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ def _median_costs(table: Table, measured: Sequence[Span]) -> Costs:
     for span in measured:
         seconds[span.kind, span.stage].append(span.end - span.start)
     stages = range(table.stages.num_stages)
-    return Costs(
-        forward=tuple(statistics.median(seconds["forward", s]) for s in stages),
-        backward=tuple(statistics.median(seconds["backward", s]) for s in stages),
+    forward, backward, weights = (
+        tuple(statistics.median(seconds[kind, stage] or [0.0]) for stage in stages)
+        for kind in ("forward", "backward", "weights")
     )
+    whole = tuple(map(operator.add, backward, weights))
+    return Costs(forward=forward, backward=whole, weight_gradient=weights)

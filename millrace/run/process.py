@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from millrace.config import ConfigurationError, flat_options, replace_options
+from millrace.config import (
+    ConfigurationError,
+    flat_options,
+    option_value,
+    replace_options,
+)
 
 _MIN_ADDRESS_SPACE = 2 * 10**9
 """With less, the smallest run crashes: on 2 cores it did with 1.84 GB, not with 2.05."""
@@ -38,9 +43,45 @@ def prepare_process(config: Any) -> Any:
                 ) from error
     if not _join(options.coordinator, options.process_id, options.num_processes):
         watch_launcher()
+    config = _fit_to_processes(config)
     interrupted_run = None if _begun else get_recorded_run_directory()
     _begun.append(True)
     return config if interrupted_run is None else _resume_config(config, interrupted_run)
+
+
+def _fit_to_processes(config: Any) -> Any:
+    """Return a configuration with the same global batch for fewer processes.
+
+    An elastic run may continue with fewer replicas; each then accumulates the gradients of
+    more micro-batches.
+    """
+    from millrace.distributed.environment import get_present_share, record_indivisible
+
+    present, all_processes = get_present_share()
+    if present == all_processes:
+        return config
+    known = flat_options(type(config))
+    changes = {}
+    replicas = option_value(config, "num_replicas")
+    changes["num_replicas"] = replicas * present // all_processes
+    if "gradient_accumulation_count" in known:
+        batching = config.plan.batching
+        count = batching.gradient_accumulation_count * all_processes
+        if option_value(config, "global_batch_size") is None and count % present == 0:
+            changes["gradient_accumulation_count"] = count // present
+    try:
+        changed = replace_options(config, **changes)
+        size = changed.plan.batching.global_batch_size
+        if size == config.plan.batching.global_batch_size:
+            return changed
+        reason = f"its updates would have {size} samples"
+    except ConfigurationError as error:
+        reason = str(error)
+    record_indivisible()
+    raise ConfigurationError(
+        f"{present} of {all_processes} processes cannot share the global batch of "
+        f"{config.plan.batching.global_batch_size} samples: {reason}"
+    )
 
 
 def _resume_config(config: Any, path: Path) -> Any:

@@ -26,10 +26,12 @@ from millrace.distributed.signals import (
 )
 from millrace.feeds.infeed import Infeed
 from millrace.loop.activity import listening
+from millrace.loop.callbacks import Callback, check_callbacks
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.progress import Writer
 from millrace.loop.runner import Runner, Validate
+from millrace.loop.trace import Trace
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
 from millrace.program.compiling import compiling, deterministic, is_compiling
@@ -47,12 +49,14 @@ from millrace.run.console import (
     training_rows,
 )
 from millrace.run.directory import RunDirectory, open_shared_run_directory
+from millrace.run.errors import error_message, find_line, format_error
 from millrace.run.options import RunOptions
 from millrace.run.process import (
     check_address_space,
     compile_cache_folder,
     prepare_process,
 )
+from millrace.run.profile import report_profile
 from millrace.run.provenance import (
     add_previous_times,
     complete_command,
@@ -60,8 +64,9 @@ from millrace.run.provenance import (
     write_phases,
 )
 from millrace.run.saved import choose_best, read_scores
+from millrace.run.stuck import watching_progress
 from millrace.run.writers import open_writers
-from millrace.user_code import UserLine, find_user_line
+from millrace.trust import find_writers
 from millrace.versions import versions
 
 _USAGE_ERROR = 2
@@ -100,6 +105,8 @@ class Run:
         }
         self.closing_notes: dict[str, str] = {}
         """Rows that the application adds to the table at the end of the run."""
+        self.callbacks: list[Callback] = []
+        """Called between executions; closed at the end of the run."""
         self.signal: int | None = None
         """The signal that ended training, if one did."""
         self._runner: Runner | None = None
@@ -218,6 +225,8 @@ class Run:
         checkpoints: Checkpoints | None = None,
         stop_on_divergence: bool = False,
         on_compiled: Callable[[], None] | None = None,
+        resume: bool | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> TrainState:
         """Train to the end of the schedule; the summary records the progress.
 
@@ -232,7 +241,13 @@ class Run:
             stop_on_divergence: Whether a loss that stays non-finite or explodes ends the
                 run. Otherwise it is a warning, and the summary says so.
             on_compiled: Called before the first update; an error it raises ends the run.
+            resume: Whether to start from the newest of `checkpoints` (default: with
+                ``--resume``). A run in parts continues the part before in this way.
+            callbacks: Called after log events, validations and checkpoints, after those in
+                ``run.callbacks``.
         """
+        self.callbacks += check_callbacks(callbacks)
+        trace = self._make_trace(program)
         self._runner = runner = Runner(
             program,
             infeed,
@@ -244,23 +259,49 @@ class Run:
             validate=validate,
             stop_on_divergence=stop_on_divergence,
             on_compiled=on_compiled,
+            callbacks=self.callbacks,
+            trace=trace,
         )
         try:
-            result = runner.run(state, resume=bool(self.options.resume))
+            timeout = self.options.stuck_timeout
+            if timeout is None and schedule.is_fixed:
+                timeout = 0.0  # an execution may take hours
+            with watching_progress(timeout, self.directory.home, self.record_failure):
+                result = runner.run(
+                    state, resume=bool(self.options.resume) if resume is None else resume
+                )
         finally:
             progress = runner.progress()
             if not progress["samples_per_second"]:  # a resumed run had nothing left to do
                 speed = self._previous_summary.get("samples_per_second", 0.0)
                 progress["samples_per_second"] = speed
             self.summary |= progress
+        if trace is not None:
+            facts, self.closing_notes["profile"] = report_profile(
+                self.directory.path, trace
+            )
+            self.summary |= facts
         self.signal = result.signal
         self.summary["status"] = "interrupted" if result.interrupted else "completed"
+        if not result.interrupted:  # a callback asked for the end when it had come
+            self.summary.pop("stopped_by", None)
         return result.state
+
+    def _make_trace(self, program: TrainingProgram) -> Trace | None:
+        if not self.options.profile or not coordination.is_first():
+            return None
+        folder = self.directory.path / "profile"
+        return Trace(folder, compiled_once=program.runs_parts)
 
     def stop(self) -> None:
         """Ask training to end after the current execution, with a checkpoint."""
         assert self._runner is not None, "nothing is being trained"
         self._runner.stop()
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether nothing was trained so far."""
+        return self._runner is None
 
     def elapsed(self) -> float:
         """Return the seconds since training began, including those before a resume."""
@@ -271,11 +312,11 @@ class Run:
         """Return the summary of this run before it was resumed; empty if there is none."""
         return self._previous_summary
 
-    def record_lost_process(self, line: str) -> None:
-        """Write a summary that another process was lost; this one is about to exit."""
+    def record_failure(self, line: str) -> None:
+        """Write a summary; this process is about to exit, perhaps from another thread."""
         if self._runner is not None:
             self.summary |= self._runner.progress()
-        self.summary |= {"status": "failed", "error": f"LostInstance: {line}"}
+        self.summary |= {"status": "failed", "error": line}
         self.directory.write_summary(self.summary)
 
 
@@ -303,17 +344,18 @@ def run_command(
     run = _open_run(config, command, command_line)
     started = time.time()
     programs: list[jax.stages.Compiled] = []
-    status = _execute(run, function, config, command, programs, on_failure)
-    run.summary["wall_seconds"] = time.time() - started
-    run.summary |= run_metadata(config, run.console.phases, programs)
-    if run.options.resume:
-        add_previous_times(run.summary, run.previous_summary())
-        run.summary["command"] = complete_command(
-            command_line, run.summary["changed_options"]
-        )
-    if "best" not in run.summary and (best := run.find_best()) is not None:
-        run.summary["best"] = best
-    status = _close(run, status)
+    with acting_before_end(functools.partial(_record_end, run)):
+        status = _execute(run, function, config, command, programs, on_failure)
+        run.summary["wall_seconds"] = time.time() - started
+        run.summary |= run_metadata(config, run.console.phases, programs)
+        if run.options.resume:
+            add_previous_times(run.summary, run.previous_summary())
+            run.summary["command"] = complete_command(
+                command_line, run.summary["changed_options"]
+            )
+        if "best" not in run.summary and (best := run.find_best()) is not None:
+            run.summary["best"] = best
+        status = _close(run, status)
     if status != _USAGE_ERROR:
         _print_result(run)
     return status
@@ -344,20 +386,21 @@ def _execute(
     """
     options, directory = run.options, run.directory
     if (peers := start_heartbeat()) is not None:
-        peers.on_lost = run.record_lost_process
+        peers.on_lost = lambda line: run.record_failure(f"LostInstance: {line}")
     try:
         if coordination.is_first():
             record_run_directory(directory.path)
             run.writers += open_writers(options, directory, as_plain(config), command)
         with (
             interruptible(),
-            acting_before_end(functools.partial(_record_end, run)),
             deterministic(options.deterministic),
-            compiling({}, programs, cache_dir=compile_cache_folder()),
+            compiling({}, programs, cache_dir=_find_compile_cache(run.console)),
             listening(show=run.console.progress),
             _stopping(run.console),
         ):
             function(config, run)
+            if options.profile and run.is_untrained:
+                run.console.warning("--profile has no effect: nothing was trained.")
         return INTERRUPTED if run.summary["status"] == "interrupted" else 0
     except KeyboardInterrupt:
         run.summary |= _STOPPED
@@ -371,24 +414,34 @@ def _execute(
             # Probably another process is lost. Its name is a better message than the error
             # of a collective, and the thread that finds out ends this process.
             peers.wait_for_lost_process()
-        line = f"{type(error).__name__}: {_message(error)}"
+        line = f"{type(error).__name__}: {error_message(error)}"
         run.summary |= {"status": "failed", "error": line}
-        if (user_line := _find_user_line(error)) is not None:
+        if (user_line := find_line(error)) is not None:
             run.summary["error_line"] = str(user_line)
         if on_failure is not None:
             on_failure(error)
         if options.debug:
             traceback.print_exc()
         status = _USAGE_ERROR if isinstance(error, ConfigurationError) else 1
-        _report_failure(_format_error(error), status, silent=options.debug)
+        _report_failure(format_error(error), status, silent=options.debug)
         return status
 
 
+def _find_compile_cache(console: Console) -> Path | None:
+    """Return the folder of compiled programs, unless others could put theirs there."""
+    folder = compile_cache_folder()
+    if (reason := find_writers(folder)) is None:
+        return folder
+    console.warning(f"Compiled programs are not kept in {folder}, because {reason}.")
+    return None
+
+
 def _record_end(run: Run) -> None:
-    """Leave a summary: the main thread is in C++, and the process ends without it."""
+    """Leave a summary: the process ends without the main thread, which may be in C++."""
     run.console.stop()
     if coordination.is_first():
-        run.directory.write_summary(run.summary | _STOPPED)
+        stopped = {} if run.summary["status"] == "completed" else _STOPPED
+        run.directory.write_summary(run.summary | stopped)
     run.console.line(f"interrupted; partial results are in {run.directory.home}")
 
 
@@ -409,7 +462,7 @@ def _close(run: Run, status: int) -> int:
             action()
         except Exception as error:
             status = status or 1
-            _report_failure(_format_error(error), status)
+            _report_failure(format_error(error), status)
     run.directory.close()
     peers = start_heartbeat()
     if status in (0, INTERRUPTED) and not (peers and peers.failure_status):
@@ -420,7 +473,9 @@ def _close(run: Run, status: int) -> int:
 def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
     """Return what is left to do; each action is tried even if another one fails."""
     directory, resumed = run.directory, bool(run.options.resume)
-    actions: list[Callable[[], Any]] = [writer.close for writer in run.writers]
+    actions: list[Callable[[], Any]] = [
+        each.close for each in (*run.callbacks, *run.writers)
+    ]
     nothing_ran = not directory.metrics_path.exists() and not resumed
     if status == _USAGE_ERROR and nothing_ran:
         return [*actions, directory.discard]  # the corrected command can use its name
@@ -445,34 +500,6 @@ def _report_failure(line: str, status: int, *, silent: bool = False) -> None:
         silent |= not coordination.is_first() and peers.wait_for_first_failure(3.0) == line
     if not silent:
         error_line(line)
-
-
-def _format_error(error: Exception) -> str:
-    """Return one line about an error, and a second one with the user's own code.
-
-    Errors of other packages need their type.
-    """
-    text = _message(error)
-    if not _is_ours(error):
-        text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
-    line = _find_user_line(error)
-    return text if line is None else f"{text}\n  {line}"
-
-
-def _find_user_line(error: Exception) -> UserLine | None:
-    """Return the line of the user's code that raised an error, or the cause of ours."""
-    if isinstance(error, ConfigurationError):
-        return None
-    raised = error.__cause__ if _is_ours(error) else error
-    return find_user_line(raised) if raised is not None else None
-
-
-def _is_ours(error: Exception) -> bool:
-    return type(error).__module__.startswith("millrace")
-
-
-def _message(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _print_result(run: Run) -> None:

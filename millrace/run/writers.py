@@ -1,15 +1,34 @@
-"""Writers of log events: JSON lines, TensorBoard, Weights & Biases."""
+"""Writers of log events: JSON lines, and trackers of other projects."""
 
+import importlib
+import importlib.util
 import secrets
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError
 from millrace.durable import write_atomically
 from millrace.loop.progress import Writer
 from millrace.run.directory import RunDirectory
 from millrace.run.options import RunOptions
+
+_MAX_MLFLOW_TEXT = 500
+"""The longest value of a parameter that every MLflow store takes."""
+
+
+class RunFacts(NamedTuple):
+    """What a tracker records of a run besides its metrics."""
+
+    path: Path
+    """The run directory."""
+    config: dict[str, Any]
+    """The configuration as plain values."""
+    project: str
+    name: str
+    tags: list[str]
 
 
 def open_writers(
@@ -20,16 +39,21 @@ def open_writers(
     Args:
         options: The options of the run.
         directory: Its directory.
-        config: Its configuration as plain values, for Weights & Biases.
+        config: Its configuration as plain values.
         name: Its command.
     """
+    name = options.tracker_run_name or f"{name}-{directory.path.name}"
+    facts = RunFacts(
+        directory.path, config, options.tracker_project, name, options.wandb_tags
+    )
+    chosen = set(options.tracker)
+    chosen |= {"tensorboard"} if options.tensorboard else set()
+    chosen |= {"wandb"} if options.wandb else set()
     writers: list[Writer] = [_JsonLines(directory)]
-    if options.tensorboard:
+    if "tensorboard" in chosen:
         writers.append(_TensorBoard(directory.path / "tensorboard", directory))
-    if options.wandb:
-        name = options.wandb_run_name or f"{name}-{directory.path.name}"
-        tags = options.wandb_tags
-        writers.append(_WeightsAndBiases(directory.path, config, name, tags))
+    for tracker in sorted(chosen - {"tensorboard"}):
+        writers.append(_TRACKERS[tracker](facts))
     return writers
 
 
@@ -48,6 +72,10 @@ class _TensorBoard:
     """Writes event files; a resumed run rewrites them from all metrics so far."""
 
     def __init__(self, path: Path, directory: RunDirectory) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigurationError(
+                "--tensorboard needs the tensorboard package: pip install tensorboard."
+            )
         self._path = path
         self._directory = directory
         self._writer: Any = None
@@ -71,39 +99,108 @@ class _TensorBoard:
             self._writer.close()
 
 
-class _WeightsAndBiases:
-    def __init__(
-        self, path: Path, config: dict[str, Any], name: str, tags: list[str]
-    ) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]  (an optional extra)
-        except ImportError as error:
-            raise ConfigurationError(
-                "--wandb needs the wandb package: pip install wandb."
-            ) from error
+class _WandbLike:
+    """Weights & Biases, or Trackio, which has the same interface."""
+
+    package = "wandb"
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._run = self._start(_import_tracker(self.package), facts)
+
+    def _start(self, package: Any, facts: RunFacts) -> Any:
         # A resumed run continues the same Weights & Biases run.
-        id_path = path / "wandb-id"
+        id_path = facts.path / "wandb-id"
         run_id = id_path.read_text() if id_path.exists() else secrets.token_hex(8)
         write_atomically(id_path, run_id)
-        self._run = wandb.init(
-            project="millrace",
-            name=name,
-            tags=tags,
-            config=config,
-            dir=str(path),
+        run = package.init(
+            project=facts.project,
+            name=facts.name,
+            tags=facts.tags,
+            config=facts.config,
+            dir=str(facts.path),
             id=run_id,
             resume="allow",
         )
-        self._step = 0
+        # The steps of wandb cannot decrease, as updates do when old checkpoints are
+        # validated after training: the update is the x axis instead.
+        run.define_metric("update")
+        run.define_metric("*", step_metric="update")
+        return run
 
     def write(self, event: dict[str, Any]) -> None:
-        # Steps must not decrease, as they would when old checkpoints are validated; the
-        # epoch in the event tells which one it is.
-        self._step = max(self._step, event["update"])
-        self._run.log(_metrics(event), step=self._step)
+        self._run.log({"update": event["update"], **_metrics(event)})
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _Trackio(_WandbLike):
+    package = "trackio"
+
+    def _start(self, package: Any, facts: RunFacts) -> Any:
+        # Runs are known by name. Nothing is embedded in a notebook.
+        return package.init(
+            project=facts.project,
+            name=facts.name,
+            config=facts.config,
+            resume="allow",
+            embed=False,
+        )
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._run.log(_metrics(event), step=event["update"])
+
+
+class _Mlflow:
+    """Writes through a client, so that a run of the user's own stays active."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        package = _import_tracker("mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        self._client = package.MlflowClient()
+        # A resumed run continues the same MLflow run.
+        id_path = facts.path / "mlflow-id"
+        if id_path.exists():
+            self._run_id = id_path.read_text()
+            return
+        found = self._client.get_experiment_by_name(facts.project)
+        experiment = (
+            self._client.create_experiment(facts.project)
+            if found is None
+            else found.experiment_id
+        )
+        run = self._client.create_run(experiment, run_name=facts.name)
+        self._run_id = run.info.run_id
+        write_atomically(id_path, self._run_id)
+        for name, value in facts.config.items():
+            self._client.log_param(self._run_id, name, str(value)[:_MAX_MLFLOW_TEXT])
+
+    def write(self, event: dict[str, Any]) -> None:
+        now = int(1000 * time.time())
+        metrics = [
+            self._entities.Metric(name, value, now, event["update"])
+            for name, value in _metrics(event).items()
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+_TRACKERS: dict[str, Callable[[RunFacts], Writer]] = {
+    "mlflow": _Mlflow,
+    "trackio": _Trackio,
+    "wandb": _WandbLike,
+}
+
+
+def _import_tracker(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--tracker {package} needs the {package} package: pip install {package}."
+        ) from error
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, float]:

@@ -151,9 +151,32 @@ def test_a_reader_stops_waiting_when_the_loop_fails():
     assert len(seen) == 1
 
 
-def test_reading_an_unused_outfeed_is_an_error():
-    with pytest.raises(ValueError, match="No loop has filled this outfeed"):
-        mr.Outfeed().dequeue()
+def test_a_thread_may_poll_before_the_loop_starts():
+    """As the polling thread of Graphcore's example does."""
+    outfeed, seen, polled = mr.Outfeed(), [], threading.Event()
+
+    def poll():
+        while len(seen) < 5:
+            if (values := outfeed.dequeue()) is not None:
+                seen.extend(values)
+            polled.set()
+            time.sleep(1e-3)
+
+    reader = threading.Thread(target=poll, daemon=True)
+    reader.start()
+    assert polled.wait(10)
+    mr.repeat(5, count_up, 0, outfeed=outfeed)
+    reader.join(timeout=10)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", ["all", "last"])
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_outfeed_whose_loop_has_not_started_is_empty(mode, wait):
+    assert mr.Outfeed(mode).dequeue(wait) is None
+
+
+def test_only_all_elements_can_be_iterated_over():
     with pytest.raises(RuntimeError, match="mode 'all'"):
         next(iter(mr.Outfeed(mode="last")))
 

@@ -18,6 +18,8 @@ from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import CheckpointError, read_manifest
 from millrace.config import ConfigurationError
 from millrace.loop.activity import report_progress, run_stoppable
+from millrace.loop.staging import Calls
+from millrace.program.training_loop import TrainingProgram
 
 
 def test_events_have_means_since_the_last_event_and_the_newest_watched_values(tmp_path):
@@ -238,6 +240,31 @@ def test_a_signal_does_not_wait_for_what_a_validation_compiles(tmp_path):
     assert not compiled.is_set()
     compiled.set()
     assert (result.interrupted, result.updates) == (True, 6)
+
+
+def test_a_signal_does_not_wait_for_a_program_with_calls_of_another_length(
+    tmp_path, monkeypatch
+):
+    compiled, compile_calls = threading.Event(), Calls.compile
+
+    def compile_slowly(calls, state, done=0):
+        if not done:
+            return compile_calls(calls, state)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        compiled.wait(20)
+
+    monkeypatch.setattr(TrainingProgram, "runs_parts", False)
+    monkeypatch.setattr(Calls, "compile", compile_slowly)
+    monkeypatch.setattr(Calls, "_revise_length", lambda calls, done: True)
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), checkpoint=2
+    )
+    result = runner.run(state)
+    checkpoints.close()
+    assert not compiled.is_set()
+    compiled.set()
+    assert (result.interrupted, result.updates) == (True, 6)
+    assert [path.name for path in checkpoints.saved()] == ["update-000000006"]
 
 
 def test_what_runs_on_another_thread_has_the_settings_of_this_one():

@@ -9,8 +9,10 @@ import pytest
 from made_runs import CURVE, EVENTS, add_sections, find_chart, find_curve, make_run
 
 from millrace.config import ConfigurationError
+from millrace.drawing.charts import is_logarithmic
 from millrace.drawing.interactive import chart_script
-from millrace.report.record import read_events
+from millrace.report.metrics import run_curves
+from millrace.report.record import read_events, read_run
 from millrace.report.run_page import write_report
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -205,6 +207,13 @@ def test_waiting_for_data_has_a_chart_if_it_is_worth_one(run):
     assert y2 < y1  # SVG counts downwards
     page, _ = report(make_run(run, events=with_waits(0.0, 0.009)))
     assert "input wait" not in page.text
+
+
+def test_negligible_shares_of_waiting_do_not_make_the_axis_logarithmic(run):
+    made = make_run(run, events=with_waits(0.0004, 0.4))
+    (wait,) = run_curves(read_run(made))["input_wait"]
+    assert [y for _, y in wait.points] == [0.0, 0.4]
+    assert not is_logarithmic(0.0, 0.4)
 
 
 def test_a_report_of_a_failed_run_shows_and_escapes_the_error(run):

@@ -1,13 +1,15 @@
 """Every writer receives the log events of the run."""
 
+import importlib.util
 import json
 import math
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, parse
 from millrace.run.directory import RunDirectory
 from millrace.run.options import RunOptions
 from millrace.run.writers import open_writers
@@ -96,6 +98,15 @@ def test_without_the_option_there_is_no_tensorboard_folder(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
+def test_tensorboard_without_its_package_is_an_error_with_the_install_command(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install tensorboard\."):
+        write_all(tmp_path, tensorboard=True)
+    assert not (tmp_path / "tensorboard").exists()
+
+
 # Weights & Biases
 
 
@@ -114,13 +125,16 @@ class FakeWandb:
         self.logged = []
         self.settings = {}
         self.finished = 0
+        self.axes = {}
 
     def init(self, **settings):
         self.settings = settings
-        return SimpleNamespace(log=self._log, finish=self._finish)
+        return SimpleNamespace(
+            log=self.logged.append, finish=self._finish, define_metric=self._define
+        )
 
-    def _log(self, metrics, step):
-        self.logged.append((step, metrics))
+    def _define(self, name, step_metric=None):
+        self.axes[name] = step_metric
 
     def _finish(self):
         self.finished += 1
@@ -133,11 +147,24 @@ def test_wandb_receives_the_configuration_and_every_metric(tmp_path, monkeypatch
     assert wandb.settings["config"] == {"micro_batch_size": 8}
     assert wandb.settings["dir"] == str(tmp_path)
     assert wandb.logged == [
-        (44, {"epoch": 1.0, "train_loss": 0.5, "learning_rate": 1e-5}),
-        (44, {"epoch": 1.0, "validation_accuracy": 0.75}),
-        (88, {"epoch": 2.0, "train_loss": 0.25, "learning_rate": 0.0}),
+        {"update": 44, "epoch": 1.0, "train_loss": 0.5, "learning_rate": 1e-5},
+        {"update": 44, "epoch": 1.0, "validation_accuracy": 0.75},
+        {"update": 88, "epoch": 2.0, "train_loss": 0.25, "learning_rate": 0.0},
     ]
+    assert wandb.axes == {"update": None, "*": "update"}
     assert wandb.finished == 1
+
+
+def test_wandb_draws_old_checkpoints_at_their_own_updates(tmp_path, monkeypatch):
+    """With ``--validate every``, they are validated after the last update."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    late = [
+        {"update": update, "epoch": update / 44, "time": 9.0, "validation_accuracy": 0.5}
+        for update in (44, 88)
+    ]
+    write_all(tmp_path, [*EVENTS, *late], wandb=True)
+    assert [logged["update"] for logged in wandb.logged] == [44, 44, 88, 44, 88]
 
 
 def test_without_the_option_wandb_is_not_used(tmp_path, monkeypatch):
@@ -146,3 +173,80 @@ def test_without_the_option_wandb_is_not_used(tmp_path, monkeypatch):
     write_all(tmp_path)
     assert wandb.settings == {}
     assert wandb.logged == []
+
+
+# Trackers by name
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb"])
+def test_a_tracker_without_its_package_is_an_error_with_the_install_command(
+    tracker, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(ConfigurationError, match=rf"pip install {tracker}\."):
+        write_all(tmp_path, tracker=[tracker])
+
+
+def test_project_and_run_name_are_options_and_old_names_still_work(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    write_all(tmp_path, tracker=["wandb"], tracker_project="cats", tracker_run_name="first")
+    assert (wandb.settings["project"], wandb.settings["name"]) == ("cats", "first")
+    config, _ = parse(
+        OwnConfig,
+        ["--tracker", "wandb", "--wandb-run-name", "old", "--tracker", "tensorboard"],
+        program="own",
+    )
+    assert config.run.tracker == ["wandb", "tensorboard"]
+    assert config.run.tracker_run_name == "old"
+    with pytest.raises(ConfigurationError, match="tracker"):
+        parse(OwnConfig, ["--tracker", "nothing"], program="own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig:
+    """Options of a run."""
+
+    run: RunOptions = RunOptions()
+
+
+def test_tensorboard_by_name(tmp_path):
+    write_all(tmp_path, tracker=["tensorboard"])
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+def test_mlflow_has_the_metrics_of_a_run_and_of_its_resume_in_one_run(
+    tmp_path, monkeypatch
+):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    run = tmp_path / "run"
+    run.mkdir()
+    write_all(run, EVENTS[:2], tracker=["mlflow"], tracker_project="cats")
+    write_all(run, EVENTS[2:], tracker=["mlflow"], tracker_project="cats")
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("cats")
+    (found,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(found.info.run_id, "train_loss")
+    assert [(m.step, m.value) for m in history] == [(44, 0.5), (88, 0.25)]
+    assert found.data.params == {"micro_batch_size": "8"}
+    assert (found.info.run_name, found.info.status) == ("cnn-train-run", "FINISHED")
+
+
+def test_wandb_offline_writes_its_files_to_the_run_directory(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write_all(tmp_path, tracker=["wandb"])
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_trackio_has_the_run_in_its_local_database(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    run = tmp_path / "run"
+    run.mkdir()
+    write_all(run, tracker=["trackio"], tracker_project="cats")
+    (found,) = trackio.Api().runs("cats")
+    assert found.name == "cnn-train-run"
