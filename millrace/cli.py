@@ -7,17 +7,19 @@ work is imported once the options are known to be valid.
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import millrace
 from millrace.commands.registry import APPLICATIONS, COMMANDS
+from millrace.commands.scripts import SCRIPTS, Script, find_script
 from millrace.commands.usage import (
     format_application,
     format_unknown_command,
     format_usage,
 )
-from millrace.config import ConfigurationError, parse
+from millrace.config import ConfigurationError, as_typed, parse
 from millrace.distributed.environment import add_launcher_replicas, is_follower
 from millrace.distributed.signals import (
     INTERRUPTED,
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = _run(args)
     except ConfigurationError as error:
         if not is_follower():  # process 0 reports for all
-            print(f"millrace: {error}", file=sys.stderr)
+            print(f"millrace: {as_typed(str(error))}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -79,20 +81,37 @@ def _run(args: list[str]) -> int:
     if first in APPLICATIONS and (args[1:2] or ["--help"])[0] in ("-h", "--help"):
         print(format_application(first))
         return 0
+    if first in SCRIPTS:
+        found = find_script(args) or find_script(["python3", "-m", *args])
+        assert found is not None, "the name is in the table"
+        return _run_command(SCRIPTS[first].command, found.arguments, args)
     length = 1 if first in COMMANDS else 2
     name, rest = " ".join(args[:length]), args[length:]
     if name not in COMMANDS:
         raise ConfigurationError(format_unknown_command(args))
-    command = COMMANDS[name]
+    return _run_command(name, rest, args)
+
+
+def _run_command(name: str, rest: list[str], args: list[str]) -> int:
+    """Run a command; return its status.
+
+    Args:
+        name: The command.
+        rest: Its arguments.
+        args: All arguments of the process, which may name one of Graphcore's programs.
+    """
+    command, script = COMMANDS[name], SCRIPTS.get(args[0], Script(name))
     if name == "launch":  # most arguments belong to the command that it starts
-        return command.load_function()(rest)
+        return command.load_function()(rest, resolve_launched)
     config_type = command.load_config_type()
     config, _ = parse(
         config_type,
         add_launcher_replicas(config_type, rest),
-        program=f"millrace {name}",
+        program=f"millrace {args[0] if args[0] in SCRIPTS else name}",
         named_configs=command.named_configs_path(),
         command=name.replace(" ", "-"),
+        defaults=script.defaults,
+        epilog=_format_defaults(args[0], script.about),
     )
     if not command.needs_run:
         return _run_without_directory(command.load_function(), config)
@@ -108,6 +127,32 @@ def _run(args: list[str]) -> int:
         command=name.replace(" ", "-"),
         command_line=shlex.join(["millrace", *args]),
     )
+
+
+def _format_defaults(script: str, about: str) -> str:
+    """Return what ``--help`` says about the defaults of one of Graphcore's programs."""
+    if not about:
+        return ""
+    text = f"{script} has the defaults of Graphcore's program, not those above: {about}"
+    return "\n".join(["", *textwrap.wrap(text, 92), ""])
+
+
+def resolve_launched(words: Sequence[str]) -> list[str]:
+    """Return the command line of a process that the launcher starts.
+
+    The name of our program may be left out. Graphcore's programs run as ``millrace`` runs
+    them, unless there are files of these names.
+    """
+    first = words[0]
+    if first in APPLICATIONS or first in COMMANDS:
+        return ["millrace", *words]
+    if (found := find_script(words)) is None:
+        return list(words)
+    if found.path is not None and len(found.path.parts) > 1:  # somebody else's file
+        return list(words)
+    if found.path is not None and found.path.exists():
+        return [sys.executable, *words] if words[0] == found.script else list(words)
+    return ["millrace", found.script, *found.arguments]
 
 
 def _run_without_directory(function: Callable[[Any], int | None], config: Any) -> int:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,14 +13,19 @@ from millrace.apps.autoencoder import data as rating_data
 from millrace.apps.autoencoder import program as autoencoder
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import SweepConfig
-from millrace.apps.autoencoder.joint_training import build_trials_program, init_trials
+from millrace.apps.autoencoder.config.search import draw_trials
+from millrace.apps.autoencoder.config.training import Hyperparameters
+from millrace.apps.autoencoder.joint_training import (
+    build_trials_program,
+    get_settings,
+    init_trials,
+)
 from millrace.apps.autoencoder.model import Model
 from millrace.apps.autoencoder.program import plan_steps
 from millrace.apps.cnn import data as image_data
 from millrace.apps.cnn import program as cnn
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
-from millrace.apps.cnn.evaluate import devices_per_replica
 from millrace.apps.cnn.inference.command import load_weights
 from millrace.apps.cnn.inference.network import Network, build_network
 from millrace.apps.cnn.train import plan_events
@@ -81,7 +87,7 @@ def build_workload(entry: Entry, config: Any, devices: list[Any]) -> Workload:
 def _count_devices(application: str, config: Any) -> int:
     match application:
         case "cnn train":
-            return config.plan.num_replicas * devices_per_replica(config.plan)
+            return config.plan.num_replicas * config.plan.devices_per_replica
         case "cnn validate":
             return config.num_replicas
         case "autoencoder train":
@@ -198,6 +204,8 @@ def _inference_peer(config: ValidateConfig, images: image_data.ImageData) -> Pee
 
 def _build_autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -> Workload:
     device = devices[config.device_indices[0]]
+    if config.search is not None:
+        return _build_autoencoder_search(config, device)
     ratings = rating_data.load(config.data, config.run.seed).training
     steps = plan_steps(config, len(active_users(ratings)))
     model = autoencoder.build_model(config, ratings.num_items)
@@ -209,7 +217,8 @@ def _build_autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -
 
 
 def _autoencoder_peer(config: AutoencoderConfig, model: Model, ratings: Ratings) -> Peer:
-    unusual = not (model.tied and model.selu) or model.input_dropout_rate
+    ranks = config.training.objective == "ranking"
+    unusual = ranks or not (model.tied and model.selu) or model.input_dropout_rate
     alone = config.plan.num_replicas == 1 and config.training.refeeding != "detached"
     if unusual or config.training.gradient_clipping or not alone:
         return "the PyTorch version has only the usual recommender, on one device"
@@ -227,15 +236,38 @@ def _autoencoder_peer(config: AutoencoderConfig, model: Model, ratings: Ratings)
 
 
 def _build_autoencoder_sweep(config: SweepConfig, device: Any) -> Workload:
+    return _build_trials_workload(
+        config,
+        lambda first: [trial.settings for trial in config.build_trials(first)],
+        device,
+    )
+
+
+def _build_autoencoder_search(config: AutoencoderConfig, device: Any) -> Workload:
+    """Return the first rung of a search, which has all models."""
+
+    def draw(first: Hyperparameters) -> list[Hyperparameters]:
+        first = first._replace(learning_rate=config.initial_learning_rate)
+        assert config.search is not None
+        return draw_trials(first, config.search, config.run.seed, config.searched)
+
+    return _build_trials_workload(config, draw, device)
+
+
+def _build_trials_workload(
+    config: SweepConfig | AutoencoderConfig,
+    build_trials: Callable[[Hyperparameters], list[Hyperparameters]],
+    device: Any,
+) -> Workload:
     ratings = rating_data.load(config.data, config.run.seed).training
     steps = plan_steps(config, len(active_users(ratings)))
     model = autoencoder.build_model(config, ratings.num_items)
-    count = len(config.exponents)
-    program = build_trials_program(config, model, steps, config.exponents, device)
+    trials = build_trials(get_settings(config, model))
+    program = build_trials_program(config, model, steps, trials, device)
     infeed = rating_data.open_infeed(ratings, config, steps, device)
-    weights = init_trials(autoencoder.init_weights(config, model), count)
+    weights = init_trials(autoencoder.init_weights(config, model), len(trials))
     work = TrainingWorkload(program, weights, infeed, steps.updates_per_step)
-    work.samples_per_unit *= count  # each model trains on every sample
+    work.samples_per_unit *= len(trials)  # each model trains on every sample
     return work
 
 

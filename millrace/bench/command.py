@@ -4,9 +4,13 @@
 """
 
 import os
+import sys
+from collections.abc import Sequence
 
 from millrace.bench.config import BenchConfig
-from millrace.bench.spec import load_spec, parse_command, select_entries
+from millrace.bench.reference import NOTICE, REFERENCE
+from millrace.bench.spec import Entry, load_spec, parse_command, select_entries
+from millrace.config import ConfigurationError
 
 
 def bench(config: BenchConfig) -> int:
@@ -21,6 +25,9 @@ def bench(config: BenchConfig) -> int:
         print("\n".join(f"{e.name:<34} {e.about or e.command}" for e in entries))
         return 0
     configs = {entry.name: parse_command(entry) for entry in entries}
+    _set_environment(entries)
+    if any(entry.reference == REFERENCE for entry in entries):
+        print(f"millrace: {NOTICE}", file=sys.stderr)
     if config.compare is not None:
         from millrace.bench.reporting import read_results
 
@@ -31,6 +38,19 @@ def bench(config: BenchConfig) -> int:
     session = Session(config, entries, configs)
     session.run()
     return 1 if session.failed else 0
+
+
+def _set_environment(entries: Sequence[Entry]) -> None:
+    """Set the variables of all entries; two that differ cannot be in one session."""
+    variables: dict[str, str] = {}
+    for entry in entries:
+        for name, value in entry.env.items():
+            if variables.setdefault(name, str(value)) != str(value):
+                raise ConfigurationError(
+                    f"{entry.file}: {name} is {variables[name]!r} for one benchmark and "
+                    f"{value!r} for {entry.name}. Measure them one at a time."
+                )
+    os.environ.update(variables)
 
 
 def _prepare_process(config: BenchConfig) -> None:

@@ -21,7 +21,7 @@ class BenchConfig:
     """YAML file of benchmarks (default: the spec that comes with millrace)."""
     benchmark: list[str] = field(default_factory=list)
     """Same as NAMES, as in the reference benchmarks."""
-    out: Path | None = None
+    out: Path | None = field(default=None, metadata={"aliases": ("--log-dir", "--logdir")})
     """Folder for results.json, results.csv and results.md (default: runs/bench-TIME)."""
     repeat: int = 5
     """Least number of measurements per entry, after a first one that is dropped."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from millrace.bench.graphcore_page import format_graphcore_page
 from millrace.bench.reporting import (
     format_command,
     format_notes,
@@ -163,6 +164,10 @@ def format_pages(
         pages[page] = "\n".join([f"# Results: {subject.title}\n", *parts]).rstrip() + "\n"
         shown = [line[3:] for line in pages[page].splitlines() if line.startswith("## ")]
         rows.append({"page": f"[{subject.title}]({page})", "shows": "; ".join(shown)})
+    if graphcore := format_graphcore_page(sessions):
+        pages[f"{stem}_graphcore.md"] = graphcore
+        link = f"[Graphcore's command lines]({stem}_graphcore.md)"
+        rows.append({"page": link, "shows": "published IPU figures and ours, line by line"})
     pages[f"{stem}_published.md"] = _format_published(published) + "\n"
     link = f"[Published elsewhere]({stem}_published.md)"
     rows.append({"page": link, "shows": "figures of vendors and maintainers"})

@@ -30,7 +30,7 @@ from millrace.bench.roofline import measure_roofline, roofline_shares
 from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import CannotRun, Workload, measure
-from millrace.config import flat_options, replace_options
+from millrace.config import flat_options, option_value, replace_options
 from millrace.loop.activity import listening
 from millrace.program import compiling
 from millrace.run.console import Console
@@ -64,7 +64,10 @@ class Session:
         kept = ("name", "command", "about", "reference")
         unreached = {"status": "failed", "reason": "not reached"}
         self._figures: dict[str, dict[str, Any]] = {
-            e.name: {name: getattr(e, name) for name in kept} | unreached for e in entries
+            e.name: {name: getattr(e, name) for name in kept}
+            | _describe_lines(e, configs[e.name])
+            | unreached
+            for e in entries
         }
         self._results: dict[str, Any] = {
             "facts": collect_facts(self._devices[0], config.commit),
@@ -251,6 +254,13 @@ class Session:
         """Show what is being done in a bar, where there is a terminal."""
         if self._console.live:
             self._console.status(activity)
+
+
+def _describe_lines(entry: Entry, config: Any) -> dict[str, Any]:
+    """Return what the page about Graphcore's lines needs; nothing for other entries."""
+    if not entry.lines:
+        return {}
+    return {"lines": entry.lines, "precision": option_value(config, "precision")}
 
 
 def compare_with_torch(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,15 @@ import dataclasses
 import fnmatch
 import os
 import shlex
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.reference import is_reference, read_reference
+from millrace.commands.scripts import SCRIPTS, Script
 from millrace.config import ConfigurationError, build, did_you_mean, load_yaml, parse
 
 COMMANDS = (
@@ -28,7 +31,8 @@ class Entry:
 
     name: str
     command: str
-    """Command to measure, without the leading ``millrace``."""
+    """Command to measure, without the leading ``millrace``. It may be one of Graphcore's
+    programs, which has its own defaults: ``train.py ...``."""
     about: str = ""
     """What the entry is for, in one line."""
     groups: list[str] = field(default_factory=list)
@@ -43,6 +47,11 @@ class Entry:
     """For vcd: random images instead of the dataset; they take as long."""
     reference: str = ""
     """Origin of a command that is not ours."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of Graphcore's documents that the entry stands for: ``line``, and optionally
+    ``changed`` (what one device made necessary) and ``published`` figures."""
+    env: dict[str, Any] = field(default_factory=dict)
+    """Environment variables to set."""
     file: Path | None = None
     """The spec file."""
 
@@ -62,14 +71,22 @@ class Entry:
             raise ConfigurationError(f"needs must be gpu or cpu, got {self.needs!r}.")
 
     @property
+    def script(self) -> Script | None:
+        """Graphcore's program that the command is, if it is one."""
+        return SCRIPTS.get(shlex.split(self.command)[0])
+
+    @property
     def application(self) -> str:
         """The application and verb of the command, such as ``cnn train``."""
+        if self.script is not None:
+            return self.script.command
         return " ".join(shlex.split(self.command)[:2])
 
     @property
     def arguments(self) -> list[str]:
         """The remaining arguments, with $NAME replaced from the environment."""
-        return [os.path.expandvars(word) for word in shlex.split(self.command)[2:]]
+        words = shlex.split(self.command)[1 if self.script else 2 :]
+        return [_expand(word, {**os.environ, **self.env}) for word in words]
 
     def expand(self) -> "list[Entry]":
         """Return one entry per batch size, or the entry itself if it lists none."""
@@ -80,9 +97,14 @@ class Entry:
                 name=f"{self.name}_b{size}",
                 command=f"{self.command} {option} {size}",
                 batch_sizes=[],
+                lines=[{**n, "line": f"{n['line']}, batch {size}"} for n in self.lines],
             )
             for size in self.batch_sizes
         ] or [self]
+
+
+def _expand(word: str, environment: Mapping[str, Any]) -> str:
+    return string.Template(word).safe_substitute(environment)
 
 
 def load_spec(path: Path | None) -> list[Entry]:
@@ -90,8 +112,19 @@ def load_spec(path: Path | None) -> list[Entry]:
     path = path or Path(str(resources.files("millrace.bench") / "spec.yml"))
     entries: list[Entry] = []
     for name, values in load_yaml(path).items():
-        entries += _build_entry(path, str(name), values).expand()
+        if is_reference(values):
+            entries += _build_reference(path, str(name), values)
+        else:
+            entries += _build_entry(path, str(name), values).expand()
     return entries
+
+
+def _build_reference(path: Path, name: str, values: Any) -> list[Entry]:
+    try:
+        found = list(read_reference(name, values))
+        return [build(Entry, {**entry, "file": path}) for entry in found]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: benchmark {name}: {error}") from error
 
 
 def _build_entry(path: Path, name: str, values: Any) -> Entry:
@@ -138,7 +171,11 @@ def parse_command(entry: Entry) -> Any:
     config_type, named_configs = _load_config_type(entry.application)
     try:
         config, _ = parse(
-            config_type, entry.arguments, program=program, named_configs=named_configs
+            config_type,
+            entry.arguments,
+            program=program,
+            named_configs=named_configs,
+            defaults=entry.script.defaults if entry.script else None,
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error}") from error

@@ -126,6 +126,7 @@ def call_command(
     load: Callable[[Path], Model],
     *,
     arrays: Any = None,
+    callbacks: Sequence[Any] | None = None,
 ) -> RunResult[Model]:
     """Run a command in a run directory; errors are both reported there and raised.
 
@@ -138,6 +139,7 @@ def call_command(
         options: Options by name.
         load: Loads the trained model from a run directory.
         arrays: ``HeldArrays`` to train on instead of a dataset.
+        callbacks: ``mr.Callback`` objects, for a command that trains.
     """
     command = COMMANDS[name]
     line = format_command_line(name, options)
@@ -148,14 +150,17 @@ def call_command(
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
+    from millrace.loop.callbacks import check_callbacks
     from millrace.run.run import Run, run_command
 
+    checked_callbacks = check_callbacks(callbacks or ())
     function = command.load_function()
     runs: list[Run] = []
     errors: list[Exception] = []
 
     def call(config: Any, run: Run) -> None:
         runs.append(run)
+        run.callbacks += checked_callbacks
         function(config, run)
 
     run_command(

@@ -1,14 +1,16 @@
 """``millrace data fetch``: download a dataset. Imports nothing heavy."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.config import one_of
-from millrace.data.catalog import CATALOG, data_folder
-from millrace.data.fetch import Progress, fetch
+from millrace.data.catalog import CATALOG, DatasetNotFound, data_folder, download_folder
+from millrace.data.fetch import Progress, fetch, is_reachable
+from millrace.numbers import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class FetchConfig:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--url must start with http:// or https://, got {self.url}.")
         if not known.files:
-            raise ValueError(f"{self.name} is part of scikit-learn: nothing to fetch.")
+            raise ValueError(f"{self.name} is part of millrace: nothing to fetch.")
         if known.url is None and self.url is None:
             files = " and ".join(file.name for file in known.files)
             raise ValueError(
@@ -60,6 +62,41 @@ def fetch_dataset(config: FetchConfig) -> None:
     # Only vcd trains on images without labels.
     application = "cnn" if dataset.num_classes else "vcd"
     print(f"Use it with: millrace {application} train --dataset {config.name}{path}")
+
+
+def may_fetch(wanted: bool) -> bool:
+    """Whether a run may download data: not if an option or the environment forbids it.
+
+    Of several processes none does: they would all write the same files.
+    """
+    # Imported here because it imports JAX, which --help must not.
+    from millrace.distributed.coordination import num_processes
+
+    return wanted and not os.environ.get("MILLRACE_NO_FETCH") and num_processes() == 1
+
+
+def fetch_missing(name: str, error: DatasetNotFound, *, quiet: bool = False) -> Path:
+    """Download a dataset that a run needs; return its folder.
+
+    Args:
+        name: The dataset.
+        error: What is raised, with the reason, if it cannot be downloaded.
+        quiet: Whether to show nothing.
+    """
+    known = CATALOG.get(name)
+    if known is None or known.url is None or not known.files:
+        raise error
+    if not is_reachable(known.url):
+        raise DatasetNotFound(
+            f"{error} (It was not downloaded: {known.url} cannot be reached.)"
+        )
+    folder = download_folder(name)
+    if not quiet:
+        size = format_bytes(sum(file.num_bytes for file in known.files))
+        print(f"Downloading {name} ({size}) from {known.url} to {folder}", file=sys.stderr)
+    with _show_progress(quiet) as progress:
+        fetch(known, folder, progress=progress)
+    return folder
 
 
 @contextlib.contextmanager

@@ -90,6 +90,9 @@ def pack_dataset(config: PackConfig) -> None:
             )
     except FileExistsError as error:
         raise ConfigurationError(f"DEST: {config.dest} is not a folder.") from error
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise
     if config.quiet:
         return
     manifest = packed.manifest

@@ -223,6 +223,12 @@ COMMANDS = {
         "start several processes of a command as one run",
         needs_run=False,
     ),
+    "shim": Command(
+        "millrace.commands.shim:ShimConfig",
+        "millrace.commands.shim:write_shims",
+        "write programs named like Graphcore's, which run ours",
+        needs_run=False,
+    ),
     "schedule": Command(
         "millrace.commands.schedule:ScheduleConfig",
         "millrace.commands.schedule:show_schedule",

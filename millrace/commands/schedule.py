@@ -23,7 +23,13 @@ from millrace.schedule.simulate import (
     simulate,
 )
 from millrace.schedule.stages import Stages, place_stages
-from millrace.schedule.table import Table, build_table, check_count, peak_live
+from millrace.schedule.table import (
+    Table,
+    build_table,
+    check_count,
+    peak_deferred,
+    peak_live,
+)
 
 _NEEDS = (
     ("micro_batch_size", ["stage_times"]),
@@ -45,7 +51,10 @@ _NOT_NEGATIVE = (
     *("stage_times", "backward_ratio", "update_times", "activation_bytes", "input_bytes"),
     *("stored_bytes", "link_latency_microseconds", "parameter_bytes"),
 )
-_TRAINING_ONLY = ("recomputation", "update_times", "stored_bytes", "parameter_bytes")
+_TRAINING_ONLY = (
+    *("recomputation", "update_times", "stored_bytes", "parameter_bytes"),
+    "weight_gradient_share",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,9 @@ class CostOptions:
     forward passes)."""
     backward_ratio: float = 2.0
     """Time of a backward pass, as a multiple of a forward pass."""
+    weight_gradient_share: float | None = None
+    """Share of a backward pass that computes gradients of weights, which zero-bubble
+    separates (default: 0.5)."""
     recomputation: bool = False
     """Keep only the inputs of a stage and recompute the forward pass before the backward
     pass."""
@@ -162,9 +174,11 @@ class ScheduleConfig(CostOptions, MachineOptions):
         times = self._per_stage("stage_times") or (1.0,) * self.placement.num_stages
         forward = tuple(unit * time for time in times)
         backward = () if self.inference else tuple(self.backward_ratio * t for t in forward)
+        share = self.weight_gradient_share
         return Costs(
             forward=forward,
             backward=backward,
+            weight_gradient=None if share is None else tuple(share * t for t in backward),
             recompute=forward if self.recomputation else None,
             all_reduce=tuple(
                 ring_all_reduce_seconds(size, self.num_replicas, self.link)
@@ -227,6 +241,15 @@ class ScheduleConfig(CostOptions, MachineOptions):
         for name in _TRAINING_ONLY:
             if self.inference and getattr(self, name):
                 raise ConfigurationError(f"{name} has no effect in inference. Remove it.")
+        share = self.weight_gradient_share
+        if share is not None and self.schedule != "zero-bubble":
+            raise ConfigurationError(
+                "weight_gradient_share has no effect without schedule zero-bubble."
+            )
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigurationError(
+                f"weight_gradient_share must be from 0 to 1, got {share:g}."
+            )
 
     def _check_devices(self) -> None:
         per_replica = self.placement.num_devices
@@ -311,6 +334,9 @@ def _facts(config: ScheduleConfig, table: Table, simulation: Simulation) -> dict
     if not config.inference:
         peaks = ", ".join(map(str, peak_live(table)))
         facts["held at most"] = f"{peaks} micro-batches, by stage"
+        if table.splits_backward:
+            deferred = ", ".join(map(str, peak_deferred(table)))
+            facts["deferred at most"] = f"{deferred} weight gradients, by stage"
     if any(simulation.peak_bytes):
         sizes = ", ".join(map(format_bytes, simulation.peak_bytes))
         facts["activations"] = f"at most {sizes}, by device"

@@ -7,6 +7,7 @@ compiled.
 """
 
 from millrace.config.building import (
+    Defaults,
     Option,
     as_plain,
     build,
@@ -29,11 +30,14 @@ from millrace.config.checks import (
 from millrace.config.command_line import parse
 from millrace.config.files import load_named, load_yaml, writing
 from millrace.config.help import common_options, field_docs, format_help
+from millrace.config.spelling import as_typed
 
 __all__ = [
     "ConfigurationError",
+    "Defaults",
     "Option",
     "as_plain",
+    "as_typed",
     "build",
     "check_keys",
     "common_options",

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from millrace.config.checks import ConfigurationError, did_you_mean
-from millrace.config.files import find_run_config, load_yaml, read_named
+from millrace.config.files import (
+    find_run_config,
+    is_own_file,
+    load_yaml,
+    read_named,
+)
 from millrace.config.values import convert
 
 T = TypeVar("T")
 
 _MISSING = dataclasses.MISSING
+
+Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Returns the defaults of another program, given the options that are set."""
 
 
 class Option(NamedTuple):
@@ -78,6 +86,7 @@ def configure(
     named_configs: Path | None = None,
     *,
     command: str | None = None,
+    defaults: Defaults | None = None,
 ) -> tuple[T, dict[str, Any]]:
     """Build a configuration from options; also return the values that were set.
 
@@ -89,9 +98,12 @@ def configure(
         options: Values by option name or alias. ``config`` names an entry or a run to start
             from, and ``config_path`` the file of the entry. A class may define
             ``start_from_named(named, given) -> named``, which changes the options of the
-            entry.
+            entry, and ``read_file(values, name) -> values``, which changes those of a file
+            with a single configuration.
         named_configs: Default YAML file of named configurations.
         command: The command, such as ``cnn-train``: a run of another one is refused.
+        defaults: Returns options that replace the defaults of the dataclass, given those
+            that are set. A run that is resumed has its own.
     """
     given = {option_name(config_type, key): value for key, value in options.items()}
     if (check := getattr(config_type, "check_given", None)) is not None:
@@ -105,6 +117,8 @@ def configure(
         saved = load_saved_options(config_type, Path(values["run_dir"]), command)
         values = saved | _normalize_given(config_type, values)
         return build(config_type, values, expand=not saved), values
+    if defaults is not None:
+        values = _override(config_type, defaults(values), values)
     return build(config_type, values), values
 
 
@@ -183,6 +197,12 @@ def _load_named_options(
     """Return the options of a named entry or a run; errors name the file and the line."""
     run_config = find_run_config(path, name)
     values, positions = read_named(path, name if run_config is None else str(run_config))
+    read_file = getattr(config_type, "read_file", None)
+    if read_file is not None and is_own_file(path, name):
+        try:
+            values = read_file(values, name)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error}") from error
     skipped = set(getattr(config_type, "named_without", ()))
     if (of_run := values.pop("command", None)) is not None:
         skipped |= _options_of_one_run(config_type)

@@ -7,9 +7,10 @@ import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from millrace.config.building import (
+    Defaults,
     Option,
     configure,
     flag,
@@ -19,6 +20,7 @@ from millrace.config.building import (
 from millrace.config.checks import ConfigurationError, did_you_mean, shown
 from millrace.config.files import exists, load_yaml
 from millrace.config.help import config_flags, format_help
+from millrace.config.spelling import record_spelling
 from millrace.config.values import choices, convert, type_name, without_none
 
 T = TypeVar("T")
@@ -49,6 +51,8 @@ def parse(
     program: str,
     named_configs: Path | None = None,
     command: str | None = None,
+    defaults: Defaults | None = None,
+    epilog: str = "",
 ) -> tuple[T, dict[str, Any]]:
     """Build a configuration from a command line; also return the values that were set.
 
@@ -58,9 +62,13 @@ def parse(
         program: Name of the command, for ``--help``.
         named_configs: Default YAML file of named configurations, for ``--config``.
         command: The command in ``config.yml`` of its runs, such as ``cnn-train``.
+        defaults: Options that replace the defaults of the dataclass; see ``configure``.
+        epilog: More text for ``--help``.
     """
-    parser = _build_parser(config_type, program, named_configs)
-    flags, unknown = parser.parse_known_args([_hyphenate(arg) for arg in argv])
+    parser = _build_parser(config_type, program, named_configs, epilog)
+    words = [_hyphenate(arg) for arg in argv]
+    record_spelling(parser, argv, words)
+    flags, unknown = parser.parse_known_args(words)
     if unknown and unknown[0].startswith("-"):
         raise ConfigurationError(_format_unknown(unknown[0], parser))
     if unknown:
@@ -68,7 +76,9 @@ def parse(
             _format_unexpected(unknown[0], config_type, program, named_configs)
         )
     options = _merge_positionals(config_type, vars(flags))
-    return configure(config_type, options, named_configs, command=command)
+    return configure(
+        config_type, options, named_configs, command=command, defaults=defaults
+    )
 
 
 def _merge_positionals(config_type: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -127,14 +137,14 @@ def _path_options(config_type: Any, path: Path) -> list[str]:
 
 
 def _build_parser(
-    config_type: Any, program: str, named_configs: Path | None
+    config_type: Any, program: str, named_configs: Path | None, epilog: str = ""
 ) -> argparse.ArgumentParser:
     parser = _Parser(prog=program, add_help=False, argument_default=argparse.SUPPRESS)
     for names, full in ((("-h", "--help"), False), (("--help-all",), True)):
         text = functools.partial(
             format_help, config_type, program, named_configs, full=full
         )
-        parser.add_argument(*names, action=_PrintAndExit, const=text)
+        parser.add_argument(*names, action=_PrintAndExit, const=_Help(text, epilog))
     for entry in config_flags(config_type, named_configs):
         dest = "config" if "--config" in entry.names else "config_path"
         parser.add_argument(*entry.names, dest=dest)
@@ -142,6 +152,16 @@ def _build_parser(
         if not option.metadata.get("hidden"):
             _add_option(parser, name, option)
     return parser
+
+
+class _Help(NamedTuple):
+    """The help of a command, formatted when it is asked for."""
+
+    text: Callable[[], str]
+    epilog: str
+
+    def __call__(self) -> str:
+        return self.text() + self.epilog
 
 
 class _PrintAndExit(argparse.Action):
@@ -170,6 +190,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, option: Option) -> N
         settings["dest"] = name
         if (bare := option.metadata.get("bare")) is not None:
             settings |= {"nargs": "?", "const": bare}
+        if option.metadata.get("repeatable"):
+            settings["action"] = "extend"
     parser.add_argument(*names, **settings)
     for negation in option.metadata.get("negations", ()):
         parser.add_argument(negation, dest=name, action="store_const", const=False)

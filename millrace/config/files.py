@@ -42,13 +42,11 @@ def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict
         )
     values, node = ({}, None) if path is None else _read(Path(path))
     entries = {str(key): entry for key, entry in values.items()}
+    if is_own_file(path, name):
+        values, node = _read(Path(name))
+        return _normalize_keys(values), _find_positions(node, Path(name))
     if name not in entries and is_file:
-        # The reference implementation of vcd uses -c configs/NAME_config.json.
-        known = Path(name).stem.removesuffix("_config")
-        if known not in entries or exists(Path(name)):
-            values, node = _read(Path(name))
-            return _normalize_keys(values), _find_positions(node, Path(name))
-        name = known
+        name = _entry_of_reference(name)
     if name not in entries:
         names = sorted(entries)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -62,6 +60,20 @@ def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict
     assert path is not None and node is not None, "otherwise there are no entries"
     nodes = [value for key, value in node.value if key.value == name]
     return _normalize_keys(entry), _find_positions(nodes[-1] if nodes else None, Path(path))
+
+
+def is_own_file(path: str | Path | None, name: str) -> bool:
+    """Whether `name` is a file with a single configuration, not an entry of `path`."""
+    if Path(name).suffix not in _CONFIG_FILES:
+        return False
+    entries = {} if path is None else {str(key) for key in _read(Path(path))[0]}
+    is_entry = name in entries or _entry_of_reference(name) in entries
+    return name not in entries and (not is_entry or exists(Path(name)))
+
+
+def _entry_of_reference(name: str) -> str:
+    """Return the entry for -c configs/NAME_config.json of the reference of vcd."""
+    return Path(name).stem.removesuffix("_config")
 
 
 def _normalize_keys(entry: dict[Any, Any]) -> dict[str, Any]:

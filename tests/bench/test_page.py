@@ -163,3 +163,38 @@ def test_the_page_has_the_newest_report_of_each_subject_and_device(tmp_path):
     text = format_pages(find_results([tmp_path]), found)["results_runtime.md"]
     assert "## 2026-02-01-speed-cpu\n" in text and "\n### More\n" in text
     assert "2026-01-01-speed-cpu" not in text and "not a report" not in text
+
+
+def test_lines_of_the_documents_are_compared_with_published_figures(tmp_path):
+    session = results("2026-01-01", 5.0)
+    lines = [
+        {"line": "a model, 1 x IPU-M2000"},
+        {
+            "line": "a model, 1 x IPU-POD16",
+            "changed": "1 replica instead of 4",
+            "published": [[8000, 16, "Bow IPUs", "batch 5"]],
+        },
+    ]
+    session["entries"][0] |= {
+        **{"name": "gc_model", "command": "train.py --model resnet", "lines": lines},
+        **{"precision": "16.16", "about": "generated images"},
+        **{"measured": {"seconds": 8.0}, "samples_per_unit": 10, "unit": "update"},
+    }
+    older = results("2025-01-01", 3.0)
+    older["entries"][0] |= {"name": "gc_model", "lines": lines, "about": "old"}
+    for number, found in enumerate((older, session)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(found))
+    pages = format_pages(find_results([tmp_path]))
+    page = pages["results_graphcore.md"]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if "| a model" in line
+    ]
+    assert len(rows) == 2 and "; old" not in page
+    assert rows[0][1:6] == ["16.16", "", "", "5", "4 updates of 10"]
+    assert rows[0][6] == "generated images"
+    assert rows[1][2:4] == ["8,000 on 16 Bow IPUs (batch 5)", "500"]
+    assert rows[1][6] == "1 replica instead of 4; generated images"
+    assert "results_graphcore.md" in pages["results.md"]
+    assert "`millrace train.py --model resnet`" in page

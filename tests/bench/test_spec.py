@@ -1,9 +1,12 @@
 """The spec of named benchmarks, and errors about wrong ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+import millrace.bench
+from millrace.bench.applications import _count_devices
 from millrace.bench.spec import Entry, load_spec, parse_command, select_entries
 from millrace.cli import main
 from millrace.config import ConfigurationError
@@ -134,3 +137,102 @@ def test_entries_are_listed(capsys):
         "resnet50_train_b256",
         "resnet50_train_b512",
     ]
+
+
+GRAPHCORE = load_spec(Path(millrace.bench.__file__).with_name("graphcore.yml"))
+
+
+@pytest.mark.parametrize("entry", GRAPHCORE, ids=lambda entry: entry.name)
+def test_the_lines_of_the_documents_fit_on_one_device(entry):
+    config = parse_command(entry)
+    assert _count_devices(entry.application, config) == 1
+    assert entry.lines and entry.reference
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "precision"),
+    [
+        ("gc_resnet50_train", 16_384, "16.32"),
+        ("gc_resnext101_train", 768, "16.16"),
+        ("gc_efficientnet_b4_train_m2000", 200, "16.32"),
+        ("gc_efficientnet_b4_train_pod16", 800, "16.32"),
+    ],
+)
+def test_the_lines_keep_their_batch_and_precision_on_one_device(name, batch, precision):
+    (entry,) = select_entries(GRAPHCORE, [name])
+    plan = parse_command(entry).plan
+    assert (plan.batching.global_batch_size, plan.precision) == (batch, precision)
+
+
+def test_there_is_an_entry_for_every_line_with_a_speed():
+    titles = " ".join(line["line"] for entry in GRAPHCORE for line in entry.lines)
+    for words in ("1 x IPU-M2000", "1 x IPU-POD16", "3 months", "6 months", "1 year"):
+        assert words in titles
+    sizes = {entry.name: entry.name.split("_b")[-1] for entry in GRAPHCORE}
+    assert sum("infer" in name for name in sizes) == 6 + 5 + 4 + 6 + 5 + 4
+
+
+# Files of the reference
+
+
+def reference(**changes):
+    values = {
+        "description": "Training\n  of a model",
+        "cmd": "python3 main.py --config-file=configs/benchmark_config.json -b 3072",
+        "location": "public_examples/somewhere",
+        "data": {"time": {"regexp": "Time: (.*)"}},
+        "derived": {"throughput": {"expr": "1 / {time}"}},
+        "output": [["Images/sec", "throughput"]],
+    }
+    return values | changes
+
+
+def test_entries_of_the_reference_are_read(spec):
+    path = spec({"common": {"env": {"A": "1"}, "data": {}}, "vae": reference()})
+    (entry,) = load_spec(path)
+    assert (entry.name, entry.application, entry.about) == (
+        *("vae", "vcd train"),
+        "Training of a model",
+    )
+    config = parse_command(entry)
+    assert config.plan.micro_batch_size == 3072 and config.training.num_epochs == 200
+
+
+def test_poprun_becomes_replicas_and_parameters_become_variants(spec):
+    command = (
+        "poprun --num-replicas 4 --ipus-per-replica 1 --num-instances 4 python3 "
+        "validation.py --model resnet --batch-size {size} --synthetic-data"
+    )
+    listed = [["size"], [1], [8]]
+    for parameters in ({"size": [1, 8]}, listed):
+        entries = load_spec(spec({"x": reference(cmd=command, parameters=parameters)}))
+        assert [entry.name for entry in entries] == ["x_size_1", "x_size_8"]
+        configs = [parse_command(entry) for entry in entries]
+        assert [config.batch_size for config in configs] == [[1], [8]]
+        assert {(c.num_replicas, c.precision) for c in configs} == {(4, "16.16")}
+
+
+def test_variables_of_an_entry_are_set_and_may_not_differ(spec, monkeypatch, capsys):
+    monkeypatch.setenv("GC_TEST", "")
+    entry = reference(cmd="python3 train.py --data-dir $GC_TEST", env={"GC_TEST": "here"})
+    (found,) = load_spec(spec({"x": entry}))
+    assert str(parse_command(found).data.dataset_path) == "here"
+    other = reference(env={"GC_TEST": "there"})
+    assert bench("--spec", spec({"x": entry, "y": other})) == 2
+    assert "Measure them one at a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cmd": "python3 run_gcn.py"}, "cmd must run one of train.py"),
+        ({"outputs": []}, "unknown option outputs. Did you mean output?"),
+        ({"parameters": [1]}, "parameters must be a mapping of lists"),
+        ({"cmd": "python3 main.py {x}", "parameters": {"y": [1]}}, "cannot fill in"),
+    ],
+    ids=str,
+)
+def test_a_wrong_entry_of_the_reference_is_refused(changes, message, spec, capsys):
+    path = spec({"x": reference(**changes)})
+    assert bench("--spec", path) == 2
+    assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 import millrace as mr
 from millrace.apps.autoencoder import data as ratings_data
@@ -22,10 +21,10 @@ from millrace.apps.vcd.data import hold_images as hold_binary_images
 from millrace.apps.vcd.data import load_images
 from millrace.config import ConfigurationError, load_yaml
 from millrace.data import memory
+from millrace.data.mnist import read_digits
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
-DIGITS = load_digits()
-IMAGES, LABELS = DIGITS.images.astype(np.uint8), DIGITS.target
+IMAGES, LABELS = read_digits()
 
 
 # The notebook, which trains on arrays
@@ -253,11 +252,12 @@ def test_a_table_and_a_tuple_give_the_same_ratings():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((1, 2), r"must be \(users, items, ratings\), got 2"),
+        ((1, 2, 3, 4), r"must be \(users, items, ratings\), got 4"),
+        ((1, 2), "data user must be an array, got int"),
         (([1, 2], [1], [3.0, 4.0]), "as many users as items"),
         (([1.5], [1], [3.0]), "users of data must be integers or text"),
         (([1], [1], [np.nan]), "must be finite numbers"),
-        (Table(user=[1], rating=[2]), "one column each for user, item and rating"),
+        (Table(user=[1], rating=[2]), "does not identify the column of the item"),
         (7, "or a table, got int"),
     ],
 )

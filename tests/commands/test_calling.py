@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from browser import PHONE, look_at
-from sklearn.datasets import load_digits
 
 import millrace as mr
 from millrace.commands.calling import format_command_line
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError
+from millrace.data.mnist import load_digits, read_digits
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_a_call_writes_the_files_of_the_command(cnn, folder):
 
 
 def test_the_trained_network_classifies_new_digits(cnn):
-    digits = load_digits()
-    images = digits.images[-300:].astype(np.uint8)[..., None]
+    images, labels = read_digits()
+    images = images[-300:, :, :, None]
     names, probabilities = cnn.model.predict(images)
-    truth = [str(label) for label in digits.target[-300:]]
+    truth = [str(label) for label in labels[-300:]]
     assert np.mean([a == b for a, b in zip(names, truth, strict=True)]) > 0.85
     assert ((probabilities > 0.1) & (probabilities <= 1)).all()
     with pytest.raises(ValueError, match=r"shape \(number, 8, 8, 1\), got"):
@@ -88,9 +88,7 @@ def test_the_trained_network_classifies_new_digits(cnn):
 
 
 def test_the_accuracy_of_the_model_is_the_reported_one(cnn):
-    from millrace.data.mnist import load_digits as splits
-
-    _, validation = splits()
+    _, validation = load_digits()
     held_out = validation[np.arange(len(validation))]
     predicted = cnn.model.logits(held_out["image"]).argmax(1)
     accuracy = (predicted == held_out["label"]).mean()

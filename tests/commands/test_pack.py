@@ -139,3 +139,13 @@ def test_mistakes_in_the_command_give_status_2(command, source, tmp_path, words,
     assert (status, out) == (2, "")
     assert message in errors and "Traceback" not in errors
     assert not (tmp_path / "packed").exists()
+
+
+def test_an_interrupted_pack_says_how_to_continue(command, source, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("millrace.data.packed.pack", interrupt)
+    status, _, errors = command("data", "pack", source, "interrupted")
+    assert status == 130
+    assert "interrupted; the same command continues where it stopped" in errors

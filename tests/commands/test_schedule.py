@@ -149,6 +149,11 @@ def test_one_value_applies_to_all_stages():
             "--stage-times 1 --activation-bytes 1 --link-gbytes-per-second -5",
             "must be positive",
         ),
+        ("--weight-gradient-share 0.4", "no effect without schedule zero-bubble"),
+        (
+            "--schedule zero-bubble --weight-gradient-share 1.5",
+            "weight_gradient_share must be from 0 to 1",
+        ),
         ("--inference --update-times 5", "update_times has no effect in inference"),
         ("--inference --recomputation", "recomputation has no effect in inference"),
         ("--out picture.gif", "must end in .svg, .png, .html; got picture.gif"),

@@ -45,7 +45,7 @@ def test_defaults_and_types_are_real():
     assert parameters["num_epochs"].annotation is int
     assert parameters["seed"].default == 0
     assert "cifar10" in str(parameters["dataset"].annotation)
-    assert list(parameters)[:3] == ["data", "validation_data", "config"]
+    assert list(parameters)[:4] == ["data", "validation_data", "callbacks", "config"]
     assert parameters["config"].annotation == typing.Optional[str]  # noqa: UP045
 
 

@@ -15,7 +15,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TESTED_ELSEWHERE = {"pipelines.md"}
 SLOW = {
     *("first_run.md", "cnn.md", "autoencoder.md", "vcd.md", "export.md"),
-    *("augmentation.md", "notebook.md", "several_gpus.md"),
+    *("augmentation.md", "fine_tuning.md", "notebook.md", "several_gpus.md"),
 }
 """Pages whose blocks take long; other tests also cover what they do."""
 

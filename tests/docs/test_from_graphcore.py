@@ -1,5 +1,7 @@
 """Every option of Graphcore's documents is in the tables and exists in the command."""
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -77,3 +79,40 @@ def test_every_option_in_a_table_exists_in_the_command(command):
 
     unknown = {o for o in documented_options(command) if not is_known(o)}
     assert unknown == set()
+
+
+# The table of all rows and their tests
+
+ROOT = Path(__file__).parents[2]
+TABLE = [
+    tuple(cell.strip() for cell in line.strip("|").split(" | "))
+    for line in PAGE.split("## Every row and its test")[1].splitlines()
+    if line.startswith("| ") and not line.startswith(("| document", "| ---"))
+]
+
+
+@functools.cache
+def find_tests(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_every_row_has_a_test_that_exists(row):
+    document, item, test = row
+    assert document and item
+    path, _, name = test.strip("`").partition("::")
+    assert name.startswith("test_") and name in find_tests(ROOT / path)
+
+
+def test_every_option_and_line_of_the_documents_is_in_the_table():
+    assert len(TABLE) >= 150 and len(set(TABLE)) == len(TABLE)
+    items = " ".join(item for _, item, _ in TABLE)
+    options = {o for named in NAMED.values() for o in named.split()}
+    spelled = set(re.findall(r"--?[a-zA-Z][\w-]*", items))
+    # Other spellings of options that are there.
+    same = {"--config-path", "--logs_per_epoch", "--gradient-accumulation", "--model"}
+    assert options - spelled - same == set()
+    lines = (ROOT / "tests" / "seed_lines.txt").read_text()
+    programs = {"poprun", "examples_utils", *re.findall(r"\w+\.py\b", lines)}
+    assert all(program in items for program in programs)
