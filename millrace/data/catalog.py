@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from millrace.config import ConfigurationError
+from millrace.trust import find_writers
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,32 @@ def data_folder() -> Path:
     return Path(cache).expanduser() / "millrace"
 
 
+def check_trusted(folder: Path) -> None:
+    """Raise if any user of this machine could change what is in a folder of downloads."""
+    if (reason := find_writers(folder, trust_owner=True)) is not None:
+        raise ConfigurationError(
+            f"What is in {folder} is not used, because {reason}. Take that right away "
+            "(chmod o-w), or choose another folder with MILLRACE_DATA."
+        )
+
+
 def download_folder(name: str) -> Path:
     """Return the folder that a dataset is downloaded to."""
     return data_folder() / name
+
+
+def tfds_folder() -> Path:
+    """Return the folder of TensorFlow Datasets: TFDS_DATA_DIR, or that in the home."""
+    chosen = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return Path(chosen).expanduser()
+
+
+def find_downloaded(name: str) -> Path:
+    """Return the folder of a downloaded dataset; raise if any user could change it."""
+    folder = download_folder(name)
+    if folder.exists():
+        check_trusted(folder)
+    return folder
 
 
 def dataset_not_found(

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tarfile
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from millrace.data.catalog import DataFile, Dataset
+from millrace.data.catalog import DataFile, Dataset, check_trusted
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a file, the bytes received, and its size."""
@@ -60,6 +61,7 @@ def fetch(
     """
     source = url or dataset.url
     assert source is not None, "checked by FetchConfig"
+    check_trusted(folder)
     folder.mkdir(parents=True, exist_ok=True)
     downloaded = []
     for file in dataset.files:
@@ -71,6 +73,34 @@ def fetch(
         if file.name.endswith(_ARCHIVES) and (not is_present or not _has_folders(folder)):
             unpack(target, folder)
     return downloaded
+
+
+def is_reachable(url: str, timeout_seconds: float = 4.0) -> bool:
+    """Whether a server answers, and soon: a machine without a network must not wait.
+
+    Args:
+        url: Any address of the server; an error that it returns is an answer.
+        timeout_seconds: Time for the name, the connection and the answer together.
+    """
+    answers: list[bool] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(
+            url, method="HEAD", headers={"User-Agent": "millrace"}
+        )
+        try:
+            urllib.request.urlopen(request, timeout=timeout_seconds).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+        except (OSError, ValueError, http.client.HTTPException):
+            return
+        answers.append(True)
+
+    # A thread, since nothing limits the time that looking up a name takes.
+    thread = threading.Thread(target=ask, name="millrace-reachable", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return bool(answers)
 
 
 def expected_digest(file: DataFile) -> str:

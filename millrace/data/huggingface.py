@@ -23,7 +23,7 @@ def open_splits(folder: Path) -> tuple[Any, Any | None]:
     except ImportError as error:
         raise ConfigurationError(
             f"{folder} is a Hugging Face dataset, which needs their library: "
-            "pip install 'millrace[huggingface]'."
+            "pip install datasets."
         ) from error
     splits: Any
     if (folder / "dataset_dict.json").is_file():

@@ -6,6 +6,7 @@ reads, decodes, crops and flips them into the rows of a slot (`decode_worker.run
 """
 
 import copy
+import itertools
 import os
 import threading
 import weakref
@@ -19,6 +20,7 @@ import numpy as np
 
 from millrace.data.decode_pool import DecodePool, WorkerPool
 from millrace.data.decode_worker import DecodeJob, ReadSample, Task, TaskResult
+from millrace.data.decoded_cache import DecodedCache
 from millrace.data.decoding import NUM_DRAWS, Crop, Times, decoder_name
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
@@ -35,6 +37,9 @@ _MANY_CORES = 4
 """Cores from which one is left free."""
 _FEW_SAMPLES = 5_000
 """Starting processes for this many samples would take longer than an epoch in threads."""
+_DRAWS_PER_BLOCK = 8
+"""Numbers in single precision that Philox computes at once."""
+_BLOCKS_PER_SAMPLE = -(-NUM_DRAWS // _DRAWS_PER_BLOCK)
 AHEAD = 4
 """Batches that are decoded ahead of the one in use, unless workers need more."""
 
@@ -110,6 +115,7 @@ class ImageSource(ABC):
         """Seconds that workers have spent on this source so far, over all of them."""
         self.num_decoded = 0
         """Images that they have decoded."""
+        self._cache: DecodedCache | None = None
         self._corrupt: dict[int, str] = {}
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -132,17 +138,50 @@ class ImageSource(ABC):
     def __len__(self) -> int:
         return self._num_samples
 
+    def keep_decoded(self, max_bytes: int) -> bool:
+        """Keep center crops in memory once they are decoded, if all of them fit.
+
+        Random crops are not kept: they are cut from the whole image, of which the
+        operating system keeps the file.
+
+        Args:
+            max_bytes: Memory for the crops.
+
+        Returns:
+            Whether they fit.
+        """
+        size = self.crop.size
+        if DecodedCache.num_bytes(len(self), size) > max_bytes:
+            return False
+        self._cache = DecodedCache(len(self), size)
+        return True
+
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return ``image`` and ``label`` at `indices`, cropped at the center."""
         return self.read(indices, None)
 
     def read(self, indices: np.ndarray, draws: np.ndarray | None) -> dict[str, np.ndarray]:
         """Decode one batch in threads of this process; see `Contents`."""
+        if (kept := self._read_kept((indices, draws))) is not None:
+            return kept
         job = DecodeJob(self.reader, self.crop, len(indices), 1)
         pool = DecodePool(job, self._decoding_threads())
         self._finish(pool, self._submit(pool, 0, (indices, draws)))
         images, labels = job.views(pool.slots[0])
-        return {"image": images, "label": labels}
+        batch = {"image": images, "label": labels}
+        self._keep((indices, draws), batch)
+        return batch
+
+    def _read_kept(self, contents: Contents) -> dict[str, np.ndarray] | None:
+        indices, draws = contents
+        if self._cache is None or draws is not None:
+            return None
+        return self._cache.read(indices)
+
+    def _keep(self, contents: Contents, batch: dict[str, np.ndarray]) -> None:
+        indices, draws = contents
+        if self._cache is not None and draws is None:
+            self._cache.store(indices, batch)
 
     def batches(
         self, contents: Iterable[Contents], batch_size: int, ahead: int = AHEAD
@@ -158,6 +197,13 @@ class ImageSource(ABC):
                 batch of bytes, and so do two more.
         """
         upcoming = iter(contents)
+        for content in upcoming:
+            if (kept := self._read_kept(content)) is None:
+                upcoming = itertools.chain([content], upcoming)
+                break
+            yield kept
+        else:
+            return  # all of them were in memory: no workers are needed
         pending: deque[_Pending] = deque()
         pool = self._take_pool(batch_size, ahead)
         try:
@@ -171,7 +217,10 @@ class ImageSource(ABC):
                 # In `pending` until it is done: if the caller gives up, or a worker fails,
                 # its slot must not be lost.
                 self._finish(pool, pending[0])
-                yield _hand_over(pool, pending.popleft().slot)
+                done = pending.popleft()
+                batch = _hand_over(pool, done.slot)
+                self._keep((done.indices, done.draws), batch)
+                yield batch
         finally:
             # Without waiting: the garbage collector may close an iterator on any thread,
             # one of the pool included.
@@ -282,7 +331,8 @@ class ImageStream:
     """Endless training batches ``{"image": uint8, "label": int32}`` of an `ImageSource`.
 
     What is in a batch depends on the seed and its number alone: not on the number of
-    workers, nor on how a batch is divided over processes. So a position is one integer.
+    workers, nor on how a batch is divided over processes. So a position is one integer. The
+    samples of two batches are those of one batch of twice the size, with the same crops.
 
     Args:
         source: Where the encoded images are.
@@ -332,7 +382,8 @@ class ImageStream:
         if source.num_workers < usual:
             ideas.append(f"use more workers (--num-workers {usual})")
         if decoder_name() == "Pillow":
-            ideas.append("install a faster decoder (pip install 'millrace[images]')")
+            libraries = "simplejpeg opencv-python-headless"
+            ideas.append(f"install a faster decoder (pip install {libraries})")
         if not source.is_packed:
             ideas.append("resize the images once (millrace data pack --short-side 256)")
         if not ideas:
@@ -375,10 +426,21 @@ class ImageStream:
     def _contents(self, position: int) -> Contents:
         """Return the samples of a batch, and the random numbers of their crops."""
         indices = self._order.indices(position)
-        # Drawn for the whole batch, so that a part of it gets the same numbers.
-        generator = np.random.default_rng([self._seed, 1, position])
-        draws = generator.random((self.batch_size, NUM_DRAWS), np.float32)
-        return indices[self._rows], draws[self._rows]
+        own = indices[self._rows]
+        first = position * self.batch_size + self._rows.start
+        return own, _draw(self._seed, first, len(own))
+
+
+def _draw(seed: int, first: int, count: int) -> np.ndarray:
+    """Return the random numbers of some samples, (samples, NUM_DRAWS), from number `first`.
+
+    They depend on the number of a sample alone, not on how samples are divided into
+    batches and over processes. Philox computes any block of its sequence directly.
+    """
+    key = np.random.SeedSequence([seed, 1]).generate_state(2, np.uint64)
+    bits = np.random.Philox(key=key, counter=first * _BLOCKS_PER_SAMPLE)
+    size = (count, _BLOCKS_PER_SAMPLE * _DRAWS_PER_BLOCK)
+    return np.random.Generator(bits).random(size, np.float32)[:, :NUM_DRAWS]
 
 
 def _hand_over(pool: DecodePool, slot: int) -> dict[str, np.ndarray]:

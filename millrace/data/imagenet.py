@@ -19,11 +19,13 @@ from millrace.data.layouts import (
     Layout,
     find_layout,
     find_shards,
+    find_tfds,
+    find_tfds_shards,
     has_subfolders,
 )
 from millrace.data.packed import PackedImages, read_manifest
 from millrace.data.source import DatasetError
-from millrace.data.tfrecord import TFRecords
+from millrace.data.tfrecord import TFDS, TFRecords
 from millrace.data.webdataset import WebDataset
 
 _EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
@@ -53,6 +55,8 @@ def load_imagenet(
     """
     folder = Path(path)
     options["needs_validation"] = needs_validation
+    if (version := find_tfds(folder, "imagenet")) is not None:
+        return _load_tfds(version, crop, **options)
     if find_layout(folder) not in (None, "tfrecord"):
         return load_images(folder, crop, **options)
     return _load_tfrecords(folder, crop, **options)
@@ -103,6 +107,27 @@ def _load_tfrecords(
     gaps = [gap for split, files in shards.items() for gap in _missing_shards(split, files)]
     warning = f"{folder} is not all of ImageNet: {'; '.join(gaps)}." if gaps else None
     return ImageSplits(training, validation, num_classes, warning)
+
+
+def _load_tfds(
+    folder: Path, crop: Crop, *, needs_validation: bool, **options: Any
+) -> ImageSplits:
+    """Return ImageNet as TensorFlow Datasets has written it."""
+    splits = ("train", "validation")
+    shards = {split: find_tfds_shards(folder, "imagenet", split) for split in splits}
+    if needs_validation and not shards["validation"]:
+        raise DatasetNotFound(
+            f"{folder.resolve()} has no validation images. Use --no-validation to train "
+            "without them."
+        )
+    options |= {"num_classes": CATALOG["imagenet"].num_classes, "features": TFDS}
+    training, validation = (
+        TFRecords(files, crop, **options) if files else None for files in shards.values()
+    )
+    assert training is not None, "checked by find_tfds"
+    gaps = [gap for split, files in shards.items() for gap in _missing_shards(split, files)]
+    warning = f"{folder} is not all of ImageNet: {'; '.join(gaps)}." if gaps else None
+    return ImageSplits(training, validation, options["num_classes"], warning)
 
 
 def _missing_shards(split: str, shards: Sequence[Path]) -> list[str]:

@@ -44,6 +44,46 @@ def find_layout(folder: Path) -> Layout | None:
     return None
 
 
+TFDS_NAMES = {
+    "mnist": "mnist",
+    "fashion-mnist": "fashion_mnist",
+    "cifar10": "cifar10",
+    "cifar100": "cifar100",
+    "imagenet": "imagenet2012",
+}
+"""What TensorFlow Datasets calls our datasets."""
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+
+
+def find_tfds(folder: Path, name: str) -> Path | None:
+    """Return where TensorFlow Datasets has written a dataset, if it has.
+
+    Args:
+        folder: Its data directory, the folder of the dataset, or that of a version. The
+            newest version is taken.
+        name: The dataset, as we call it.
+    """
+    if (tfds_name := TFDS_NAMES.get(name)) is None:
+        return None
+    candidates = [folder, *_versions(folder), *_versions(folder / tfds_name)]
+    return next(
+        (path for path in candidates if find_tfds_shards(path, name, "train")), None
+    )
+
+
+def find_tfds_shards(folder: Path, name: str, split: str) -> list[Path]:
+    """Return the files of a split in the folder of a version, sorted."""
+    return sorted(folder.glob(f"{TFDS_NAMES[name]}-{split}.tfrecord-*-of-*"))
+
+
+def _versions(folder: Path) -> list[Path]:
+    """Return the folders of versions, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _VERSION.fullmatch(path.name)]
+    return sorted(found, key=lambda p: [int(n) for n in p.name.split(".")], reverse=True)
+
+
 def count_images(folder: Path, *, at_most: int) -> int | None:
     """Count the training images in class folders or in a packed dataset.
 

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST, binarized MNIST, and the digits of scikit-learn."""
+"""MNIST, Fashion-MNIST, binarized MNIST, and the digits of the package."""
 
 import gzip
 import math
@@ -16,6 +16,7 @@ from millrace.data.source import ArraySource, DatasetError
 DIGITS_MAX_PIXEL = 16
 """The value of a black pixel in `load_digits`."""
 
+_DIGITS_FILE = Path(__file__).with_name("digits.npz")
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801  # uint8 in three dims, in one dim
 _FILES = (
     "train-images-idx3-ubyte",
@@ -41,18 +42,25 @@ def load_digits() -> tuple[ArraySource, ArraySource]:
     A sample has ``image`` uint8[8, 8, 1], from 0 to `DIGITS_MAX_PIXEL`, and ``label``
     int32.
     """
-    from sklearn import datasets  # takes half a second, and only this function needs it
-
     known = CATALOG["digits"]
-    pixels, labels = datasets.load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = np.random.default_rng(0).permutation(len(labels))
-    image = pixels[order].reshape(-1, *known.image_shape).astype(np.uint8)
+    image = images[order].reshape(-1, *known.image_shape)
     label = labels[order].astype(np.int32)
     count = known.num_validation
     return (
         ArraySource({"image": image[count:], "label": label[count:]}),
         ArraySource({"image": image[:count], "label": label[:count]}),
     )
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return the images, uint8 (1797, 8, 8), and int64 labels in their published order.
+
+    ``digits.txt`` has their source and license.
+    """
+    with np.load(_DIGITS_FILE, allow_pickle=False) as arrays:
+        return arrays["image"], arrays["label"].astype(np.int64)
 
 
 def load_mnist(path: str | Path) -> tuple[ArraySource, ArraySource]:

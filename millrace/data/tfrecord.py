@@ -5,11 +5,11 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
-from millrace.data.crc32c import masked_crc32c
 from millrace.data.decode_worker import ReadSample
 from millrace.data.decoding import CorruptSample, Crop, Encoded
 from millrace.data.image_source import ImageSource, num_cores
@@ -17,24 +17,38 @@ from millrace.data.source import DatasetError
 
 _HEADER = struct.Struct("<QI")  # length of the data, and the checksum of that length
 _CHECKSUM = struct.Struct("<I")
+_MASK_DELTA = 0xA282EAD8  # from the TFRecord format
 _IMAGE, _LABEL = "image/encoded", "image/class/label"
 _RAW, _HEIGHT, _WIDTH = "image/raw", "image/height", "image/width"
-_FEATURES = (_IMAGE, _LABEL, _RAW, _HEIGHT, _WIDTH)
 
 Values = list[memoryview] | list[int]
+
+
+class Features(NamedTuple):
+    """The names of features in a file, and the number of the first class."""
+
+    image: str = _IMAGE
+    label: str = _LABEL
+    first_label: int = 1
+
+
+_USUAL = Features()
+TFDS = Features("image", "label", 0)
+"""As TensorFlow Datasets writes them."""
 
 
 class TFRecords(ImageSource):
     """The records of TFRecord files, in the order of the files.
 
     The position of every record is kept in memory. It comes from an index next to the file
-    (``FILE.idx``, as for DALI) or else from a scan of the file. Labels start at 1 in the
-    files, at 0 here.
+    (``FILE.idx``, as for DALI) or else from a scan of the file. Labels start at 0 here,
+    whatever they are in the files.
 
     Args:
         files: One file or more.
         crop: How images are cropped.
-        num_classes: Largest label allowed in the files.
+        num_classes: Number of classes in the files.
+        features: What the features are called.
         options: ``num_workers`` and ``max_corrupt`` of `ImageSource`.
     """
 
@@ -44,8 +58,10 @@ class TFRecords(ImageSource):
         crop: Crop,
         *,
         num_classes: int = 1000,
+        features: Features = _USUAL,
         **options: Any,
     ) -> None:
+        self._features = features
         self.files = [Path(file) for file in files]
         with ThreadPoolExecutor(
             2 * num_cores()
@@ -61,7 +77,8 @@ class TFRecords(ImageSource):
 
     @property
     def reader(self) -> ReadSample:
-        return RecordReader([str(file) for file in self.files], self._num_classes)
+        files = [str(file) for file in self.files]
+        return RecordReader(files, self._num_classes, self._features)
 
     def locate(self, index: int) -> tuple[int, int, int]:
         offset, length = self._span[index]
@@ -73,11 +90,15 @@ class RecordReader:
 
     Args:
         files: The files.
-        num_classes: Largest label allowed in them.
+        num_classes: Number of classes in them.
+        features: What the features are called.
     """
 
-    def __init__(self, files: list[str], num_classes: int) -> None:
+    def __init__(
+        self, files: list[str], num_classes: int, features: Features = _USUAL
+    ) -> None:
         self._files = files
+        self._features = features
         self._num_classes = num_classes
         self._opened = FileCache()
 
@@ -90,25 +111,29 @@ class RecordReader:
         # an image with a gray stripe.
         if checksum != _CHECKSUM.pack(masked_crc32c(data)):
             raise CorruptSample("its checksum does not match")
+        names = self._features
+        wanted = (names.image, names.label, _RAW, _HEIGHT, _WIDTH)
+        both = f"{names.image} and {names.label}"
         try:
-            features = parse_example(memoryview(data), _FEATURES)
-            content, (label,) = _image(features), features[_LABEL]
+            features = parse_example(memoryview(data), wanted)
+            content, (label,) = _image(features, names.image), features[names.label]
         except (KeyError, ValueError, TypeError) as error:
-            raise CorruptSample(f"not a tf.Example with {_IMAGE} and {_LABEL}") from error
+            raise CorruptSample(f"not a tf.Example with {both}") from error
         if not (isinstance(content, memoryview | np.ndarray) and isinstance(label, int)):
-            raise CorruptSample(f"{_IMAGE} or {_LABEL} has the wrong type")
-        if not 1 <= label <= self._num_classes:
+            raise CorruptSample(f"{both.replace('and', 'or')} has the wrong type")
+        first, last = names.first_label, names.first_label + self._num_classes - 1
+        if not first <= label <= last:
             raise DatasetError(
-                f"{path}, byte {offset} has the label {label}; labels must be between 1 "
-                f"and {self._num_classes}."
+                f"{path}, byte {offset} has the label {label}; labels must be between "
+                f"{first} and {last}."
             )
-        return content, label - 1
+        return content, label - first
 
 
-def _image(features: dict[str, Values]) -> Any:
+def _image(features: dict[str, Values], name: str) -> Any:
     """Return the encoded image, or its pixels."""
     if _RAW not in features:
-        (content,) = features[_IMAGE]
+        (content,) = features[name]
         return content
     (pixels,), (height,), (width,) = (features[x] for x in (_RAW, _HEIGHT, _WIDTH))
     assert isinstance(pixels, memoryview)
@@ -186,6 +211,12 @@ def find_records(path: Path) -> np.ndarray:
     if not spans:
         raise DatasetError(f"{path} is empty.")
     return np.array(spans, np.int64)
+
+
+def masked_crc32c(data: bytes | memoryview) -> int:
+    """Return the CRC-32C of `data` as TFRecord files store it."""
+    crc = google_crc32c.value(bytes(data))
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def frame_record(data: bytes) -> bytes:

@@ -14,16 +14,20 @@ import numpy as np
 from millrace.config import ConfigurationError, writing
 from millrace.data.safetensors import write_safetensors
 from millrace.durable import finite_json, make_folder, replacing, write_atomically
+from millrace.exports.card import format_own_card, may_replace
 from millrace.exports.onnx_graph import UnsupportedOperation
 from millrace.exports.onnx_graph import build_model as build_onnx
 from millrace.exports.stablehlo import build_program as build_stablehlo
+from millrace.exports.torch_file import write_state_dict
 from millrace.nn.convolution import portable_convolutions
 
-Format = Literal["safetensors", "stablehlo", "onnx"]
+Format = Literal["safetensors", "torch", "stablehlo", "onnx"]
 
 CONFIG, CARD = "config.json", "README.md"
 _NEEDED = {"stablehlo": "flatbuffers", "onnx": "onnx"}
 """The library that writes a format."""
+WEIGHTS_ONLY = ("safetensors", "torch")
+"""Formats without a program."""
 
 
 class Program(NamedTuple):
@@ -57,12 +61,15 @@ def export(
     *,
     formats: Sequence[Format] | None = None,
     config: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """Write the weights of your own model, and the function that uses them, to a folder.
 
     ``model.safetensors`` has the weights by name: the keys on the way to each array, joined
-    by dots. 16-bit floats become float32. ``model.stablehlo`` and ``model.onnx`` have
-    ``function`` with the weights inside, for any size of its batch.
+    by dots. 16-bit floats become float32. ``model.pt`` has the same as a state dict for
+    ``torch.load``. ``model.stablehlo`` and ``model.onnx`` have ``function`` with the
+    weights inside, for any size of its batch. ``README.md`` is a model card, which Hugging
+    Face shows; one that was written by others stays.
 
     Args:
         folder: The folder; created if needed.
@@ -72,6 +79,7 @@ def export(
             dim is the batch.
         formats: What to write (default: safetensors, and stablehlo if there is a function).
         config: Contents of ``config.json``: anything that JSON has.
+        metrics: Metrics for the model card.
 
     Returns:
         The files.
@@ -87,7 +95,14 @@ def export(
         program = Program(lambda x: function(weights, x), example)
     arrays = name_arrays(weights)
     metadata = {name: json.dumps(value) for name, value in (config or {}).items()}
-    return write_model(Path(folder), Model(arrays, program, config or {}, metadata), chosen)
+    folder = Path(folder)
+    files = write_model(folder, Model(arrays, program, config or {}, metadata), chosen)
+    if may_replace(card := folder / CARD):
+        with writing(card):
+            text = format_own_card(folder.resolve().name, metrics or {}, files)
+            write_atomically(card, text)
+        files.append(card)
+    return files
 
 
 def write_model(folder: Path, model: Model, formats: Iterable[str]) -> list[Path]:
@@ -99,20 +114,28 @@ def write_model(folder: Path, model: Model, formats: Iterable[str]) -> list[Path
     contents = {
         name: _build(name, model.program)
         for name in chosen
-        if name != "safetensors" and model.program is not None
+        if name not in WEIGHTS_ONLY and model.program is not None
     }
-    paths = [folder / f"model.{name}" for name in chosen]
+    paths = [folder / model_file(name) for name in chosen]
     with writing(folder):
         make_folder(folder)
         for name, path in zip(chosen, paths, strict=True):
             if name == "safetensors":
                 write_safetensors(path, model.arrays, model.metadata)
                 continue
+            if name == "torch":
+                write_state_dict(path, model.arrays)
+                continue
             with replacing(path, binary=True) as file:
                 file.write(contents[name])
         text = json.dumps(finite_json(dict(model.config)), indent=2, ensure_ascii=False)
         write_atomically(folder / CONFIG, text + "\n")
     return [*paths, folder / CONFIG]
+
+
+def model_file(name: str) -> str:
+    """Return the name of the file of a format."""
+    return f"model.{'pt' if name == 'torch' else name}"
 
 
 def check_format(name: str, *, has_program: bool = True) -> None:
@@ -127,18 +150,18 @@ def check_format(name: str, *, has_program: bool = True) -> None:
         raise ConfigurationError(f"The format {name} needs a function and an example.")
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ConfigurationError(
-            f"The format {name} needs the library {needed}: pip install {needed}, or "
-            "pip install 'millrace[export]'."
+            f"The format {name} needs the library {needed}: pip install {needed}."
         )
 
 
 def _check_folder(folder: Path, formats: Sequence[str]) -> None:
     """Raise an error if a folder has other formats, which may be of another model."""
     for name in Format.__args__:
-        if name not in formats and (folder / f"model.{name}").exists():
+        if name not in formats and (folder / model_file(name)).exists():
             raise ConfigurationError(
-                f"{folder} has a model.{name} of an earlier export. Delete it, write it "
-                f"again as well ({' '.join([*formats, name])}), or choose another folder."
+                f"{folder} has a {model_file(name)} of an earlier export. Delete it, "
+                f"write it again as well ({' '.join([*formats, name])}), or choose another "
+                "folder."
             )
 
 

@@ -11,6 +11,7 @@ from image_files import SMALL, decode, encode, make_image, write_folders
 from worker_jobs import MadeImages, PartlyCorruptReader
 
 from millrace.data import decoding, image_source, imagenet
+from millrace.data.decoded_cache import DecodedCache
 from millrace.data.image_source import TooManyCorrupt
 from millrace.data.imagenet import ImageFolder
 from millrace.data.stream import EvaluationBatches, Stream
@@ -40,6 +41,19 @@ def test_a_stream_resumes_with_the_same_images_for_any_number_of_workers(tmp_pat
             np.testing.assert_array_equal(batch["label"], expected["label"])
 
 
+def test_batches_of_another_size_have_the_same_images(tmp_path):
+    """So that a run may continue with another number of replicas."""
+    write_folders(tmp_path)
+    source = ImageFolder(tmp_path / "train", SMALL)
+    whole = source.stream(8, batches_per_epoch=1, seed=5)
+    halves = source.stream(4, batches_per_epoch=2, seed=5)
+    for position in range(3):  # in three epochs
+        parts = [halves.batch(2 * position + n) for n in (0, 1)]
+        for name, expected in whole.batch(position).items():
+            joined = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(joined, expected)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "ahead"), [(256, 4), (128, 8), (100, 11), (1024, 4)]
 )
@@ -66,6 +80,49 @@ def test_plain_streams_and_evaluation_read_images_like_any_source(tmp_path):
     assert Stream(validation, 4).batch(0)["image"].shape == (4, 16, 16, 3)
     seen = [item["batch"]["label"] for item in EvaluationBatches(validation, 4)]
     assert np.concatenate(seen)[:15].tolist() == validation.labels.tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_decoded_images_are_decoded_once_and_stay_the_same(tmp_path, num_workers):
+    folder = write_folders(tmp_path) / "val"
+    corrupt_file(folder, number=1)
+    plain = ImageFolder(folder, SMALL, num_workers=num_workers)
+    kept = ImageFolder(folder, SMALL, num_workers=num_workers)
+    assert kept.keep_decoded(1 << 20)
+    for _ in range(3):
+        pairs = zip(EvaluationBatches(plain, 4), EvaluationBatches(kept, 4), strict=True)
+        for expected, got in pairs:
+            np.testing.assert_array_equal(got["valid"], expected["valid"])
+            for name in ("image", "label"):
+                np.testing.assert_array_equal(got["batch"][name], expected["batch"][name])
+    batches = -(-len(kept) // 4)
+    assert (plain.num_decoded, kept.num_decoded) == (12 * batches, 4 * batches)
+    np.testing.assert_array_equal(kept[np.arange(3)]["image"], plain[np.arange(3)]["image"])
+    assert kept.corrupt == plain.corrupt
+
+
+def test_a_partly_read_cache_is_completed_in_order(tmp_path):
+    source = ImageFolder(write_folders(tmp_path) / "val", SMALL)
+    expected = source[np.arange(8)]
+    source.keep_decoded(1 << 20)
+    _ = source[np.array([0, 1, 4, 5])]
+    wanted = [np.array(pair) for pair in ([0, 1], [2, 3], [4, 5], [6, 7])]
+    got = list(source.batches([(pair, None) for pair in wanted], 2))
+    labels = np.concatenate([batch["label"] for batch in got])
+    np.testing.assert_array_equal(labels, expected["label"])
+    images = np.concatenate([batch["image"] for batch in got])
+    np.testing.assert_array_equal(images, expected["image"])
+
+
+def test_random_crops_are_never_kept_nor_images_that_do_not_fit(tmp_path):
+    source = ImageFolder(write_folders(tmp_path) / "train", SMALL)
+    needed = DecodedCache.num_bytes(len(source), SMALL.size)
+    assert not source.keep_decoded(needed - 1)
+    assert source.keep_decoded(needed)
+    stream = source.stream(5, shuffle=False)
+    epoch = -(-len(source) // 5)
+    assert (stream.batch(0)["image"] != stream.batch(epoch)["image"]).any()
+    assert source.num_decoded == 10
 
 
 def test_a_corrupt_image_is_named_and_replaced_by_the_next_one(tmp_path):
@@ -257,8 +314,8 @@ def test_the_advice_for_a_slow_stream_names_what_is_not_done_yet(monkeypatch):
     advice = source.stream(4).advice
     assert advice == (
         "Use more workers (--num-workers 2); or install a faster decoder (pip install "
-        "'millrace[images]'); or resize the images once (millrace data pack --short-side "
-        "256)."
+        "simplejpeg opencv-python-headless); or resize the images once (millrace data pack "
+        "--short-side 256)."
     )
     source.num_workers, source.is_packed = 2, True
     monkeypatch.setattr(image_source, "decoder_name", lambda: "OpenCV")

@@ -337,5 +337,5 @@ def test_a_row_without_an_image_or_a_label_is_replaced(hugging_face, tmp_path):
 def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     make_files(tmp_path, "dataset_dict.json")
-    with pytest.raises(ConfigurationError, match=r"pip install 'millrace\[huggingface\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install datasets\."):
         load_images(tmp_path, SMALL)

@@ -17,12 +17,13 @@ from millrace.data.mnist import (
     load_fashion_mnist,
     load_mnist,
     read_amat,
+    read_digits,
 )
 from millrace.data.source import DatasetError
 from millrace.data.verify import verify
 
 
-def test_the_digits_of_scikit_learn_are_split_completely_without_overlap():
+def test_the_digits_are_split_completely_without_overlap():
     training, validation = load_digits()
     assert (len(training), len(validation)) == (1437, 360)
     image = np.concatenate([training.arrays["image"], validation.arrays["image"]])
@@ -30,6 +31,14 @@ def test_the_digits_of_scikit_learn_are_split_completely_without_overlap():
     assert image.dtype == np.uint8 and (image.min(), image.max()) == (0, 16)
     labels = np.concatenate([training.arrays["label"], validation.arrays["label"]])
     assert sorted(np.bincount(labels)) == [174, 177, 178, 179, 180, 181, 181, 182, 182, 183]
+
+
+def test_the_digits_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    theirs, (images, labels) = sklearn.load_digits(), read_digits()
+    assert images.dtype == np.uint8 and labels.dtype == theirs.target.dtype
+    np.testing.assert_array_equal(images, theirs.images)
+    np.testing.assert_array_equal(labels, theirs.target)
 
 
 def test_the_digits_agree_with_the_catalog():

@@ -17,7 +17,12 @@ from image_files import (
 from millrace.config import ConfigurationError
 from millrace.data.image_source import TooManyCorrupt
 from millrace.data.imagenet import load_imagenet
-from millrace.data.tfrecord import TFRecords, find_records, parse_example
+from millrace.data.tfrecord import (
+    TFRecords,
+    find_records,
+    masked_crc32c,
+    parse_example,
+)
 
 
 def records(count, first=0):
@@ -190,3 +195,30 @@ def test_features_are_parsed_packed_or_not_and_others_are_skipped():
     features = b"\x0a" + bytes([len(entry)]) + entry
     data = memoryview(b"\x0a" + bytes([len(features)]) + features)
     assert parse_example(data, ("n",)) == {"n": [7, 300]}
+
+
+def mask(checksum):
+    """Return a CRC-32C as TFRecord files store it: rotated, plus a constant."""
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) % 2**32
+
+
+@pytest.mark.parametrize(
+    ("message", "checksum"),  # from RFC 3720, B.4
+    [
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+        (b"123456789", 0xE3069283),
+    ],
+)
+def test_checksums_equal_published_values(message, checksum):
+    assert masked_crc32c(message) == mask(checksum)
+    assert masked_crc32c(memoryview(b"12" + message)[2:]) == mask(checksum)
+
+
+def test_checksums_agree_with_tensorboard_at_any_length():
+    theirs = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
+    for length in (0, 1, 63, 64, 255, 4097):
+        message = np.random.default_rng(length).bytes(length)
+        assert masked_crc32c(message) == theirs.masked_crc32c(message)

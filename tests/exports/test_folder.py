@@ -51,7 +51,9 @@ def run_without_millrace(program, x, folder):
 
 def test_weights_are_named_by_their_keys_and_16_bits_become_32(tmp_path):
     files = mr.export(tmp_path / "new" / "out", PARAMS, config={"classes": ["a", "b"]})
-    assert [file.name for file in files] == ["model.safetensors", "config.json"]
+    assert [file.name for file in files] == [
+        *("model.safetensors", "config.json", "README.md")
+    ]
     arrays = read_safetensors(files[0])
     assert set(arrays) == {"first.kernel", "first.bias", "second/scale"}
     np.testing.assert_array_equal(arrays["second/scale"], np.float32([1.5, 2]))
@@ -60,11 +62,21 @@ def test_weights_are_named_by_their_keys_and_16_bits_become_32(tmp_path):
     assert json.loads(read_metadata(files[0])["classes"]) == ["a", "b"]
 
 
+def test_the_card_has_the_metrics_and_one_of_others_stays(tmp_path):
+    path = mr.export(tmp_path / "mine", PARAMS, metrics={"validation_rmse": 0.875})[-1]
+    card = path.read_text()
+    assert card.startswith("---\nlibrary_name: millrace\n") and "# mine\n" in card
+    assert "| validation rmse | 0.875 |" in card and "`model.safetensors`" in card
+    path.write_text("# My own text\n")
+    assert path not in mr.export(tmp_path / "mine", PARAMS)
+    assert path.read_text() == "# My own text\n"
+
+
 def test_a_function_runs_without_millrace_for_any_batch(tmp_path):
     pytest.importorskip("flatbuffers")
     files = mr.export(tmp_path, PARAMS, apply, EXAMPLE)
     assert [file.name for file in files] == [
-        *("model.safetensors", "model.stablehlo", "config.json")
+        *("model.safetensors", "model.stablehlo", "config.json", "README.md")
     ]
     x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
     found = run_without_millrace(files[1], x, tmp_path)

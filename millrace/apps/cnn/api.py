@@ -9,13 +9,18 @@ from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.cnn.predictor import TrainedCnn
+    from millrace.loop.callbacks import Callback
 
 __all__ = ["export", "load", "train", "validate"]
 
 
 @takes_options_of("cnn train")
 def train(
-    *, data: Any = None, validation_data: Any = None, **options: Any
+    *,
+    data: Any = None,
+    validation_data: Any = None,
+    callbacks: "list[Callback] | None" = None,
+    **options: Any,
 ) -> "RunResult[TrainedCnn]":
     """Train an image classifier on a dataset, or on arrays.
 
@@ -23,15 +28,17 @@ def train(
     Images have the shape (images, height, width, channels) or (images, height, width),
     bytes or floats; labels are class numbers or names. ``validation_data`` has the same
     form; without it, nothing is validated.
+
+    ``callbacks`` are called after log events, validations and checkpoints.
     """
     if data is None and validation_data is None:
-        return call_command("cnn train", options, load)
+        return call_command("cnn train", options, load, callbacks=callbacks)
     from millrace.apps.cnn.arrays import hold_images
 
     held = hold_images(data, validation_data)
     if validation_data is None:
         options.setdefault("validation", False)
-    return call_command("cnn train", options, load, arrays=held)
+    return call_command("cnn train", options, load, arrays=held, callbacks=callbacks)
 
 
 @takes_options_of("cnn validate")

@@ -27,12 +27,14 @@ from millrace.apps.cnn.augment import (
 from millrace.apps.cnn.auto_augment import random_erasing
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models.spec import has_small_images
+from millrace.commands.fetch import fetch_missing, may_fetch
 from millrace.config import ConfigurationError
 from millrace.data import augment, cifar, mnist
-from millrace.data.catalog import CATALOG, DatasetNotFound, download_folder
+from millrace.data.catalog import CATALOG, DatasetNotFound, find_downloaded, tfds_folder
 from millrace.data.decoding import Crop
-from millrace.data.image_source import ImageSource, ImageStream
+from millrace.data.image_source import ImageSource, ImageStream, num_cores
 from millrace.data.imagenet import load_imagenet, load_images
+from millrace.data.layouts import find_tfds
 from millrace.data.memory import find_held
 from millrace.data.mnist import load_digits
 from millrace.data.source import (
@@ -43,6 +45,7 @@ from millrace.data.source import (
     SyntheticImages,
 )
 from millrace.data.stream import ParallelStream, Stream
+from millrace.data.tfds import load_tfds
 from millrace.feeds.device import ResidentDataset
 from millrace.feeds.infeed import Infeed
 from millrace.run.run import Run
@@ -93,7 +96,8 @@ class ImageData(NamedTuple):
         if isinstance(self.training, ImageSource):
             return self.training.stream(batch_size, min_ahead=2 * num_parallel, **options)
         stream = Stream(self.training, batch_size, transform=self.transform, **options)
-        return ParallelStream(stream, num_parallel)
+        threads = min(num_parallel, max(2, num_cores()))
+        return ParallelStream(stream, threads, 2 * num_parallel)
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -113,7 +117,7 @@ def load(config: CnnConfig) -> ImageData:
         return _load_arrays(config, config.data.arrays, steps)
     if not has_small_images(name):
         return _load_files(config, steps)
-    (training, validation), folder = _find(name, config, _ARRAYS[name])
+    (training, validation), folder = _find(name, config, _load_small(name))
     return _assemble(
         config,
         steps,
@@ -123,6 +127,17 @@ def load(config: CnnConfig) -> ImageData:
         CATALOG[name].image_shape,
         folder if CATALOG[name].files else None,
     )
+
+
+def _load_small(name: str) -> Callable[[Path], tuple[ArraySource, ArraySource]]:
+    """Return a loader of small images: as TensorFlow Datasets or as others store them."""
+
+    def load_from(folder: Path) -> tuple[ArraySource, ArraySource]:
+        if (version := find_tfds(folder, name)) is not None:
+            return load_tfds(version, name)
+        return _ARRAYS[name](folder)
+
+    return load_from
 
 
 def _load_arrays(
@@ -194,10 +209,13 @@ def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple
     except DatasetNotFound as error:
         # Graphcore's commands give the parent of imagenet-data.
         inside = [given / "imagenet-data"] if name == "imagenet" else []
-        for folder in (*inside, download_folder(name)):
+        for folder in (*inside, find_downloaded(name), tfds_folder()):
             with contextlib.suppress(DatasetNotFound):
                 return load_from(folder), folder
-        raise error
+        if not may_fetch(config.data.fetch):
+            raise error
+        folder = fetch_missing(name, error, quiet=config.run.quiet)
+        return load_from(folder), folder
 
 
 def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
@@ -211,6 +229,8 @@ def _load_files(config: CnnConfig, steps: Preprocessing) -> ImageData:
         needs_validation=config.workflow.validation,
     )
     found, folder = _find(name, config, load_from)
+    if found.validation is not None and not config.data.no_dataset_cache:
+        found.validation.keep_decoded(int(config.data.dataset_cache_gib * 2**30))
     return ImageData(
         found.training,
         found.validation,
@@ -319,7 +339,7 @@ def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) ->
         return Infeed(ResidentDataset(generate))
     stream = images.stream(
         samples,
-        config.data.pipeline_num_parallel,
+        config.data.parallel_batches(samples),
         batches_per_epoch=batches_per_epoch,
         seed=config.run.seed,
         shuffle=config.workflow.shuffle,

@@ -140,7 +140,7 @@ def _batches(
         batches = EvaluationBatches(source, config.micro_batch_size)
         passes = itertools.chain.from_iterable(itertools.repeat(batches))
         return (element["batch"] for element in passes), len(batches)
-    num_parallel = config.data.pipeline_num_parallel
+    num_parallel = config.data.parallel_batches(config.micro_batch_size)
     return images.stream(config.micro_batch_size, num_parallel, seed=config.seed), count
 
 

@@ -75,21 +75,13 @@ def _num_replicas(config: CnnConfig, num_devices: int) -> int:
     """Return the number of replicas that validate."""
     asked = config.workflow.validation_num_replicas
     if asked is None:
-        num_training = config.plan.num_replicas * devices_per_replica(config.plan)
+        num_training = config.plan.num_replicas * config.plan.devices_per_replica
         return min(num_training, num_devices)
     if asked > num_devices:
         raise ConfigurationError(
             f"validation_num_replicas is {asked}, but there are only {num_devices} devices."
         )
     return asked
-
-
-def devices_per_replica(plan: Plan) -> int:
-    """Return the number of devices that the stages of a replica use."""
-    used: set[int] = set()
-    for device in plan.device_mapping or range(plan.num_stages):
-        used |= set(device) if isinstance(device, list) else {device}
-    return len(used)
 
 
 # Checkpoints

@@ -101,6 +101,8 @@ def describe_model(
         "architecture": timm_name(config, names) or config.model_title.replace(" ", ""),
         "num_classes": len(trained.classes),
         "label_names": trained.classes,
+        "id2label": {str(n): name for n, name in enumerate(trained.classes)},
+        "label2id": {name: n for n, name in enumerate(trained.classes)},
         "image_size": [height, width],
         "num_channels": channels,
         "dataset": config.resolved_dataset,

@@ -1,11 +1,15 @@
 """What a run says about its recipe, optimizer and learning rate before it starts."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.program import build_learning_rate
 from millrace.loop.event_schedule import EventSchedule
+from millrace.nn.freezing import choose_scales
+from millrace.nn.layers import num_parameters
 
 _LARGEST_USUAL_RATE = {
     **{"sgd": 10.0, "lars": 100.0, "rmsprop": 1.0},
@@ -18,6 +22,21 @@ _MAX_RATES = 100_000
 def learning_rows(config: CnnConfig, schedule: EventSchedule) -> dict[str, str]:
     """Return the rows of the header about the recipe and the optimizer."""
     return {"recipe": _describe_recipe(config), "optimizer": _describe(config, schedule)}
+
+
+def fine_tuning_rows(config: CnnConfig, params: Any) -> dict[str, str]:
+    """Return the rows of the header about layers with a learning rate of their own."""
+    recipe, rows = config.recipe, {}
+    if recipe.freeze:
+        scales = choose_scales(recipe.freeze, recipe.lr_scales, list(params))
+        frozen = {name: tree for name, tree in params.items() if scales.get(name) == 0}
+        rows["frozen"] = (
+            f"{num_parameters(frozen):,} parameters: {', '.join(recipe.freeze)}"
+        )
+    if recipe.lr_scale:
+        scaled = (f"{factor:g} x in {name}" for name, factor in recipe.lr_scales.items())
+        rows["learning rate"] = ", ".join(scaled)
+    return rows
 
 
 def _describe_recipe(config: CnnConfig) -> str:

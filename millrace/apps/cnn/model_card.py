@@ -11,7 +11,7 @@ from millrace.apps.cnn.models.spec import (
     ResNetShape,
     has_small_images,
 )
-from millrace.numbers import format_number
+from millrace.exports.card import format_header, format_metrics
 
 _TIMM_SIZES = {
     "resnet": {"18", "26", "34", "50", "101", "152"},
@@ -20,6 +20,7 @@ _TIMM_SIZES = {
 }
 _FILES = {
     ".safetensors": "the weights, as float32",
+    ".pt": "the same as a state dict of PyTorch",
     ".stablehlo": "the model with its weights and preprocessing, for `jax.export`",
     ".onnx": "the model with its weights and preprocessing, for ONNX Runtime and others",
     ".json": "classes, image size, preprocessing and metrics",
@@ -97,14 +98,18 @@ def format_card(config: CnnConfig, facts: dict[str, Any], files: Sequence[Path])
     kind = {1: "gray", 3: "RGB"}[facts["num_channels"]]
     has_timm = "pretrained_cfg" in facts
     parts = [
-        f"---\nlibrary_name: {'timm' if has_timm else 'millrace'}\n"
-        "pipeline_tag: image-classification\n"
-        "tags:\n- image-classification\n- millrace\n---",
+        format_header(
+            config.model_title,
+            facts["metrics"],
+            library="timm" if has_timm else "millrace",
+            task="image-classification",
+            dataset=facts["dataset"],
+        ),
         f"# {config.model_title}",
         f"An image classifier with {facts['num_classes']} classes for {kind} images of "
         f"{height} x {width} pixels, trained on {facts['dataset']}. These are the weights "
         f"of update {facts['update']:,}{epoch}.",
-        _format_metrics(facts["metrics"]),
+        format_metrics(facts["metrics"]),
         "## Files",
         "\n".join(
             f"- `{file.name}`: {_FILES[file.suffix]}" for file in files if file.suffix
@@ -114,14 +119,6 @@ def format_card(config: CnnConfig, facts: dict[str, Any], files: Sequence[Path])
         *_format_usage(facts, {file.suffix for file in files}),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _format_metrics(metrics: dict[str, float]) -> str:
-    rows = [
-        f"| {name.replace('_', ' ')} | {format_number(value)} |"
-        for name, value in metrics.items()
-    ]
-    return "\n".join(["| metric | value |", "| --- | --- |", *rows]) if rows else ""
 
 
 def _format_preprocessing(steps: dict[str, Any]) -> str:
@@ -146,13 +143,16 @@ def _format_usage(facts: dict[str, Any], endings: set[str]) -> list[str]:
     code = facts["weights"]["torchvision"]
     if ".safetensors" in endings and code is not None:
         parts += ["## PyTorch", _TORCHVISION.format(code=code)]
+    if ".pt" in endings and code is not None:
+        parts += ["## PyTorch, state dict", _STATE_DICT.format(code=code)]
     if ".safetensors" in endings and "pretrained_cfg" in facts:
         parts += ["Or with timm:", _TIMM]
-    if ".safetensors" in endings and code is None and "pretrained_cfg" not in facts:
+    has_weights = bool(endings & {".safetensors", ".pt"})
+    if has_weights and code is None and "pretrained_cfg" not in facts:
         weights = facts["weights"]
         parts.append(
-            f"`model.safetensors` has the names of {weights['names']}, and kernels in the "
-            f"order {weights['layout']}."
+            f"The weights have the names of {weights['names']}, and kernels in the order "
+            f"{weights['layout']}."
         )
     if ".stablehlo" in endings:
         parts += ["## JAX, without millrace", _JAX]
@@ -170,6 +170,17 @@ from torchvision import models
 
 model = {code}
 model.load_state_dict(load_file("model.safetensors"))
+model.eval()  # takes scaled images, (number, channels, height, width)
+```"""
+_STATE_DICT = """```python
+from functools import partial
+
+import torch
+from torch import nn
+from torchvision import models
+
+model = {code}
+model.load_state_dict(torch.load("model.pt", weights_only=True))
 model.eval()  # takes scaled images, (number, channels, height, width)
 ```"""
 _TIMM = """```python

@@ -17,6 +17,7 @@ from millrace.apps.cnn.models import catalog
 from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
+from millrace.nn.freezing import choose_scales, freeze_layers, frozen_state_reduction
 from millrace.nn.layers import Layer, apply_layers, init_shapes
 from millrace.nn.losses import LayeredLoss, correct, correct_in_top, cross_entropy
 from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
@@ -57,6 +58,13 @@ def build_program(
 ) -> TrainingProgram:
     """Return the training program: the loss and the optimizer under the plan."""
     learning_rate = build_learning_rate(config, schedule)
+    scales = choose_scales(
+        config.recipe.freeze,
+        config.recipe.lr_scales,
+        list(weight_shapes(config, images, model).params),
+    )
+    frozen = {name for name, scale in scales.items() if scale == 0}
+    model = freeze_layers(model, frozen)
     optimizer = build_optimizer(
         config.recipe.optimizer,
         config.recipe.optimizer_params,
@@ -67,6 +75,7 @@ def build_program(
         global_batch_size=config.plan.batching.global_batch_size,
         clip_norm=config.recipe.clip_norm,
         ema=config.recipe.ema,
+        scales=scales,
     )
     splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
     return training_program(
@@ -74,6 +83,7 @@ def build_program(
         optimizer,
         dataclasses.replace(config.plan, pipeline_splits=splits),
         extra_info={"learning_rate": learning_rate},
+        model_state_reduction=frozen_state_reduction(frozen) if frozen else None,
     )
 
 
@@ -194,7 +204,8 @@ def build_norm(config: CnnConfig) -> NormFactory:
         return functools.partial(group_norm, **options)
     groups = None
     if (group_size := config.model.dbn_replica_group_size) > 1:
-        groups = ReplicaGroups(REPLICA_AXIS, config.plan.num_replicas, group_size)
+        gathers = bool(config.model.gather_conv_output)
+        groups = ReplicaGroups(REPLICA_AXIS, config.plan.num_replicas, group_size, gathers)
     options = {"momentum": config.model.bn_momentum} | options
     return functools.partial(
         batch_norm,

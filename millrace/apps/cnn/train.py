@@ -24,7 +24,11 @@ from millrace.apps.cnn.evaluate import (
     report_target,
     validate_checkpoints,
 )
-from millrace.apps.cnn.learning import learning_rate_warnings, learning_rows
+from millrace.apps.cnn.learning import (
+    fine_tuning_rows,
+    learning_rate_warnings,
+    learning_rows,
+)
 from millrace.apps.cnn.mistakes import report_predictions
 from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.preview import report_augmented
@@ -37,6 +41,7 @@ from millrace.apps.cnn.program import (
 )
 from millrace.checkpoint.store import checkpoints_in, restore_part
 from millrace.config import ConfigurationError
+from millrace.data.weights import find_weights
 from millrace.feeds.infeed import Infeed
 from millrace.loop.event_schedule import EventSchedule, schedule_events
 from millrace.loop.staging import compile_calls
@@ -53,7 +58,7 @@ def train(config: CnnConfig, run: Run) -> None:
     """Train and validate as configured; results go to the run directory."""
     if _is_finished_and_clean(config, run):
         return
-    pretrained = read_pretrained(config.model.pretrained) if config.model.pretrained else {}
+    pretrained = _load_pretrained(config, run)
     with compiling(config.workflow.compiler_options()) as programs:
         images = data.load(config)
         model = build_model(config, images)
@@ -123,14 +128,26 @@ def _batches_per_epoch(
 
 
 def _init_weights(
-    config: CnnConfig, images: ImageData, model: list[Layer], pretrained: Tree
+    config: CnnConfig,
+    images: ImageData,
+    model: list[Layer],
+    pretrained: tuple[Path, Tree] | None,
 ) -> tuple[Tree, Tree, list[str]]:
     """Return the initial weights and model state, and notices about them."""
     example = np.zeros((1, *images.image_shape), np.float32)
     params, model_state = init_layers(model, jax.random.key(config.run.seed), example)
-    if config.model.pretrained is None:
+    if pretrained is None:
         return params, model_state, []
-    return fit_pretrained(config.model.pretrained, pretrained, params, model_state)
+    return fit_pretrained(*pretrained, params, model_state)
+
+
+def _load_pretrained(config: CnnConfig, run: Run) -> tuple[Path, Tree] | None:
+    """Return a file of published weights and its arrays, and record where it is from."""
+    if config.model.pretrained is None:
+        return None
+    found = find_weights(config.model.pretrained, run.console.line)
+    run.summary["pretrained"] = {"source": found.source, "sha256": found.sha256}
+    return found.path, read_pretrained(found.path)
 
 
 def _train(
@@ -256,6 +273,7 @@ def _describe(
         dataset=data.describe(images, config),
         **augmentation,
         **(learning_rows(config, schedule) if schedule is not None else {}),
+        **(fine_tuning_rows(config, params) if schedule is not None else {}),
     )
     warnings = [images.warning] if images.warning else []
     if schedule is not None:
@@ -269,7 +287,12 @@ def _describe(
             "with --validation True."
         )
     on_platform = config.workflow.platform_notices(devices[0].platform)
-    for notice in (*config.graphcore.notices(), *on_platform, *notices):
+    for notice in (
+        *config.graphcore.notices(),
+        *config.model.notices(),
+        *on_platform,
+        *notices,
+    ):
         run.console.line(notice)
 
 

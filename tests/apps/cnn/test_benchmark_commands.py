@@ -221,7 +221,7 @@ def test_shorthands_and_recipes_of_families_set_options(words, options):
     [
         ("--pipeline", "pipeline needs pipeline_splits, or .*got neither"),
         ("--pipeline --shards 1", "got shards 1"),
-        ("--shards 2", "divides the model only in a pipeline"),
+        ("--shards 2 --pipeline-schedule Grouped", "is for a pipeline: give pipeline"),
         ("--pipeline --shards 4 --pipeline-splits a b", "needs 3 pipeline_splits; got 2"),
         ("--pipeline False --pipeline-splits a", "pipeline is False"),
         ("--batch-norm --groups 4", "groups is for group norm"),

@@ -12,6 +12,8 @@ from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions
 from millrace.config import ConfigurationError, build, parse
 
+SHARED = {"dbn_replica_group_size": 2, "num_replicas": 2}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -175,6 +177,30 @@ def test_max_cross_replica_buffer_size_is_an_xla_option_on_gpus_only():
     assert config.workflow.platform_notices("gpu") == []
     assert len(config.workflow.platform_notices("cpu")) == 1
     assert CnnConfig().workflow.platform_notices("cpu") == []
+
+
+def test_the_options_of_older_runs_without_effect_are_read():
+    unset = ("gather_conv_output", "min_remote_tensor_size", "no_dataset_cache")
+    older = build(CnnConfig, dict.fromkeys(unset), expand=False)
+    assert older == build(CnnConfig, {}, expand=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "notices"),
+    [
+        ({"stable_norm": True, "batch_norm": True}, []),
+        ({"stable_norm": True, "groups": 4}, ["--stable-norm"]),
+        ({"gather_conv_output": True}, ["--gather-conv-output"]),
+        ({"gather_conv_output": True, **SHARED}, []),
+        (
+            {"gather_conv_output": True, "groups": 4, **SHARED},
+            ["--dbn-replica-group-size", "--gather-conv-output"],
+        ),
+    ],
+)
+def test_options_of_batch_norm_get_a_notice_where_they_do_nothing(options, notices):
+    found = build(CnnConfig, options).model.notices()
+    assert [notice.split(" has no effect")[0] for notice in found] == notices
 
 
 def test_options_without_effect_are_documented_and_get_a_notice():

@@ -8,6 +8,7 @@ from seed_lines import GRAPHCORE
 from millrace.apps.cnn import augment, data
 from millrace.apps.cnn.augment import get_preprocessing
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.data import DataOptions
 from millrace.config import ConfigurationError, build
 from millrace.data import cifar as cifar_files
 
@@ -144,3 +145,10 @@ def test_mnist_and_digits_are_scaled():
 def test_a_missing_dataset_names_the_files_and_the_folder(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no cifar10 in .*data_batch_1.bin"):
         images(tmp_path)
+
+
+def test_the_host_prepares_as_many_images_in_parallel_as_asked_for():
+    asked = [DataOptions(pipeline_num_parallel=n) for n in (None, 1, 16, 17, 48)]
+    assert [options.parallel_batches(16) for options in asked] == [2, 1, 1, 2, 3]
+    with pytest.raises(ValueError, match="pipeline_num_parallel must be at least 1, got 0"):
+        DataOptions(pipeline_num_parallel=0)

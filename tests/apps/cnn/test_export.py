@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import yaml
 from saved_cnn import METRICS, write_cnn_run
 
 import millrace as mr
@@ -62,6 +63,14 @@ def test_the_folder_describes_the_model(run, capsys):
     assert card.startswith("---\nlibrary_name: millrace\n")
     assert "| validation accuracy | 0.75 |" in card
     assert "multiply pixels by 0.0625." in card and "stablehlo" not in card
+    header = yaml.safe_load(card.split("---")[1])
+    (result,) = header["model-index"][0]["results"]
+    assert result["task"]["type"] == header["pipeline_tag"] == "image-classification"
+    assert {m["name"]: m["value"] for m in result["metrics"]} == {
+        "train loss": 0.5,
+        "validation accuracy": 0.75,
+    }
+    assert facts["id2label"]["3"] == "3" and facts["label2id"]["3"] == 3
 
 
 def test_a_program_runs_by_the_code_of_the_card_without_millrace(run, images, tmp_path):

@@ -88,7 +88,7 @@ def test_throughput_and_latency_are_measured_for_each_batch_size(tmp_path, capsy
     assert len(events) == 6
     output = capsys.readouterr().err
     assert "random: neither checkpoint_dir nor pretrained" in output
-    assert "--half-partials has no effect: " in output
+    assert "--enable-half-partials has no effect: " in output
     assert "batch 4" in output and "p99.9" in output
 
 
@@ -354,3 +354,14 @@ def test_a_batch_that_does_not_fit_names_one_that_does(tmp_path, capsys, monkeyp
     output = capsys.readouterr().err
     assert "Batch 64 needs" in output and "of 256.0 KiB" in output
     assert "the largest power of two that fits is" in output
+
+
+@pytest.mark.parametrize(("repeat", "seconds"), [(1, 30), (3, 10), (10, 3), (100, 3)])
+@pytest.mark.parametrize("data_from", ["--synthetic-data", "--generated-data"])
+def test_measurements_share_thirty_seconds(repeat, seconds, data_from):
+    config = parsed(
+        f"--model resnet --dataset imagenet --image-size 32 {data_from} --repeat {repeat}"
+    )
+    images = data.load(config.train_config)
+    with build_feed(config, images, 1) as feed:
+        assert feed._max_seconds == seconds

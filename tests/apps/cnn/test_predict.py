@@ -8,11 +8,11 @@ import pytest
 from image_files import encode, make_image, write_folders
 from PIL import Image
 from saved_cnn import write_cnn_run
-from sklearn.datasets import load_digits
 
 import millrace as mr
 from millrace.apps.cnn.classify import read_image
 from millrace.cli import main
+from millrace.data.mnist import read_digits
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_an_unreadable_file_is_an_error_in_python(folder):
 
 def test_images_in_files_equal_those_of_the_dataset(tmp_path):
     """Small images keep all of their pixels; the digits have values from 0 to 16."""
-    digits = load_digits().images[:20].astype(np.uint8)
+    digits = read_digits()[0][:20]
     for number, digit in enumerate(digits):
         path = tmp_path / f"{number}.png"
         Image.fromarray(np.uint8(np.round(digit * (255 / 16)))).save(path)

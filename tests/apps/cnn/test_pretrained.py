@@ -1,5 +1,6 @@
 """Published weights: read safely, with the same logits as in the original framework."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -248,6 +249,35 @@ def test_training_starts_from_the_file(tmp_path):
     wanted = Weights(*load(path)[:2])
     found = restore_part(checkpoint, wanted).state
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert summary["pretrained"] == {"source": str(path), "sha256": checksum}
+
+
+def test_training_changes_all_layers_but_the_frozen_ones(tmp_path):
+    options = {"micro_batch_size": 8, "num_epochs": 1, "weight_updates_per_epoch": 2}
+    options |= {"validation": False, "run_dir": tmp_path / "run", "quiet": True}
+    frozen = ["conv1*", "conv2_bn"]
+    config = build(CnnConfig, options | {"freeze": frozen, "lr_scale": ["conv3=0.5"]})
+    assert run_command(train, config, command="cnn-train", command_line="test") == 0
+    model = catalog.build_layers("digits_cnn", 10, build_norm(config), **config.network)
+    key, example = jax.random.key(config.run.seed), np.zeros((1, 8, 8, 1), np.float32)
+    before = Weights(*init_layers(model, key, example))
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    after = restore_part(checkpoint, before).state
+    different = jax.tree.map(lambda a, b: bool(np.any(a != b)), after, before)
+    changed = {
+        layer for tree in different for layer in tree if any(jax.tree.leaves(tree[layer]))
+    }
+    assert changed == {"conv2", "conv3", "conv3_bn", "fc_layer"}
+
+
+def test_a_hub_out_of_reach_is_a_one_line_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MILLRACE_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nobody listens
+    assert run(tmp_path, "timm/resnet8") == 2
+    assert "cannot reach the server" in (output := capsys.readouterr().err)
+    assert len(output.splitlines()) == 1
 
 
 def test_a_file_that_is_not_safetensors_is_a_one_line_error(tmp_path, capsys):
@@ -362,7 +392,9 @@ def test_logits_equal_those_of_the_original_model(make, options, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def exported_folder(folder, *, names="torchvision", side=64, **options):
+def exported_folder(
+    folder, *, names="torchvision", side=64, formats=("safetensors",), **options
+):
     """Export a model with random weights; return it and the code of its model card."""
     values = {"dataset": "imagenet", "batch_norm": True, "image_size": side} | options
     config = build(CnnConfig, values)
@@ -373,7 +405,8 @@ def exported_folder(folder, *, names="torchvision", side=64, **options):
     weights = random_weights(shapes)
     trained = TrainedCnn(config, model, *weights, classes, (side, side, 3), folder)
     facts = describe_model(trained, names, {"update": 3, "epoch": 1.0})
-    write_folder(folder, trained, facts, ExportConfig(run=folder, names=names))
+    chosen = ExportConfig(run=folder, names=names, format=list(formats))
+    write_folder(folder, trained, facts, chosen)
     card = (folder / "README.md").read_text()
     return trained, re.findall(r"```python\n(.*?)```", card, re.DOTALL)
 
@@ -410,6 +443,20 @@ def test_an_export_loads_in_torchvision_with_the_same_logits(
     pytest.importorskip("torchvision")
     pytest.importorskip("safetensors")
     trained, (code, *_) = exported_folder(tmp_path, **options)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)  # as a reader of the model card would
+    check_logits(trained, torch, names["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_dict_loads_in_torchvision_with_the_same_logits(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torchvision")
+    options = {"model_name": "resnet", "model_size": "18", "formats": ["torch"]}
+    trained, (code,) = exported_folder(tmp_path, **options)
+    assert "torch.load" in code
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(code, names)  # as a reader of the model card would

@@ -83,7 +83,9 @@ def test_the_simplest_command_runs(train):
 def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, monkeypatch):
     logged = []
     session = SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: None
+        log=lambda values: logged.append((values["update"], values)),
+        define_metric=lambda *_, **__: None,
+        finish=lambda: None,
     )
     opened = []
     wandb = SimpleNamespace(init=lambda **options: opened.append(options) or session)

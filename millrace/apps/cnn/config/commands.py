@@ -18,15 +18,17 @@ from millrace.plan import HalfType, Plan, PrecisionName
 from millrace.run.options import RunOptions, Which
 from millrace.run.saved import find_run
 
-ExportFormat = Literal["safetensors", "stablehlo", "onnx"]
+ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
 
-_TRAINING_ONLY = ("bn_momentum", "stable_norm", "dbn_replica_group_size")
+_TRAINING_ONLY = (
+    *("bn_momentum", "stable_norm", "dbn_replica_group_size", "gather_conv_output"),
+)
 """Options of a model that matter only in training."""
 _FROM_RUN = {
     *(field.name for field in dataclasses.fields(ModelOptions)),
     *(field.name for field in dataclasses.fields(DataOptions)),
     *("precision", "half_type"),
-} - {"pretrained", "synthetic_data", "dbn_replica_group_size"}
+} - {"pretrained", "synthetic_data", "dbn_replica_group_size", "gather_conv_output"}
 """Options that ``cnn validate`` takes from the run whose checkpoint it reads."""
 
 
@@ -49,7 +51,8 @@ class ValidateConfig:
     """Throughput measurements per batch size."""
     num_batches: int | None = None
     """Batches per throughput measurement, with synthetic data (default: one pass over the
-    validation set, or fewer if the figure is known to 1 % or 30 seconds are over)."""
+    validation set, or fewer if the figure is known to 1 %, or if the measurements take
+    more than 30 seconds together, 3 for each at least)."""
     batches_per_step: int = 1000
     """Approximate number of batches per call when measuring throughput."""
     latency_calls: int | None = None
@@ -307,6 +310,8 @@ class ExportConfig:
     and efficientnet have the names and shapes of torchvision, which cnn train --pretrained
     reads as well; other models have the names of our layers.
 
+    torch: model.pt, the same as a state dict for torch.load; needs no PyTorch to write.
+
     stablehlo: model.stablehlo, a program with weights and preprocessing inside. It takes
     any number of images as bytes, returns logits, and runs on CPUs and NVIDIA GPUs with
     jax.export.
@@ -320,7 +325,7 @@ class ExportConfig:
     """Checkpoint of the run to use: the best by validation accuracy, the last, or the one
     after this number of updates."""
     format: list[ExportFormat] = field(default_factory=lambda: ["safetensors"])
-    """Formats: safetensors, stablehlo, onnx."""
+    """Formats: safetensors, torch, stablehlo, onnx."""
     output: Path | None = field(default=None, metadata={"aliases": ("--out",)})
     """Folder to write; created if needed (default: export in the run directory)."""
     names: Literal["torchvision", "timm"] = "torchvision"
@@ -330,7 +335,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if not self.format:
-            raise ValueError("Give at least one format: safetensors, stablehlo or onnx.")
+            raise ValueError("Give a format: safetensors, torch, stablehlo, onnx.")
 
 
 @dataclass(frozen=True, kw_only=True)

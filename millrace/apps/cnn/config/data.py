@@ -1,10 +1,11 @@
 """Options of the data. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace.data.layouts import find_layout
+from millrace.data.layouts import TFDS_NAMES, find_layout, find_tfds_shards
 
 DatasetName = Literal[
     "digits",
@@ -16,6 +17,8 @@ DatasetName = Literal[
     "gc-imagenet",
     "imagefolder",
 ]
+
+_PARALLEL_BATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,15 @@ class DataOptions:
     other models."""
     dataset_path: Path = field(default=Path("."), metadata={"aliases": ("--data-dir",)})
     """Folder of the dataset; for imagenet, the folder that contains imagenet-data works
-    too. If the dataset is not there, the copy downloaded by millrace data fetch is
-    used."""
+    too, and so does a folder of TensorFlow Datasets. If the dataset is not there, the copy
+    downloaded by millrace data fetch is used, or one in ~/tensorflow_datasets
+    ($TFDS_DATA_DIR)."""
+    fetch: bool = field(
+        default=True,
+        metadata={"negations": ("--no-fetch",), "may_change": True, "may_differ": True},
+    )
+    """Download mnist, fashion-mnist, cifar10 or cifar100 if it is nowhere to be found, as
+    millrace data fetch does. MILLRACE_NO_FETCH=1 in the environment forbids it too."""
     image_size: int | None = None
     """Height and width that images of imagenet and imagefolder are cropped to (default:
     224, or the size that an efficientnet was designed for)."""
@@ -46,6 +56,17 @@ class DataOptions:
     """Use random images in the shape of the dataset to measure speed; no files are
     needed. host: generated once and sent like real ones; device (or ipu, or no value):
     generated once on the device, and nothing is sent."""
+    no_dataset_cache: bool | None = field(
+        default=None, metadata={"may_change": True, "may_differ": True}
+    )
+    """Decode validation images of imagenet and imagefolder again each time. Otherwise they
+    stay in memory once they are decoded and cropped, if all of them fit into
+    dataset_cache_gib. (Small images are always in memory. Random crops of training images
+    are decoded in every epoch, from files that the operating system keeps in memory.)"""
+    dataset_cache_gib: float = field(
+        default=2.0, metadata={"may_change": True, "may_differ": True}
+    )
+    """GiB of memory for decoded validation images. ImageNet at 224 x 224 takes 7.0."""
     max_corrupt: int | None = field(default=None, metadata={"may_change": True})
     """Unreadable images per split before the run fails; each one is replaced by another
     (default: one in a thousand, at least 10)."""
@@ -62,11 +83,11 @@ class DataOptions:
     """Processes that decode images of imagenet and imagefolder; 0 decodes in threads
     (default: one per core, less one from 4 cores on; threads for up to 5,000 images). The
     batches do not depend on it."""
-    pipeline_num_parallel: int = field(
-        default=2, metadata={"may_change": True, "may_differ": True}
+    pipeline_num_parallel: int | None = field(
+        default=None, metadata={"may_change": True, "may_differ": True}
     )
-    """Batches that the host prepares in parallel; at least twice that many for imagenet and
-    imagefolder."""
+    """Images that the host prepares in parallel, rounded up to whole batches; at least
+    twice that many for imagenet and imagefolder (default: two batches)."""
 
     arrays: dict[str, Any] | None = field(default=None, metadata={"hidden": True})
     """Record of arrays passed from Python: their shapes and a checksum."""
@@ -76,6 +97,13 @@ class DataOptions:
             raise ValueError("Give data or dataset, not both.")
         if self.num_workers is not None and self.num_workers < 0:
             raise ValueError(f"num_workers must be 0 or more, got {self.num_workers}.")
+        if not 0 <= self.dataset_cache_gib < math.inf:
+            raise ValueError(
+                f"dataset_cache_gib must be 0 or more, got {self.dataset_cache_gib:g}."
+            )
+        images = self.pipeline_num_parallel
+        if images is not None and images < 1:
+            raise ValueError(f"pipeline_num_parallel must be at least 1, got {images}.")
         if self.max_corrupt is not None and self.max_corrupt < 0:
             raise ValueError(f"max_corrupt must be 0 or more, got {self.max_corrupt}.")
         if self.eight_bit_transfer and not self.accelerator_side_preprocess:
@@ -85,6 +113,12 @@ class DataOptions:
             )
         if self.image_size is not None and self.image_size < 8:
             raise ValueError(f"image_size must be at least 8, got {self.image_size}.")
+
+    def parallel_batches(self, batch_size: int) -> int:
+        """Return how many batches of this size the host prepares in parallel."""
+        if (images := self.pipeline_num_parallel) is None:
+            return _PARALLEL_BATCHES
+        return -(-images // batch_size)
 
     @property
     def synthetic(self) -> Literal["host", "device"] | None:
@@ -97,6 +131,9 @@ def find_dataset(values: dict[str, Any]) -> dict[str, Any]:
     folder = values.get("dataset_path")
     if folder is None or values.get("dataset") or values.get("synthetic_data"):
         return values
+    for name in TFDS_NAMES:
+        if find_tfds_shards(folder, name, "train"):
+            return {**values, "dataset": name}
     layout = find_layout(folder)
     if layout is None:
         return values

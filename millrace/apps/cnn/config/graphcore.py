@@ -12,7 +12,7 @@ from typing import Any, Literal
 from millrace.apps.cnn.config.augmentation import expand_augmentation
 from millrace.apps.cnn.config.data import find_dataset
 from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
-from millrace.config import ConfigurationError, field_docs
+from millrace.config import ConfigurationError, as_typed, field_docs, flag
 from millrace.plan import resolve_batching
 
 _SHORTHAND = {"shorthand": True}
@@ -57,12 +57,8 @@ class GraphcoreOptions:
     """No effect: it divides the memory of an IPU between weights and products."""
     max_reduce_many_buffer_size: int | None = _no_effect()
     """No effect: XLA decides which reductions to combine."""
-    gather_conv_output: bool | None = _no_effect()
-    """No effect: XLA combines small exchanges between replicas."""
     conv_dithering: bool | None = _no_effect("--enable-conv-dithering")
     """No effect: it spreads work over the tiles of an IPU."""
-    min_remote_tensor_size: int | None = _no_effect()
-    """No effect: optimizer_state_offloading keeps arrays under 4 KiB on the device."""
     scheduling_algorithm: str | None = _no_effect()
     """No effect: XLA has its own scheduler."""
     nanoo: bool | None = _no_effect()
@@ -73,8 +69,6 @@ class GraphcoreOptions:
     """No effect: XLA fuses the preprocessing of accelerator_side_preprocess."""
     standard_imagenet: bool | None = _no_effect()
     """No effect: images are always shuffled over all files."""
-    no_dataset_cache: bool | None = _no_effect()
-    """No effect: images are always read from the files in every epoch."""
 
     def notices(self) -> list[str]:
         """Return a notice about each option that was given and has no effect."""
@@ -86,7 +80,7 @@ class GraphcoreOptions:
         ]
         docs = field_docs(GraphcoreOptions)
         return [
-            f"--{name.replace('_', '-')} has {docs[name].replace('No', 'no', 1)}"
+            f"{as_typed(flag(name))} has {docs[name].replace('No', 'no', 1)}"
             for name in given
         ]
 
@@ -107,7 +101,8 @@ class GraphcoreTrainingOptions(GraphcoreOptions):
     pipeline: bool | None = field(default=None, metadata=_SHORTHAND)
     """Train in a pipeline, with the stages given by pipeline_splits or shards."""
     shards: int | None = field(default=None, metadata=_SHORTHAND)
-    """Number of pipeline stages; without pipeline_splits, the splits are chosen by cost."""
+    """Number of stages, one per device; without pipeline_splits, the splits are chosen by
+    cost. Without pipeline, one micro-batch at a time passes through them."""
 
     def check_memory_proportion(self, num_stages: int) -> None:
         """Refuse values of available_memory_proportion that Graphcore refuses."""
@@ -174,19 +169,26 @@ def _expand_pipeline(values: Values) -> None:
             "pipeline needs pipeline_splits, or the number of stages in shards; got "
             f"{'neither' if shards is None else f'shards {shards}'}."
         )
-    if shards is None or not (pipeline or splits):
-        if (shards or 1) > 1:
-            raise ConfigurationError(
-                f"shards ({shards}) divides the model only in a pipeline: give pipeline "
-                "as well."
-            )
+    if shards is None or (shards == 1 and not splits):
         return
+    if not (pipeline or splits):
+        _set_sequential(values)
     if not splits:
         values["pipeline_splits"] = [shards]
     elif splits != [shards] and len(splits) + 1 != shards:
         raise ConfigurationError(
             f"shards ({shards}) needs {shards - 1} pipeline_splits; got {len(splits)}: "
             f"{' '.join(map(str, splits))}."
+        )
+
+
+def _set_sequential(values: Values) -> None:
+    """Shard the model without a pipeline: one micro-batch at a time, stage after stage."""
+    schedule = values.setdefault("pipeline_schedule", "sequential")
+    if str(schedule).lower() != "sequential":
+        raise ConfigurationError(
+            f"pipeline_schedule {schedule} is for a pipeline: give pipeline as well. "
+            "shards alone runs one stage after the other."
         )
 
 

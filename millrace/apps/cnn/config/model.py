@@ -1,7 +1,6 @@
 """Options of the model. Imports nothing heavy."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from millrace.apps.cnn.models.spec import (
@@ -11,12 +10,19 @@ from millrace.apps.cnn.models.spec import (
     find_size,
     has_small_images,
 )
+from millrace.config import flag
 
 _NORMS = {
     "batch_norm": {"momentum", "epsilon"},
     "custom_batch_norm": {"momentum", "epsilon"},
     "group_norm": {"num_groups", "channels_per_group", "epsilon"},
 }
+_OF_NORM = {
+    "stable_norm": "group norm always computes the variance in a second pass",
+    "dbn_replica_group_size": "group norm normalizes each sample on its own",
+    "gather_conv_output": "group norm normalizes each sample on its own",
+}
+"""Options of batch norm, and why group norm does not need them."""
 _FAMILIES_WITH = {
     "model_size": FAMILIES,
     "pretrained": FAMILIES,
@@ -44,19 +50,24 @@ class ModelOptions:
     G16."""
     expand_ratio: int | None = None
     """Expansion ratio of efficientnet blocks (default: 6)."""
-    pretrained: Path | None = None
-    """Safetensors file of weights to start from: a resnet, resnext or efficientnet from
-    torchvision or timm. If its classes are not those of the dataset, the last layer
-    starts from random weights."""
+    pretrained: str | None = None
+    """Weights to start from: a resnet, resnext or efficientnet from torchvision or timm. A
+    safetensors file, the folder of an export, a URL, or the name of a repository on Hugging
+    Face such as timm/resnet50.a1_in1k. If its classes are not those of the dataset, the
+    last layer starts from random weights."""
     norm_layer: dict[str, Any] = field(default_factory=lambda: {"name": "batch_norm"})
     """Normalization: name batch_norm (momentum, epsilon) or group_norm (num_groups or
     channels_per_group, epsilon); custom_batch_norm is the same as batch_norm."""
     bn_momentum: float = 0.97
     """Momentum of batch norm's moving statistics, unless norm_layer sets one."""
     stable_norm: bool = False
-    """Compute the variance of batch norm in a second pass over the data."""
+    """Compute the variance of batch norm in a second pass over the data, as that of group
+    norm always is."""
     dbn_replica_group_size: int = 1
     """Number of consecutive replicas that share batch norm statistics."""
+    gather_conv_output: bool | None = None
+    """Exchange the statistics of dbn_replica_group_size once per norm, mean and variance
+    together, and combine them on each replica."""
 
     def __post_init__(self) -> None:
         if self.model_name is not None:
@@ -101,6 +112,19 @@ class ModelOptions:
                 "norm_layer group_norm needs num_groups or channels_per_group, and only "
                 f"one of them; got {', '.join(sorted(groups)) or 'neither'}."
             )
+
+    def notices(self) -> list[str]:
+        """Return notices about options that have no effect with this norm."""
+        options = ModelOptions(norm_layer=self.norm_layer)
+        given = [name for name in _OF_NORM if getattr(self, name) != getattr(options, name)]
+        if self.norm_layer["name"] == "group_norm":
+            return [f"{flag(name)} has no effect: {_OF_NORM[name]}." for name in given]
+        if self.gather_conv_output and self.dbn_replica_group_size == 1:
+            return [
+                "--gather-conv-output has no effect: the replicas share no statistics "
+                "(--dbn-replica-group-size)."
+            ]
+        return []
 
     @property
     def is_family(self) -> bool:

@@ -29,6 +29,7 @@ from millrace.distributed.hardware import uses_gpu
 _GRAPHCORE_ONLY = (
     *(field.name for field in dataclasses.fields(GraphcoreTrainingOptions)),
     *("lr_schedule_params", "lr_warmup_params", "lr_staircase", "stable_norm"),
+    *("gather_conv_output", "min_remote_tensor_size"),
     *("accelerator_side_preprocess", "eight_bit_transfer", "stochastic_rounding"),
     *("pipeline_splits", "device_mapping"),
 )

@@ -69,6 +69,12 @@ class RecipeOptions:
     """Warmup: warmup_mode (shift or mask) and warmup_epochs."""
     lr_staircase: bool = False
     """Keep the learning rate constant within an epoch."""
+    freeze: list[str] = field(default_factory=list)
+    """Layers that are not trained, as patterns such as 'b[0-3]/*'. Their batch norm
+    uses and keeps its moving statistics."""
+    lr_scale: list[str] = field(default_factory=list)
+    """Factors of the learning rate of layers, as PATTERN=FACTOR; the last pattern that
+    matches a layer counts."""
     label_smoothing: float = 0.0
     """Fraction of each label that is spread evenly over the classes."""
     label_smoothing_over: Literal["all", "others"] = "all"
@@ -108,6 +114,7 @@ class RecipeOptions:
                 raise ValueError(f"{name} must be more than 0, got {value:g}.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be more than 0 and below 1, got {self.ema:g}.")
+        _ = self.lr_scales  # checks them
         for decay in self.weight_avg_exp:
             if not 0 < decay < 1:
                 raise ValueError(
@@ -118,6 +125,23 @@ class RecipeOptions:
                 raise ValueError(
                     f"weight_avg_n must be a positive number of epochs, got {epochs:g}."
                 )
+
+    @property
+    def lr_scales(self) -> dict[str, float]:
+        """The factors of the learning rate by pattern."""
+        scales = {}
+        for text in self.lr_scale:
+            pattern, separator, factor = text.rpartition("=")
+            try:
+                scales[pattern] = float(factor)
+            except ValueError:
+                separator = ""
+            if not (separator and pattern and 0 < scales[pattern] < math.inf):
+                raise ValueError(
+                    "lr_scale must be PATTERN=FACTOR with a factor above 0, such as "
+                    f"'b[0-3]/*=0.1', got {text}. (--freeze stops training layers.)"
+                )
+        return scales
 
     @property
     def mixes_samples(self) -> bool:

@@ -36,6 +36,7 @@ from millrace.apps.cnn.models.pretrained import fit_pretrained, read_pretrained
 from millrace.apps.cnn.program import build_model
 from millrace.checkpoint.store import read_manifest, restore_part
 from millrace.config import ConfigurationError
+from millrace.data.weights import find_weights
 from millrace.distributed import coordination
 from millrace.loop.activity import report_progress
 from millrace.nn.layers import Layer, Tree, init_layers, init_shapes, num_parameters
@@ -90,13 +91,14 @@ def load_weights(
         weights, _ = restore_part(chosen.path, shapes)
         return weights, f"{chosen.path}, {chosen.update} updates"
     params, model_state = init_layers(model, jax.random.key(config.run.seed), example)
-    if (file := config.model.pretrained) is None:
+    if config.model.pretrained is None:
         origin = "random: neither checkpoint_dir nor pretrained is given"
         return Weights(params, model_state), origin
+    file = find_weights(config.model.pretrained, announce)
     params, model_state, notices = fit_pretrained(
-        file, read_pretrained(file), params, model_state
+        file.path, read_pretrained(file.path), params, model_state
     )
-    return Weights(params, model_state), " ".join([str(file), *notices])
+    return Weights(params, model_state), " ".join([file.source, *notices])
 
 
 def _cast_to_stored(path: Path, shapes: Weights) -> Weights:

@@ -31,6 +31,9 @@ _RESIDENT_BYTES = 256 << 20
 _MAX_BATCHES_ON_CPU = 64
 """Batches per call where a call may process fewer, with memory for the logits of all."""
 
+_MAX_SECONDS, _MIN_SECONDS = 30.0, 3.0
+"""Time of all measurements of a batch size, and least time of each, if not stable."""
+
 
 def divide_into_calls(num_batches: int, per_call: int) -> tuple[int, int]:
     """Divide a pass into calls of about `per_call` batches, as Graphcore's benchmark does.
@@ -120,14 +123,16 @@ class SyntheticFeed(Feed):
     _is_whole_pass: bool
     """Whether a pass is always finished, because its length was asked for."""
 
-    def _divide(self, asked: int | None, one_pass: int, per_call: int) -> None:
-        """Set the sizes of a pass."""
+    def _divide(self, config: ValidateConfig, one_pass: int, per_call: int) -> None:
+        """Set the sizes of a pass, and its time if it is not asked for in full."""
+        asked, repeat = config.num_batches, config.repeat
         if jax.local_devices()[0].platform == "cpu":
             per_call = min(per_call, _MAX_BATCHES_ON_CPU)
         calls, self.batches_per_call = divide_into_calls(asked or one_pass, per_call)
         self.num_batches = calls * self.batches_per_call
         self.num_samples = self.num_batches * self.batch.shape[0]
         self._is_whole_pass = asked is not None
+        self._max_seconds = max(_MIN_SECONDS, _MAX_SECONDS / repeat)
         self._pace = Pace()
 
     @abc.abstractmethod
@@ -135,7 +140,7 @@ class SyntheticFeed(Feed):
         """Return a chunk of batches on the devices, and the part of it to process next."""
 
     def run(self, inference: Inference) -> Measured:
-        measured, done = Stability(), 0
+        measured, done = Stability(max_seconds=self._max_seconds), 0
 
         def batches_left(started: int) -> int:
             is_enough = measured.is_done and not self._is_whole_pass
@@ -200,7 +205,7 @@ class DeviceFeed(SyntheticFeed):
         assert isinstance(self._infeed.dataset, ResidentDataset)
         self.batch = _arriving_batch(images, train_config)
         one_pass = max(1, len(images.validation) // self.batch.shape[0])
-        self._divide(config.num_batches, one_pass, config.batches_per_step)
+        self._divide(config, one_pass, config.batches_per_step)
         # At least two: XLA would hoist the logits of a single batch out of the loop.
         self._distinct = max(
             2, min(self.batches_per_call, _RESIDENT_BYTES // _num_bytes(self.batch))
@@ -238,8 +243,8 @@ class HostFeed(SyntheticFeed):
         one_pass = max(1, len(images.validation) // image.shape[0])
         staged = max(1, _STAGED_BYTES // image.nbytes)
         per_call = min(config.batches_per_step, staged)
-        self._divide(config.num_batches, one_pass, per_call)
-        num_parallel = config.data.pipeline_num_parallel
+        self._divide(config, one_pass, per_call)
+        num_parallel = config.data.parallel_batches(image.shape[0])
         self._infeed = Infeed(ParallelStream(self._stream, num_parallel))
 
     def compile(self, inference: Inference) -> None:

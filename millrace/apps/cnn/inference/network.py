@@ -25,7 +25,7 @@ from millrace.program.compiling import active_options, compile_for, no_persisten
 from millrace.program.mixed_precision import narrow
 from millrace.program.replicas import REPLICA_AXIS, replica_mesh, replicated
 from millrace.program.step import Weights
-from millrace.program.training_loop import repeat_update
+from millrace.program.update_loop import repeat_update
 
 # The network is one CUDA graph, so that the host does not launch hundreds of kernels:
 # ResNeXt-101 takes 0.66 ms for four images on an H200 instead of 1.14.
