@@ -9,28 +9,35 @@ from millrace.run.options import Which
 
 if TYPE_CHECKING:
     from millrace.apps.vcd.predictor import Generator
+    from millrace.loop.callbacks import Callback
 
 __all__ = ["evaluate", "load", "sample", "train"]
 
 
 @takes_options_of("vcd train")
 def train(
-    *, data: Any = None, test_data: Any = None, **options: Any
+    *,
+    data: Any = None,
+    test_data: Any = None,
+    callbacks: "list[Callback] | None" = None,
+    **options: Any,
 ) -> "RunResult[Generator]":
     """Train a VAE refined by Markov chains on a dataset, or on arrays.
 
     ``data`` is an array of images, (images, height, width): bytes are binarized at half
     intensity, other values at 0.5. ``test_data`` has the same form; without it, nothing is
     tested after training.
+
+    ``callbacks`` are called after log events, validations and checkpoints.
     """
     if data is None and test_data is None:
-        return call_command("vcd train", options, load)
+        return call_command("vcd train", options, load, callbacks=callbacks)
     from millrace.apps.vcd.data import hold_images
 
     held = hold_images(data, test_data)
     if test_data is None:
         options.setdefault("testing", False)
-    return call_command("vcd train", options, load, arrays=held)
+    return call_command("vcd train", options, load, arrays=held, callbacks=callbacks)
 
 
 @takes_options_of("vcd evaluate")

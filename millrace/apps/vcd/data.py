@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.vcd.config.sections import DataOptions
+from millrace.commands.fetch import fetch_missing, may_fetch
 from millrace.config import ConfigurationError
 from millrace.data import mnist
-from millrace.data.catalog import DatasetNotFound, download_folder
+from millrace.data.catalog import DatasetNotFound, find_downloaded
 from millrace.data.memory import HeldArrays, as_images, find_held, require_held
 from millrace.data.source import ArraySource, DatasetError
 from millrace.feeds.device import DeviceDataset
@@ -95,7 +96,7 @@ def load_images(
         num_validation *= bool(len(training))
     else:
         loader, threshold = _LOADERS[name]
-        sources, folder = _load(name, options.dataset_path, loader)
+        sources, folder = _load(name, options.dataset_path, loader, options.fetch)
         training, test = (binarize(source.arrays["image"], threshold) for source in sources)
     validation = None
     if num_validation:
@@ -153,18 +154,20 @@ def load_arrays(
 
 
 def _load(
-    name: str, folder: Path, loader: Loader
+    name: str, folder: Path, loader: Loader, fetch: bool
 ) -> tuple[tuple[ArraySource, ArraySource], Path | None]:
-    """Load from `folder`, or from the download cache if the dataset is not there."""
+    """Load from `folder` or the download cache; download what is in neither."""
     if name == "digits":
         return loader(folder), None
     try:
         return loader(folder), folder
     except DatasetNotFound as error:
-        cached = download_folder(name)
+        cached = find_downloaded(name)
         with contextlib.suppress(DatasetNotFound):
             return loader(cached), cached
-        raise error
+        if not may_fetch(fetch):
+            raise error
+        return loader(fetch_missing(name, error)), cached
 
 
 def binarize(

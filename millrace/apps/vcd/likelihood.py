@@ -15,6 +15,11 @@ from jax import lax
 
 from millrace.apps.vcd.config.sections import LikelihoodOptions
 from millrace.apps.vcd.data import BinaryImages, unpack
+from millrace.apps.vcd.diagnostics import (
+    MIN_STEPS,
+    ChainDiagnostics,
+    diagnose_chains,
+)
 from millrace.apps.vcd.model import (
     SMALLEST_STD,
     Gaussian,
@@ -32,6 +37,7 @@ PROPOSALS = ("encoder", "hmc_mean", "hmc")
 
 _OVERDISPERSION = 1.2  # too narrow a proposal has weights of huge variance
 _GROUPS_PER_CALL = 20  # between two progress reports
+_MAX_DIAGNOSED = 512  # images; ranks are computed on the host
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished calls and of all calls."""
@@ -43,6 +49,8 @@ class LogLikelihoods(NamedTuple):
     values: dict[str, np.ndarray]
     """(images,) by proposal."""
     num_batches: int
+    chains: ChainDiagnostics | None = None
+    """Of the first images; None if the chains are too short."""
 
     @property
     def best(self) -> np.ndarray:
@@ -50,11 +58,16 @@ class LogLikelihoods(NamedTuple):
         return np.max(list(self.values.values()), axis=0)
 
     def metrics(self, split: str) -> dict[str, float]:
-        """Return the means of the best estimates and of each proposal."""
-        return {f"{split}_log_likelihood": float(self.best.mean())} | {
+        """Return the means of all estimates, and the medians of the diagnostics."""
+        metrics = {f"{split}_log_likelihood": float(self.best.mean())} | {
             f"{split}_log_likelihood_{name}": float(values.mean())
             for name, values in self.values.items()
         }
+        if self.chains is not None:
+            statistics = self.chains.statistics()
+            metrics[f"{split}_chain_rhat"] = statistics["rhat_median"]
+            metrics[f"{split}_chain_ess"] = statistics["ess_median"]
+        return metrics
 
     def statistics(self) -> dict[str, Any]:
         """Return the content of the results file."""
@@ -72,6 +85,7 @@ class LogLikelihoods(NamedTuple):
             "num_batches": self.num_batches,
             "best": summarize(self.best),
             **{name: summarize(values) for name, values in self.values.items()},
+            "chains": self.chains and self.chains.statistics(),
         }
 
 
@@ -92,7 +106,7 @@ def estimate_log_likelihoods(
     calls = list(_calls(options))
     total, done = len(batches) * len(calls), 0
     key = jax.random.key(seed)
-    results = []
+    results, chains, num_chains = [], [], 0
     # In full float32: likelihoods are compared to a hundredth of a nat.
     with jax.default_matmul_precision("float32"):
         for number, batch in enumerate(batches):
@@ -100,7 +114,12 @@ def estimate_log_likelihoods(
             chain_key, sample_key = jax.random.split(jax.random.fold_in(key, number))
             x = unpack(jnp.asarray(packed), num_pixels)
             size = options.test_step_size
-            proposals = build_proposals(model, params, x, valid, hmc, size, chain_key)
+            proposals, positions = build_proposals(
+                model, params, x, valid, hmc, size, chain_key
+            )
+            if len(positions) >= MIN_STEPS and num_chains < _MAX_DIAGNOSED:
+                chains.append(diagnose_chains(jax.device_get(positions)[:, valid]))
+                num_chains += int(valid.sum())
             log_sum = jnp.full((len(PROPOSALS), len(valid)), -jnp.inf)
             for first, count in calls:
                 groups = jnp.arange(first, first + count)
@@ -113,7 +132,11 @@ def estimate_log_likelihoods(
                 progress(done, total)
             results.append(np.asarray(log_sum)[:, valid])
     values = np.concatenate(results, 1) - np.log(options.num_importance_samples)
-    return LogLikelihoods(dict(zip(PROPOSALS, values, strict=True)), len(batches))
+    by_proposal: dict[str, np.ndarray] = dict(zip(PROPOSALS, values, strict=True))
+    diagnosed = None
+    if chains:
+        diagnosed = ChainDiagnostics(*map(np.concatenate, zip(*chains, strict=True)))
+    return LogLikelihoods(by_proposal, len(batches), diagnosed)
 
 
 def _hmc_settings(options: LikelihoodOptions) -> HmcSettings:
@@ -142,8 +165,11 @@ def build_proposals(
     hmc: HmcSettings,
     step_size: float,
     key: jax.Array,
-) -> Gaussian:
-    """Return the three proposals of each image: (proposals, images, z_dim)."""
+) -> tuple[Gaussian, jax.Array]:
+    """Return the three proposals of each image, and the positions of its chain.
+
+    They are (proposals, images, z_dim) and (steps, images, z_dim), without burn-in.
+    """
     q = model.encode(params["encoder"], x)
     target = model.log_joint(params["decoder"], x)
     num_valid = valid.sum()
@@ -159,10 +185,11 @@ def build_proposals(
     )
     kept = result.positions[hmc.num_burn_in_steps :]
     mean, std = kept.mean(0), jnp.maximum(kept.std(0), SMALLEST_STD)
-    return Gaussian(
+    proposals = Gaussian(
         jnp.stack([q.mean, mean, mean]),
         _OVERDISPERSION * jnp.stack([q.std, q.std, std]),
     )
+    return proposals, kept
 
 
 @functools.partial(jit, static_argnames=("model", "group_size"))

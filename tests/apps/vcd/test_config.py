@@ -15,7 +15,7 @@ from millrace.apps.vcd.config.sections import (
 )
 from millrace.apps.vcd.program import hmc_settings
 from millrace.apps.vcd.train import build_schedule
-from millrace.config import ConfigurationError, as_plain, build, load_named
+from millrace.config import ConfigurationError, as_plain, build, configure, load_named
 
 RUNS = Path(vcd.__file__).with_name("runs.yml")
 
@@ -137,3 +137,100 @@ def test_the_log_level_sets_quiet_and_debug(level, quiet, debug):
     assert (run.quiet, run.debug) == (quiet, debug)
     with pytest.raises(ConfigurationError, match="quiet and verbose"):
         build(VcdConfig, {"log_level": "WARNING", "verbose": True})
+
+
+# Nested files of the reference
+
+
+def nested(**changes):
+    """Return a configuration as the reference writes it, with some keys changed."""
+    args = {
+        "_evaluate": True,
+        "micro_batch_size": 50,
+        "device": "/device:IPU:0",
+        "n_replicas": 1,
+        "network": {"z_dim": 7, "encoder": {"name": "vcd"}, "decoder": {"name": "vcd"}},
+        "save_checkpoints": False,
+        "testing": {
+            "micro_batch_size_test": 64,
+            "n_iwae_samples_test": 200,
+            "iwae_samples_test_micro_batch_size": 20,
+            "n_epoch_freq_test": 1000,
+            "mcmc": {"use_train_step_size_init": False, "hmc_step_size_init": 0.04},
+        },
+        "training": {
+            "base_lr": {"decoder": 0.001, "encoder": {"mean": 0.002, "std": 0.003}},
+            "control_variate": {
+                "decay": 0.8,
+                "use_control_variate": True,
+                "use_local_control_variate": False,
+            },
+            "lr_kwargs": {"epoch_timescale": 20},
+            "mcmc": {"n_burn_in_steps": 4, "n_leapfrog_steps": 3, "hmc_only": False},
+            "n_epoch": 5,
+            "optimiser_config": "vcd",
+            "use_infeed": True,
+        },
+        "data": {"loading": {"set": "binarised_mnist"}, "n_validation": 0},
+    }
+    experiment = {"testing": False, "training": True, "validation": True}
+    values = {"model": [{"args": args | changes, "flags": {"NAME": "x"}}]}
+    return values | {"experiment": {"args": experiment}}
+
+
+def start_from(tmp_path, values, **options):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(values))
+    given = {"config": str(path), **options}
+    return configure(VcdConfig, given, RUNS, command="vcd-train")[0]
+
+
+def test_a_nested_configuration_of_the_reference_is_understood(tmp_path):
+    config = start_from(tmp_path, nested())
+    assert config.model.z_dim == 7 and config.model.control_variate == "global"
+    assert (config.model.num_burn_in_steps, config.model.num_leapfrog_steps) == (4, 3)
+    assert config.model.control_variate_decay == 0.8
+    assert config.training.encoder_mean_learning_rate == 0.002
+    assert (config.training.num_epochs, config.training.epoch_timescale) == (5, 20)
+    assert config.likelihood.num_importance_samples == 200
+    assert config.likelihood.test_step_size == 0.04
+    assert (config.workflow.testing, config.workflow.validation) == (False, True)
+    assert config.workflow.checkpoints is False and config.plan.micro_batch_size == 50
+    assert config.data.resolved_dataset == "binarized-mnist"
+    # A flag overrides it.
+    assert start_from(tmp_path, nested(), num_epochs=2).training.num_epochs == 2
+    off = nested(training={"control_variate": {"use_control_variate": False}})
+    assert start_from(tmp_path, off).model.control_variate == "none"
+    # The reference writes "" for the learning rate tuned for the batch size.
+    tuned = nested(micro_batch_size=512, training={"base_lr": {"decoder": ""}})
+    assert start_from(tmp_path, tuned).training.learning_rates(512)["decoder"] == 9e-4
+
+
+def test_results_of_an_own_configuration_are_named_after_it(tmp_path):
+    config = start_from(tmp_path, nested(), results_dir=tmp_path)
+    assert config.run.run_dir == tmp_path / "mine"
+    flat = start_from(tmp_path, {"num_epochs": 3}, results_dir=tmp_path)
+    assert flat.run.run_dir == tmp_path / "mine"
+    named = start_from(tmp_path, nested(), results_dir=tmp_path, run_name="other")
+    assert named.run.run_dir == tmp_path / "other"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (nested(zdim=3), r"mine\.json: Unknown key zdim in model\[0\]\.args"),
+        (nested(network={"encoder": {"name": "other"}}), "only 'vcd' exists here"),
+        ({"model": []}, "a list of one model"),
+        ({"model": [3]}, "must have a mapping args"),
+        ({"model": [{}], "experiment": {"args": {"training": False}}}, "vcd evaluate RUN"),
+        ({"model": [{}], "experiment": {"args": {"testin": 1}}}, "Did you mean testing"),
+        (
+            {"model": [{}], "experiment": {"args": {"checkpoint_path": "x"}}},
+            "names a TensorFlow checkpoint",
+        ),
+    ],
+    ids=["key", "network", "none", "number", "training", "experiment", "checkpoint"],
+)
+def test_what_a_nested_configuration_cannot_have_is_an_error(tmp_path, values, message):
+    with pytest.raises(ConfigurationError, match=message):
+        start_from(tmp_path, values)

@@ -40,7 +40,7 @@ def test_the_estimate_agrees_with_the_exact_likelihood_of_a_linear_model():
     valid = jnp.array([True, True, True, False])
     hmc = HmcSettings(num_burn_in_steps=60, num_steps=200)
     propose = jax.jit(
-        lambda key: build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)
+        lambda key: build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)[0]
     )
     proposed = propose(jax.random.key(0))
     mean, precision = exact.posterior()
@@ -95,6 +95,11 @@ def test_the_likelihood_of_a_decoder_that_ignores_its_latents_is_exact():
     np.testing.assert_array_equal(found.best, np.max(list(found.values.values()), 0))
     assert seen[-1] == (4, 4) and [done for done, _ in seen] == [1, 2, 3, 4]
     best = metrics.pop("test_log_likelihood")
+    # The target is the prior, a normal distribution: the chains mix well.
+    rhat, ess = metrics.pop("test_chain_rhat"), metrics.pop("test_chain_ess")
+    assert 0.99 < rhat < 1.1 and 20 < ess <= 200 * np.log10(200)
+    assert found.chains.rhat.shape == (7,)
+    assert statistics["chains"]["rhat_median"] == rhat
     assert len(metrics) == 3 and all(best >= value for value in metrics.values())
     assert statistics["num_pictures"] == 7 and statistics["num_batches"] == 2
     assert statistics["best"]["mean"] == pytest.approx(best)
@@ -108,7 +113,7 @@ def test_padding_does_not_influence_the_chains_of_the_other_images():
     @jax.jit
     def means(x, valid):
         key = jax.random.key(0)
-        return build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key).mean
+        return build_proposals(exact.MODEL, params, x, valid, hmc, 0.3, key)[0].mean
 
     rows = jnp.broadcast_to(jnp.asarray(exact.X, jnp.float32), (4, 3))
     valid = jnp.array([True, True, True, False])

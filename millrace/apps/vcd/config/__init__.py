@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from millrace.apps.vcd.config.reference import flatten_reference, is_nested
 from millrace.apps.vcd.config.sections import (
     DataOptions,
     DeviceOptions,
@@ -41,6 +42,12 @@ class VcdConfig:
     devices: DeviceOptions = DeviceOptions()
     plan: VcdPlan = VcdPlan()
     run: RunOptions = RunOptions()
+
+    @staticmethod
+    def read_file(values: dict[str, Any], name: str) -> dict[str, Any]:
+        """Return the options in a file, named after it; it may be one of the reference."""
+        options = flatten_reference(values) if is_nested(values) else values
+        return {"run_name": Path(name).stem} | options
 
     @staticmethod
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -241,6 +241,11 @@ class DataOptions:
     dataset_path: Path = field(default=Path("."), metadata=named("--data-dir"))
     """Folder of the dataset. If it is not there, the copy that millrace data fetch
     downloaded is used."""
+    fetch: bool = field(
+        default=True, metadata={**_MAY_CHANGE, "negations": ("--no-fetch",)}
+    )
+    """Download the dataset if it is nowhere to be found, as millrace data fetch does.
+    MILLRACE_NO_FETCH=1 in the environment forbids it too."""
     arrays: dict[str, Any] | None = field(default=None, metadata={"hidden": True})
     """Record of arrays passed from Python: their shapes and a checksum."""
 
