@@ -4,9 +4,14 @@ Each application is started in a terminal of its own, as a user does. Ctrl-C is 
 random moment: while it starts, compiles, trains, validates or tests. The time until the
 process has ended is measured, and a run that has made updates must have a checkpoint.
 
+With --parallel, several commands run at a time, as users of one machine do: compilation
+then takes longer, and so may the end. On a GPU, set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+With --compile, every command starts with an empty compilation cache.
+
 Target: at most 5 s.
 """
 
+import argparse
 import json
 import os
 import pty
@@ -16,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +34,7 @@ _COMMANDS = {
     "vcd": "vcd train --config digits_demo",
 }
 _CTRL_C = b"\x03"
+_PHASES = ("waiting for the first data", "compiling", "training", "validating", "testing")
 _START_SECONDS = 3.0
 """The first second or two belong to Python and its imports."""
 
@@ -43,19 +50,28 @@ class Interrupt(NamedTuple):
     updates: int
     is_saved: bool
     """Whether there is a checkpoint of the last update, or nothing to save."""
+    phase: str
+    """What the command was doing when the key was pressed."""
     last_line: str
 
 
-def interrupt(command: str, after: float, folder: Path) -> Interrupt:
-    """Start a command, press Ctrl-C, and wait for its end."""
+def interrupt(command: str, after: float, folder: Path, *, compiles: bool) -> Interrupt:
+    """Start a command, press Ctrl-C, and wait for its end.
+
+    With `compiles`, it finds no program in the compilation cache.
+    """
     words = [sys.executable, "-m", "millrace", *command.split(), "--run-dir", str(folder)]
+    variables = dict(os.environ)
+    if compiles:
+        variables["XDG_CACHE_HOME"] = str(folder.with_name("cache"))
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(words[0], words)
+        os.execve(words[0], words, variables)
     screen: list[bytes] = []
     reader = threading.Thread(target=_read, args=(terminal, screen), daemon=True)
     reader.start()
     time.sleep(after)
+    phase = _find_phase(screen)
     pressed = time.perf_counter()
     os.write(terminal, _CTRL_C)
     _, status = os.waitpid(pid, 0)
@@ -68,7 +84,16 @@ def interrupt(command: str, after: float, folder: Path) -> Interrupt:
     is_saved = not updates or any(folder.rglob(name))
     lines = b"".join(screen).decode(errors="replace").strip().splitlines() or [""]
     code = os.waitstatus_to_exitcode(status)
-    return Interrupt(after, seconds, code, updates, is_saved, lines[-1].strip())
+    last_line = lines[-1].strip()
+    return Interrupt(after, seconds, code, updates, is_saved, phase, last_line)
+
+
+def _find_phase(screen: list[bytes]) -> str:
+    """Return the last of the phases that a command has shown."""
+    text = b"".join(screen).decode(errors="replace")
+    shown = {name: text.rfind(name) for name in _PHASES}
+    last = max(shown, key=lambda name: shown[name])
+    return last if shown[last] >= 0 else "starting"
 
 
 def _read(terminal: int, screen: list[bytes]) -> None:
@@ -88,27 +113,32 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def measure(command: str, rounds: int, longest: float, seed: int) -> list[Interrupt]:
+def measure(command: str, args: argparse.Namespace, seed: int) -> list[Interrupt]:
     """Interrupt a command at random moments."""
     moments = random.Random(seed)
-    interrupts = []
-    for number in range(rounds):
-        after = moments.uniform(_START_SECONDS, longest)
+    afters = [moments.uniform(_START_SECONDS, args.longest) for _ in range(args.rounds)]
+
+    def measure_one(after: float) -> Interrupt:
         with tempfile.TemporaryDirectory() as folder:
-            interrupts.append(interrupt(command, after, Path(folder) / "run"))
-        print(f"{number + 1}/{rounds} {command.split()[0]}: {interrupts[-1]}", flush=True)
-    return interrupts
+            one = interrupt(command, after, Path(folder) / "run", compiles=args.compile)
+        print(f"{command.split()[0]}: {one}", flush=True)
+        return one
+
+    with ThreadPoolExecutor(args.parallel) as pool:
+        return list(pool.map(measure_one, afters))
 
 
 def main() -> None:
     """Measure and report."""
     parser = build_parser(__doc__, rounds=20)
     parser.add_argument("--longest", type=float, default=60.0, help="seconds before Ctrl-C")
+    parser.add_argument("--parallel", type=int, default=1, help="commands at a time")
+    parser.add_argument("--compile", action="store_true", help="use no compilation cache")
     parser.add_argument("--only", choices=_COMMANDS, help="measure one application")
     args = parser.parse_args()
     chosen = {n: c for n, c in _COMMANDS.items() if args.only in (None, n)}
     found = {
-        name: measure(command, args.rounds, args.longest, seed)
+        name: measure(command, args, seed)
         for seed, (name, command) in enumerate(chosen.items())
     }
     rows = []
@@ -121,6 +151,7 @@ def main() -> None:
                 "interrupts": str(len(interrupts)),
                 "median s": f"{statistics.median(seconds):.2f}",
                 "longest s": f"{max(seconds):.2f}",
+                "while compiling": str(sum(one.phase == "compiling" for one in interrupts)),
                 "after updates": str(len(trained)),
                 "with checkpoint": str(sum(one.is_saved for one in trained)),
                 "exit status": ", ".join(sorted({str(one.status) for one in interrupts})),

@@ -123,6 +123,7 @@ FOUNDATION = {
     "numbers": "formatting of numbers",
     "output": "output to lost terminals",
     "card": "how objects show themselves",
+    "trust": "who else could change a file",
     "user_code": "the user's line in a traceback",
     "versions": "versions of libraries",
 }
@@ -149,6 +150,7 @@ ROOMS = {
     "feeds": Room(1.75, "infeed and outfeed"),
     "checkpoint": Room(2.75, "snapshot, write, restore"),
     "drawing": Room(3.75, "SVG, PNG and HTML"),
+    "adapters": Room(0.75, "models of other libraries"),
     "distributed": Room(1.75, "launch, heartbeats, signals"),
     "program": Room(2.75, "all that is compiled"),
     "nn": Room(2.25, "layers, norms, losses"),

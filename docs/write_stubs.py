@@ -37,8 +37,10 @@ def write_stub(source: Path) -> str:
         elif isinstance(node, ast.FunctionDef):
             parts.append(_function(node))
     text = "\n\n".join(parts) + "\n"
-    is_used = "collections.abc." in text
-    return _HEADER + ("import collections.abc\n" if is_used else "") + text
+    imports = "import collections.abc\n" if "collections.abc." in text else ""
+    if re.search(r"\bSequence\[", text.replace("abc.Sequence", "")):
+        imports += "from collections.abc import Sequence\n"
+    return _HEADER + imports + text
 
 
 def _imports(tree: ast.Module) -> Iterable[str]:

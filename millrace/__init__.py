@@ -8,18 +8,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.adapters.equinox import from_equinox
+    from millrace.adapters.functional import from_haiku, from_linen
+    from millrace.adapters.model import AdaptedModel
+    from millrace.adapters.nnx import from_nnx
+    from millrace.adapters.sequential import sequential
     from millrace.apps.autoencoder import api as autoencoder
     from millrace.apps.cnn import api as cnn
     from millrace.apps.vcd import api as vcd
     from millrace.commands.calling import run_as_command
     from millrace.commands.loading import load
     from millrace.data.benchmark import dataset_benchmark
+    from millrace.data.loaders import from_tf_data, from_torch_loader
     from millrace.data.source import ArraySource
     from millrace.data.stream import Stream
     from millrace.exports.folder import export
     from millrace.feeds.infeed import DatasetEnded, Infeed
     from millrace.feeds.outfeed import Outfeed, OutfeedFull
     from millrace.feeds.stager import ElementError
+    from millrace.loop.callbacks import Callback
     from millrace.loop.evaluate import evaluate
     from millrace.loop.event_schedule import schedule_events
     from millrace.loop.repeat import infeed_benchmark, repeat, while_loop
@@ -40,7 +47,9 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AdaptedModel",
     "ArraySource",
+    "Callback",
     "DatasetEnded",
     "ElementError",
     "EvaluationProgram",
@@ -60,6 +69,12 @@ __all__ = [
     "deterministic",
     "evaluate",
     "export",
+    "from_equinox",
+    "from_haiku",
+    "from_linen",
+    "from_nnx",
+    "from_tf_data",
+    "from_torch_loader",
     "infeed_benchmark",
     "join_processes",
     "layers",
@@ -68,6 +83,7 @@ __all__ = [
     "repeat",
     "run_as_command",
     "schedule_events",
+    "sequential",
     "train",
     "training_program",
     "vcd",
@@ -75,7 +91,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaptedModel": "adapters.model",
     "ArraySource": "data.source",
+    "Callback": "loop.callbacks",
     "DatasetEnded": "feeds.infeed",
     "ElementError": "feeds.stager",
     "EvaluationProgram": "program.evaluate",
@@ -95,6 +113,12 @@ _HOME = {
     "deterministic": "program.compiling",
     "evaluate": "loop.evaluate",
     "export": "exports.folder",
+    "from_equinox": "adapters.equinox",
+    "from_haiku": "adapters.functional",
+    "from_linen": "adapters.functional",
+    "from_nnx": "adapters.nnx",
+    "from_tf_data": "data.loaders",
+    "from_torch_loader": "data.loaders",
     "infeed_benchmark": "loop.repeat",
     "join_processes": "run.process",
     "layers": "nn.layers",
@@ -103,6 +127,7 @@ _HOME = {
     "repeat": "loop.repeat",
     "run_as_command": "commands.calling",
     "schedule_events": "loop.event_schedule",
+    "sequential": "adapters.sequential",
     "train": "loop.train",
     "training_program": "program.training",
     "vcd": "apps.vcd.api",

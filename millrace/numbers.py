@@ -50,7 +50,7 @@ def format_duration(seconds: float) -> str:
 
 def pluralize(count: int, noun: str) -> str:
     """Return a count and its noun: ``1 stage``, ``8 micro-batches``."""
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count} {noun}{ending if count != 1 else ''}"
 
 

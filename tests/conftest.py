@@ -1,5 +1,6 @@
 """Settings of all tests: eight virtual devices, one precision, a shared cache."""
 
+import importlib.metadata
 import inspect
 import os
 import shutil
@@ -9,6 +10,8 @@ import hypothesis
 import pytest
 from strict_reads import strict_reads as strict_reads
 
+_JAXLIB = importlib.metadata.version("jaxlib")
+
 # Before JAX is imported: the device count cannot be changed afterwards.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -16,14 +19,17 @@ os.environ["XLA_FLAGS"] = " ".join(
         # Compilation takes most of the time, and the programs are small: a third of it with
         # XLA's older emitters of fused operations, and in one part.
         "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
+        # Later versions have no older emitters, and abort at a flag that they do not know.
+        *(["--xla_cpu_use_fusion_emitters=false"] if _JAXLIB.startswith("0.10.") else []),
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # By default a GPU multiplies float32 matrices in TensorFloat-32, with three digits. A CPU
 # has no such mode. Subprocesses inherit this.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+# Tests must not depend on a network; those of downloads have a server of their own.
+os.environ["MILLRACE_NO_FETCH"] = "1"
 # Several processes share a GPU, so none may reserve its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -22,7 +22,18 @@ def batches(values):
         yield np.full(2, value, np.float32)
 
 
-def make_runner(path, dataset, *, updates=12, plan=None, logs=4, validate=None, **rates):
+def make_runner(
+    path,
+    dataset,
+    *,
+    updates=12,
+    plan=None,
+    logs=4,
+    validate=None,
+    callbacks=(),
+    trace=None,
+    **rates,
+):
     if "validations" in rates:
         rates["validate"] = rates.pop("validations")
     plan = plan or mr.Plan(micro_batch_size=2)
@@ -44,5 +55,7 @@ def make_runner(path, dataset, *, updates=12, plan=None, logs=4, validate=None, 
         writers=[_JsonLines(directory)],
         checkpoints=checkpoints,
         validate=validate,
+        callbacks=callbacks,
+        trace=trace,
     )
     return runner, program.init({"w": jnp.ones(1)}), directory, checkpoints

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "numbers": set(),
     "output": set(),
     "card": set(),
+    "trust": set(),
     "user_code": set(),
     "versions": set(),
     "plan": {"card", "config"},
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "feeds": set(),
     "nn": set(),
     "schedule": set(),
+    "adapters": {"nn"},
     "program": {"nn", "schedule"},
     "checkpoint": {"distributed", "program"},
     "exports": {"data", "nn"},
@@ -55,30 +57,37 @@ MAY_IMPORT = {
         *("drawing", "report", "schedule"),
     },
     "commands": {
-        *("data", "distributed", "drawing", "program", "report", "run", "schedule"),
+        *("data", "distributed", "drawing", "loop", "program", "report", "run"),
+        "schedule",
     },
     # Applications and entry points.
     "apps": {
         *("checkpoint", "data", "distributed", "exports", "feeds", "loop", "nn"),
         *("commands", "program", "report", "run"),
     },
-    "bench": {"apps", "data", "feeds", "loop", "nn", "program", "run"},
+    "bench": {
+        *("apps", "commands", "data", "distributed", "feeds", "loop", "nn", "program"),
+        "run",
+    },
     "cli": {"__init__", "commands", "distributed", "run"},
     "__main__": {"cli"},
     "__init__": {
-        *("data", "exports", "feeds", "loop", "nn", "plan", "program"),
+        *("adapters", "data", "exports", "feeds", "loop", "nn", "plan", "program"),
         *("apps", "commands", "report", "run"),
     },
 }
 """The rooms that a room may import, next to the foundation."""
 
 LIBRARIES = {
+    "equinox": {"adapters"},
+    "flax": {"adapters"},
     "onnx": {"exports"},
     "orbax": {"checkpoint"},
+    "pyarrow": {"data"},
     "rich": {"commands", "drawing", "run"},
-    "sklearn": {"data"},
+    "google_crc32c": {"data"},
     "tensorboard": {"run"},
-    "torch": {"bench"},
+    "torch": {"bench", "data"},
     "wandb": {"run"},
 }
 """The only rooms that import a library."""
@@ -86,7 +95,7 @@ LIBRARIES = {
 WITHOUT_JAX = {*FOUNDATION, "cli", "data", "drawing", "report", "schedule"}
 """Rooms that never import JAX themselves, so that they work without devices."""
 
-HEAVY = {"jax", "jaxlib", "numpy", "optax", "orbax", "PIL", "rich", "sklearn"}
+HEAVY = {"jax", "jaxlib", "numpy", "optax", "orbax", "PIL", "rich"}
 """What ``--help`` must not import."""
 
 APPLICATIONS = ("autoencoder", "cnn", "vcd")
@@ -94,15 +103,20 @@ APPLICATIONS = ("autoencoder", "cnn", "vcd")
 LAYERS = (
     # Options. models.spec has the names of the CNNs, which options are checked against.
     {"config", "models.spec"},
-    {"kernels", "loss", "model", "models", "objective", "sampler"},
+    {"diagnostics", "kernels", "loss", "model", "models", "objective", "sampler"},
     {
         *("arrays", "augment", "auto_augment", "data", "image_ops", "resident"),
         "run_ratings",
     },
-    {"baselines", "item_rows", "joint_training", "metrics", "multi_device", "program"},
+    {
+        *("baselines", "bulk", "item_rows", "joint_training", "metrics"),
+        *("multi_device", "program", "ranking"),
+    },
     {
         "classify",
+        "comparison",
         "evaluate",
+        "halving",
         "images",
         "learning",
         "likelihood",
@@ -115,7 +129,7 @@ LAYERS = (
     # Functions of commands.
     {
         *("convert", "datasets", "export", "inference", "model_card", "predict"),
-        *("recommend", "sweep", "train"),
+        *("recommend", "search", "sweep", "train"),
     },
     {"api"},
 )

@@ -195,7 +195,7 @@ def test_reading_a_command_imports_nothing_heavy(args):
         "from millrace.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print({'jax', 'numpy', 'optax', 'orbax', 'sklearn'} & set(sys.modules))"
+        "print({'jax', 'numpy', 'optax', 'orbax'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", script, *args]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
@@ -623,7 +623,9 @@ def test_the_summary_is_written_even_if_a_writer_fails_to_close(
     def no_network():
         raise ConnectionError("no network")
 
-    session = SimpleNamespace(log=lambda *_, **__: None, finish=no_network)
+    session = SimpleNamespace(
+        log=lambda *_: None, finish=no_network, define_metric=lambda *_, **__: None
+    )
     wandb = SimpleNamespace(init=lambda **_: session)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 

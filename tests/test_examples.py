@@ -22,11 +22,16 @@ EXPECTED = {
     "03_replicas": r"4 replicas of 4 x 4 samples: the same weights within \de[-+]",
     "04_accumulation": r"float32 .* kernel \de-0[5-9]\nNone .* kernel \de-0[12]\n",
     "05_offloading": r"hidden first moment +65,536 bytes in pinned_host memory",
-    "06_pipeline": r"four stages, interleaved: loss 0\.\d+, weights within \de[-+]",
+    "06_pipeline": r"four stages, zero-bubble: loss 0\.\d+, weights within \de[-+]",
     "07_application": r"curve: train loss 0\.00",
+    "08_optuna": r"'learning_rate': 0.0001}: PRUNED after 1 val(.*\n)*best accuracy 0\.9",
 }
 
-LONG = {"06_pipeline"} if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu" else set()
+LONG = (
+    {"06_pipeline", "08_optuna"}
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
+    else set()
+)
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 each_run = pytest.mark.parametrize(
     "example",
@@ -41,6 +46,8 @@ each_run = pytest.mark.parametrize(
 
 @each_run
 def test_example_runs_and_prints_its_result(example: Path, tmp_path: Path) -> None:
+    if example.stem == "08_optuna":
+        pytest.importorskip("optuna")
     # Without the eight devices of the test suite: an example creates its own.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
