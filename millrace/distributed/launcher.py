@@ -85,6 +85,9 @@ class Launcher:
         self._is_returning = False
         """Whether all processes were asked to stop, so that absent ones can return."""
         self._num_signals = 0
+        self._unsent: list[int] = []
+        """Signals that arrived before all processes were there to get them."""
+        self._are_started = False
         self._kill_time: float | None = None
         """When to kill processes that have ignored two signals."""
         self._children: list[Child] = []
@@ -164,9 +167,12 @@ class Launcher:
 
     def _run_once(self, folder: str) -> Failure | None:
         self._children = []
+        self._are_started = False
         env.pop_cause(folder)  # of an earlier start
         try:
             self._start_all(folder)
+            self._are_started = True
+            self._send_signals()
             failure = self._find_cause(self._wait_for_failure(), folder)
             # Without a coordinator the others cannot shut down in order: kill them.
             kill_now = self._is_kill_time() or env.find_port_conflict(folder) is not None
@@ -308,7 +314,8 @@ class Launcher:
             absent = _list_processes(self._membership.absent)
             self._report(f"saving a checkpoint, to try again with {absent}")
             self._is_returning = True
-            self._send_signal(signal.SIGTERM)
+            self._unsent.append(signal.SIGTERM)
+            self._send_signals()
 
     def _is_kill_time(self) -> bool:
         return self._kill_time is not None and time.monotonic() > self._kill_time
@@ -335,15 +342,19 @@ class Launcher:
             self._num_signals += 1
             if self._num_signals == 2:
                 self._kill_time = time.monotonic() + _GRACE_SECONDS
-            self._send_signal(number)
+            self._unsent.append(number)
+            if self._are_started:
+                self._send_signals()
 
         return handle_signals(forward)
 
-    def _send_signal(self, number: int) -> None:
-        for child in self._children:
-            if child.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(number)
+    def _send_signals(self) -> None:
+        while self._unsent:
+            number = self._unsent.pop(0)
+            for child in self._children:
+                if child.process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        child.process.send_signal(number)
 
     def _report(self, text: str) -> None:
         """Print a line, and keep it with the time in the run directory."""

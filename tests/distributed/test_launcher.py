@@ -133,6 +133,20 @@ def test_processes_without_signal_handlers_count_as_interrupted():
     assert "was killed" not in output
 
 
+def test_a_signal_while_processes_are_started_reaches_all_of_them(monkeypatch):
+    start_one, began = Launcher._start, time.monotonic()
+
+    def interrupt_after_the_first(self, number, *args):
+        child = start_one(self, number, *args)
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr(Launcher, "_start", interrupt_after_the_first)
+    assert launch(["-n", "2", "--", "sleep", "60"]) == 130
+    assert time.monotonic() - began < 30
+
+
 def test_processes_that_ignore_two_signals_are_killed(monkeypatch, capfd):
     monkeypatch.setattr("millrace.distributed.launcher._GRACE_SECONDS", 0.3)
     ours = os.getpid()
