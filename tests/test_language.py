@@ -117,10 +117,9 @@ def find_words(text: str, names: bool = True) -> list[tuple[int, str, str]]:
     """Return the line, the word and its replacement for every banned word in a text."""
     banned = _BANNED_WORDS + _BANNED_NAMES * names
     return [
-        (number, match[0], replacement)
-        for number, line in enumerate(text.splitlines(), 1)
+        (text.count("\n", 0, match.start()) + 1, match[0], replacement)
         for pattern, replacement in banned
-        for match in pattern.finditer(line)
+        for match in pattern.finditer(text)
     ]
 
 

@@ -78,6 +78,7 @@ def test_a_failing_entry_sets_the_status_but_does_not_stop_the_others(measured):
     assert "no_such_layer" in get_entry(results, "broken")["reason"]
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_an_entry_is_measured_before_the_next_is_compiled(
     monkeypatch, tmp_path, capsys
 ):

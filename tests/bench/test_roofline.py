@@ -56,6 +56,7 @@ def test_a_convolution_multiplies_only_the_channels_of_its_group(groups):
     assert counted == 2 * (2 * 6 * 6 * 16) * 9 * 8 // groups
 
 
+@pytest.mark.slow
 def test_resnet50_has_the_published_flops():
     options = {"shape": find_size("resnet", "50", small=False).shape, "small": False}
     model = catalog.build_layers("resnet", 1000, batch_norm, **options)

@@ -332,6 +332,7 @@ def test_every_line_runs_when_made_small(seed, line, small_data, run):
     assert all(np.isfinite(value) for value in summary["metrics"].values())
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_the_reference_is_measured(workplace, capsys):
     spec = {"first": {"description": "a test", "cmd": f"python3 main.py {SMALL_VCD}"}}
     Path("benchmarks.yml").write_text(json.dumps(spec))

@@ -35,6 +35,7 @@ def wait_until(condition, process, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_replaced_by_accumulation_and_taken_back(tmp_path, undisturbed):
     directory, broken = tmp_path / "run", tmp_path / "broken"
     own = ("--delay", "0.2", "--broken-devices", str(broken), "--num-epochs", "10")

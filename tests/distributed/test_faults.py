@@ -66,7 +66,7 @@ def test_an_error_in_one_process_ends_all_processes_with_its_message(tmp_path):
     assert not list((directory / "checkpoints").glob("*.partial"))
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_that_is_stuck_in_its_data_is_named_with_what_it_does(
     tmp_path, num_processes
 ):
@@ -84,6 +84,7 @@ def test_a_process_that_is_stuck_in_its_data_is_named_with_what_it_does(
     run(launched(directory, num_processes, *again))  # nothing is damaged
 
 
+@pytest.mark.slow
 def test_a_process_whose_output_nobody_reads_ends_with_a_summary(tmp_path):
     directory = tmp_path / "run"
     reading, writing = os.pipe()
@@ -101,6 +102,7 @@ def test_a_process_whose_output_nobody_reads_ends_with_a_summary(tmp_path):
     assert "_print" in (directory / "stuck-process-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_processes_that_wait_for_one_another_are_restarted(tmp_path, undisturbed):
     directory = tmp_path / "run"
     own = ("--stuck-timeout", "3", "--hang-in", "1", "--hang-while", "waiting")

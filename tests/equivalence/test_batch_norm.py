@@ -61,7 +61,7 @@ def test_one_group_of_all_replicas_equals_batch_norm_of_the_whole_batch(replicas
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("stable", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gathered_statistics_are_exchanged_once_per_norm_and_equal(stable):
     plan = Plan(micro_batch_size=BATCH // 8, num_replicas=4, gradient_accumulation_count=2)
     states, exchanges = {}, {}

@@ -112,7 +112,7 @@ OPTIONS = {
 }
 
 
-OFTEN_TRIED = {("loss_scale", "interleaved"), ("half_copies", "zero-bubble")}
+OFTEN_TRIED = {("loss_scale", "interleaved")}
 
 
 @pytest.mark.devices(3)

@@ -25,6 +25,7 @@ def leaked_bytes(work) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_throughput_is_measured_in_constant_memory():
     throughput = Throughput()
     throughput.start()
@@ -36,6 +37,7 @@ def test_throughput_is_measured_in_constant_memory():
     assert leaked_bytes(calls) < 10_000
 
 
+@pytest.mark.slow
 def test_lines_are_printed_in_constant_memory(capsys):
     console = Console()
 

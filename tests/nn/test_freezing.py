@@ -149,10 +149,17 @@ PLANS = {
     },
     "offloaded": {"micro_batch_size": 12, "optimizer_state_offloading": True},
 }
+OFTEN_TRIED = ("plain", "pipeline")
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, marks=() if plan in OFTEN_TRIED else pytest.mark.slow)
+        for plan in PLANS
+    ],
+)
 def test_fine_tuning_equals_a_plain_loop_with_masked_optimizers(plan):
     random = np.random.default_rng(1)
     x = random.standard_normal((3, 12, 4)).astype(np.float32)

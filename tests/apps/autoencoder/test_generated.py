@@ -29,6 +29,7 @@ def train_and_test(folder, options):
     return summary_of(folder)["metrics"]["test_rmse"]
 
 
+@pytest.mark.slow
 def test_a_short_run_gets_close_to_the_noise(tmp_path):
     assert train_and_test(tmp_path / "run", SMALL) < 1.15 * NOISE
 

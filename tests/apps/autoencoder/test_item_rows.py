@@ -241,6 +241,7 @@ def test_predictions_for_users_are_the_transposed_reconstruction(tied):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_rows_of_items_reports_items(folder, capsys):
     args = f"sweep {SMALL} {files(folder)}--rows items --no-dense-refeeding "
     args += "--base-learning-rates 1,10,12 --epochs 2 --batches-per-step 2 "

@@ -49,6 +49,7 @@ def events(run):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_a_resumed_pipeline_gives_the_same_metrics(run, tmp_path):
     other = tmp_path / "run"
