@@ -71,17 +71,33 @@ class CnnInference:
         """Capture the CUDA graph; the device must be idle, so that timings are right."""
         import torch
 
-        if self._device != "cuda" or self._replay is not None:
-            return
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(_CAPTURE_WARM_UP):
-                self._model(self._images)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
-            self._output = self._model(self._images)
-        self._replay = graph.replay
+        def predict() -> Any:
+            with torch.no_grad():
+                return self._model(self._images)
+
+        if self._device == "cuda" and self._replay is None:
+            self._replay = _capture(predict)
+
+
+def _capture(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that replays `work` as a CUDA graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_CAPTURE_WARM_UP):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def build_cnn(name: str, classes: int) -> Any:
@@ -202,7 +218,8 @@ class VcdTraining:
     """VCD with local control variates: HMC chains from the encoder, then one update.
 
     The gradient of the chains is written out, which is faster here than autograd. Only the
-    trajectories are compiled: they take nearly all of the time.
+    trajectories are compiled: they take nearly all of the time. On a GPU, the whole update
+    is captured in a CUDA graph, or it would wait for the host at each of its kernels.
     """
 
     def __init__(self, settings: dict[str, Any], compiled: bool) -> None:
@@ -223,20 +240,33 @@ class VcdTraining:
         ).float()
         self._control_variates = torch.zeros(settings["samples"], device=device)
         self._step_size = torch.tensor(0.05, device=device)
+        self._least_std = torch.tensor(1e-4, device=device)
+        self._replay: Callable[[], Any] | None = None
         self._run_trajectory = (
             torch.compile(self._trajectory) if compiled else self._trajectory
         )
 
     def call(self) -> None:
         """Make one update."""
+        if self._replay is not None:
+            self._replay()
+        else:
+            self._update_once()
+
+    def capture(self) -> None:
+        """Capture the CUDA graph; the device must be idle, so that timings are right."""
+        if self._settings["device"] == "cuda" and self._replay is None:
+            self._replay = _capture(self._update_once)
+
+    def _update_once(self) -> None:
         import torch
 
         device, batch = self._settings["device"], self._settings["batch"]
-        index = torch.randperm(self._settings["samples"], device=device)[:batch]
+        # Drawing with repetitions is the fastest, and a graph can do it.
+        index = torch.randint(self._settings["samples"], (batch,), device=device)
         x = self._images[index]
         mean = _apply_mlp(self._mean_net, x)
-        least = torch.tensor(1e-4, device=device)
-        std = torch.logaddexp(_apply_mlp(self._std_net, x), least)
+        std = torch.logaddexp(_apply_mlp(self._std_net, x), self._least_std)
         z = mean + std * torch.randn_like(mean)
         position = z.detach()
         log_density, slope = _log_density(self._decoder, x, position)

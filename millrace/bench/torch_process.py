@@ -56,7 +56,7 @@ def measure(work: Any, settings: dict[str, Any], repeat: int, seconds: float) ->
     torch.backends.cudnn.benchmark = True
     for _ in range(_WARM_UP_CALLS):
         work.call()
-    if is_inference:
+    if hasattr(work, "capture"):
         work.capture()
     values = measure_calls(functools.partial(_time, work.call, device), repeat, seconds)
     figures: dict[str, Any] = {
