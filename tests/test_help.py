@@ -28,6 +28,21 @@ def test_help_fits_on_two_screens(name):
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_entries_close_their_parentheses_and_have_one_default(name):
+    lines = get_help(name, full=False).splitlines()
+    text = "\n".join(line.strip() if line.startswith(" " * 20) else line for line in lines)
+    for entry in text.split("\n  "):
+        assert entry.count("(") == entry.count(")"), entry
+        assert entry.count("(default:") <= 1, entry
+
+
+def test_arguments_and_paragraphs_come_before_options():
+    text = get_help("cnn export", full=False)
+    assert "without millrace.\n\nThe folder" in text
+    assert text.index("\narguments:\n  RUN ") < text.index("\noptions:\n")
+
+
 def test_help_of_training_is_short_and_says_how_to_see_more():
     text = get_help("cnn train", full=False)
     assert len(text.splitlines()) <= 90

@@ -51,8 +51,8 @@ class BenchConfig:
     commit: str | None = None
     """Commit to report if the folder is not a git repository."""
     page: list[Path] = field(default_factory=list)
-    """Measure nothing. Write a page from these results.json files, or from all in these
-    folders, to --out FILE.md or standard output."""
+    """Only write a page from these results.json files, or from all in these folders, to
+    --out FILE.md or standard output."""
     debug: bool = False
     """Show the full traceback of an error."""
     list: bool = False  # last, because it hides the built-in type

@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import re
 import shutil
 import textwrap
 import typing
@@ -106,22 +105,25 @@ def format_help(
     docs = field_docs(config_type)
     texts = getattr(config_type, "default_texts", {})
     flags = config_flags(config_type, named_configs)
-    groups = {"": [("-h, --help", "Show the common options, or all with --help-all.")]}
+    arguments: list[tuple[str, str]] = []
+    groups = {
+        "arguments": arguments,
+        "": [("-h, --help", "Show the common options, or all with --help-all.")],
+    }
     groups[""] += [
         (f"{', '.join(entry.names[:2])} {entry.metavar}", entry.text)
         for entry in flags
         if full or entry.is_common
     ]
     for title, section in group_options(config_type).items():
-        entries = [
-            entry
-            for name, option in section.items()
-            if name in shown
-            for entry in _describe(name, option, docs.get(name, ""), full, texts)
-        ]
-        groups.setdefault(title, []).extend(entries)
+        for name, option in section.items():
+            entries = _describe(name, option, docs.get(name, ""), full, texts)
+            if name in shown and positional_name(name, option):
+                arguments += entries
+            elif name in shown:
+                groups.setdefault(title, []).extend(entries)
     lines = [f"usage: {_format_usage(program, options)}", ""]
-    lines += textwrap.wrap(inspect.getdoc(config_type) or "", _width())
+    lines += _wrap_paragraphs(inspect.getdoc(config_type) or "")
     for title, entries in groups.items():
         if entries:
             lines += ["", f"{title or 'options'}:"]
@@ -134,6 +136,16 @@ def format_help(
         )
         lines += ["", f"--help-all shows all {total + len(flags)} options."]
     return "\n".join(lines) + "\n"
+
+
+def _wrap_paragraphs(text: str) -> list[str]:
+    """Wrap each paragraph of a docstring; indented ones, such as commands, stay."""
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        kept = paragraph.startswith(" ")
+        wrapped = paragraph.splitlines() if kept else textwrap.wrap(paragraph, _width())
+        lines += ["", *wrapped] if lines else wrapped
+    return lines
 
 
 def _format_usage(program: str, options: dict[str, Option]) -> str:
@@ -165,10 +177,13 @@ def _describe(
     # An empty list or dictionary is not worth showing, nor that something is off.
     if name in default_texts:
         text += f" (default: {default_texts[name]})"
+    elif "(default: " in text:
+        pass  # the text says what it depends on
     elif option.default not in (dataclasses.MISSING, None, [], {}, "") and (
         full or option.default != 0
     ):
-        text += f" (default: {option.default})"
+        values = option.default if isinstance(option.default, list) else [option.default]
+        text += f" (default: {' '.join(map(str, values))})"
     entries = [(_invoke(name, option, metavar, full), text)]
     for negation in option.metadata.get("negations", ()) if full else ():
         entries.append((negation, f"Same as {flag(name)} False."))
@@ -195,9 +210,28 @@ def _invoke(name: str, option: Option, metavar: str, full: bool) -> str:
 
 
 def _split_sentence(text: str, full: bool) -> tuple[str, str]:
-    """Split a text after its first sentence, or first clause if nothing else is shown."""
-    found = re.match(r"(.+?)\.(?= )" if full else r"(.+?)(?:\.(?= )|;)", text)
-    return (found[1] + ".", text[found.end() :]) if found else (text, "")
+    """Split a text after its first sentence, or first clause if nothing else is shown.
+
+    >>> _split_sentence("Passes (default: 60; 2 for noise). More of it.", full=True)
+    ('Passes (default: 60; 2 for noise).', ' More of it.')
+    >>> _split_sentence("Passes (default: 60; 2 for noise). More of it.", full=False)
+    ('Passes (default: 60).', ' 2 for noise). More of it.')
+    """
+    open_at: list[int] = []
+    for place, character in enumerate(text):
+        rest = text[place + 1 :]
+        if character == "(":
+            open_at.append(place)
+        elif character == ")" and open_at:
+            open_at.pop()
+        elif character == "." and not open_at and rest.startswith(" "):
+            return text[: place + 1], rest
+        elif character == ";" and not full:
+            if not open_at:
+                return text[:place] + ".", rest
+            if text.startswith("(default:", open_at[-1]):
+                return text[:place] + ").", rest
+    return text, ""
 
 
 def _format_entry(invocation: str, text: str) -> list[str]:

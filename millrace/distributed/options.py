@@ -32,9 +32,9 @@ class LaunchConfig:
     max_restarts: int = 0
     """Maximum number of restarts, from the last good checkpoint, after failures."""
     elastic: str | None = None
-    """MIN:MAX. Start MAX processes. If one is lost and fails again when it is restarted,
-    continue from the last checkpoint with fewer, but at least MIN, and the same global
-    batch."""
+    """Let the number of processes be MIN:MAX. MAX are started. If one is lost and fails
+    again when it is restarted, the run continues from the last checkpoint with fewer, but
+    at least MIN, and the same global batch."""
     return_after: float = 600.0
     """Seconds after which lost processes of an elastic run are tried again; each time in
     vain doubles them. 0 for never."""
