@@ -1,6 +1,7 @@
 """Terminal output of a run: its settings, its progress and its result."""
 
 import logging
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,13 @@ _LINE_SECONDS = 30.0
 
 _LEAST_WAIT = 0.01
 """Share of the time that devices wait for data below which it is not printed."""
+
+
+_LEAST_TEXT_WIDTH = 30
+"""Columns below which a terminal is too narrow for a column of text."""
+
+_DIAGNOSTICS = ("learning_rate", "loss_scale", "gradients_finite")
+"""What is logged about the training rather than about the model."""
 
 
 class Phase(NamedTuple):
@@ -93,11 +101,11 @@ class Console:
     def line(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if not self._quiet:
-            self._print(text)
+            self._print(self._wrap(text))
 
     def warning(self, text: str) -> None:
         """Print a warning, even if quiet."""
-        self._print(f"warning: {text}", style="yellow")
+        self._print(self._wrap(f"warning: {text}"), style="yellow")
 
     def table(
         self, rows: Mapping[str, Any], styles: Mapping[str, str] | None = None
@@ -106,7 +114,8 @@ class Console:
         width = max(map(len, rows), default=0)
         for name, value in rows.items():
             if not self._quiet:
-                self._print(f"{name:<{width}}  {value}", (styles or {}).get(name))
+                text = self._wrap(f"{name:<{width}}  {value}", width + 2)
+                self._print(text, (styles or {}).get(name))
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Start to show progress over `total` updates.
@@ -202,6 +211,20 @@ class Console:
     def _now(self) -> float:
         return time.perf_counter() - self._clock_start
 
+    def _wrap(self, text: str, indent: int = 0) -> str:
+        """Break lines between words in a terminal, which would break inside of them."""
+        room = self._rich.width - indent
+        if not self._rich.is_terminal or room < _LEAST_TEXT_WIDTH:
+            return text
+        head, rest = text[:indent], text[indent:]
+        # Paths stay whole, so that they can be copied.
+        parts = [
+            textwrap.wrap(part, room, break_long_words=False, break_on_hyphens=False)
+            for part in rest.split("\n")
+        ]
+        lines = [line for part in parts for line in part or [""]]
+        return head + ("\n" + " " * indent).join(lines)
+
     def _print(self, text: str, style: str | None = None) -> None:
         self._line_time = time.perf_counter()
         self._rich.print(text, style=style, markup=False)
@@ -215,7 +238,7 @@ def _most_relevant(metrics: Mapping[str, float], count: int = 2) -> dict[str, fl
             return 0
         if name.startswith("validation_"):
             return 1 if name != "validation_loss" else 3
-        return 4 if name == "learning_rate" else 2
+        return 4 if name in _DIAGNOSTICS else 2
 
     return {name: metrics[name] for name in sorted(metrics, key=rank)[:count]}
 
@@ -294,11 +317,14 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         result += f", compiled in {summary['compile_seconds']:.1f} s"
     if summary["status"] == "interrupted" and not summary["updates"]:
         result += ", before the first update: nothing was saved"
-    metrics = summary["metrics"].items()
+    metrics = dict(summary["metrics"])
+    if metrics.get("train_gradients_finite") == 1.0:  # as they should be
+        del metrics["train_gradients_finite"]
+    shown = {n.replace("_", " "): format_number(v) for n, v in metrics.items()}
     return {
         summary["status"]: result,
         **divergence_rows(summary),
-        **{name.replace("_", " "): format_number(value) for name, value in metrics},
+        **shown,
         **best_rows(summary.get("best") or {}),
     }
 

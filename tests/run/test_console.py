@@ -12,7 +12,7 @@ import types
 import pytest
 
 from millrace.run.bar import Progression
-from millrace.run.console import Console
+from millrace.run.console import Console, _most_relevant
 
 SCRIPT = """
 from millrace.run.console import Console
@@ -116,6 +116,26 @@ def test_no_color_removes_the_colors_and_keeps_the_bar():
     seen = in_terminal(NO_COLOR="1")
     assert "50/100" in seen
     assert not re.search(COLORS, seen)
+
+
+def test_in_a_terminal_long_values_break_between_words_and_paths_stay_whole(
+    monkeypatch, capsys
+):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "50")
+    console = Console()
+    console.table({"model": "word " * 12, "run": "r" * 60, "size": 1})
+    assert capsys.readouterr().err.splitlines() == [
+        "model  " + "word " * 7 + "word",
+        "       " + "word " * 3 + "word",
+        "run    " + "r" * 60,
+        "size   1",
+    ]
+
+
+def test_the_bar_shows_the_metrics_of_the_model_before_those_of_the_training():
+    logged = {"gradients_finite": 1.0, "loss_scale": 8.0, "rmse": 0.5, "loss": 0.25}
+    assert list(_most_relevant(logged)) == ["loss", "rmse"]
 
 
 def test_activities_are_recorded_on_the_clock_of_the_run(monkeypatch):

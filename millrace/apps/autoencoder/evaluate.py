@@ -190,6 +190,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
     for kind, targets in (("validation", ratings.validation), ("test", ratings.test)):
         if targets is None:
             continue
+        run.console.status("validating" if kind == "validation" else "testing")
         scores = _compute_scores(recommender, known, targets, ranking, batch_size)
         for name, value in scores.items():
             metrics[f"{kind}_{name}"] = value

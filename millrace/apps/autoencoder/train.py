@@ -52,11 +52,13 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     if _has_ended(run):
         return
     training_device, validation_device = _select_devices(config)
+    run.console.status("reading ratings")
     ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
     check_positives(config, ratings.training)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
     program = build_program(config, model, steps, training_device)
+    run.console.status("fitting simple models")
     linear = prepare_linear_items(config, run, ratings, validation_device)
     validator = build_validator(
         config, model, ratings.training, ratings.validation, validation_device, linear
@@ -264,6 +266,7 @@ def _report_best(
     linear: Any,
 ) -> None:
     """Report the best checkpoint; test it if the ratings have a test split."""
+    run.console.status("testing")
     folder, best = run.directory.home, run.find_best()
     path = checkpoints_in(run.directory.checkpoints)[-1]
     if best is not None and best["checkpoint"] is not None:

@@ -16,6 +16,7 @@ from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.data import RatingData, subtract_biases
 from millrace.config import ConfigurationError, parse
 from millrace.data.ratings.matrix import fit_biases, from_events, hold_out, transpose
+from millrace.report.record import read_phases
 from millrace.report.sections import read_sections
 
 NUM_USERS, NUM_ITEMS = 150, 120
@@ -56,6 +57,8 @@ def trained(folder):
 def test_a_file_of_ratings_is_all_it_needs_to_beat_the_simple_models(trained):
     summary = summary_of(trained)
     assert summary["status"] == "completed" and summary["loses_to"] == []
+    activities = {name for name, _, _ in read_phases(trained)}
+    assert {"fitting simple models", "testing"} <= activities  # those that have a bar
     simple = summary["baselines"]["test_rmse"]
     assert list(simple) == ["global mean", "biases", "linear items"]
     assert summary["metrics"]["test_rmse"] < 0.95 * min(simple.values())
