@@ -41,6 +41,8 @@ _CTRL_C = b"\x03"
 _PHASES = ("waiting for the first data", "compiling", "training", "validating", "testing")
 _START_SECONDS = 3.0
 """The first second or two belong to Python and its imports."""
+_INTERRUPTED = 130
+"""The exit status of a command that Ctrl-C has ended; any other is no measurement."""
 _LONGEST_END = 60.0
 """Seconds after Ctrl-C after which a command is killed, and counts with that time."""
 
@@ -160,6 +162,8 @@ def main() -> None:
     found = measure(chosen, args)
     rows = []
     for name, interrupts in found.items():
+        if wrong := {one.last_line for one in interrupts if one.status != _INTERRUPTED}:
+            raise SystemExit(f"{name} did not end by Ctrl-C: {' | '.join(sorted(wrong))}")
         seconds = [one.seconds for one in interrupts]
         trained = [one for one in interrupts if one.updates]
         rows.append(

@@ -60,6 +60,14 @@ def test_common_options_exist(name):
     assert len(set(listed)) == len(listed)
 
 
+@pytest.mark.parametrize("name", ["cnn train", "autoencoder train", "vcd train"])
+def test_options_have_the_same_usual_names_in_every_application(name):
+    options = flat_options(COMMANDS[name].load_config_type())
+    names = {flag(option) for option in options}
+    names |= {a for entry in options.values() for a in entry.metadata.get("aliases", ())}
+    assert {"--epochs", "--learning-rate", "--lr", "--batch-size"} <= names
+
+
 def test_every_shown_alias_belongs_to_an_option():
     aliases = {
         alias

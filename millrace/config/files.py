@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from millrace.config.checks import ConfigurationError
+from millrace.config.checks import ConfigurationError, did_you_mean
 from millrace.config.yaml_text import MAX_LENGTH, compose
 
 _CONFIG_FILES = (".json", ".yml", ".yaml")
@@ -51,7 +51,8 @@ def read_named(path: str | Path | None, name: str) -> tuple[dict[str, Any], dict
         names = sorted(entries)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         raise ConfigurationError(
-            f"--config {name}: {path} has no such entry. Available entries: "
+            f"--config {name}: there is no such run, file or configuration."
+            f"{did_you_mean(name, names)} Available entries of {path}: "
             f"{', '.join(names[:_MAX_NAMES])}{more}."
         )
     entry = entries[name] or {}

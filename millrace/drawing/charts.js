@@ -214,10 +214,27 @@ const Charts = (() => {
       return isKnown ? view.x : this.data.x;
     }
 
-    visible() {
+    /** The visible curves that have values on the axis. */
+    get shown() {
       const axis = this.axis;
       return this.data.series
-        .filter(curve => !this.hidden.has(curve.name) && curve.x[axis]?.length)
+        .filter(curve => !this.hidden.has(curve.name) && curve.x[axis]?.length);
+    }
+
+    /** The first and last x of every curve. */
+    get ends() {
+      const axis = this.axis;
+      return this.shown.flatMap(({ x }) => [x[axis][0], x[axis].at(-1)]);
+    }
+
+    /** Whether both have the same range of x, so that they can be read together. */
+    isAlignedWith(other) {
+      return this.axis === other.axis && this.data.bands.length === 0;
+    }
+
+    visible() {
+      const axis = this.axis;
+      return this.shown
         .map(curve => {
           const ys = view.smoothing ? smooth(curve.y, view.smoothing) : curve.y;
           return { ...curve, xs: curve.x[axis], ys, raw: curve.y };
@@ -228,7 +245,7 @@ const Charts = (() => {
       if (this.data.linked || this.data.series.length < 2) return;
       this.legend.replaceChildren(...legendButtons(this.data.series, this.hidden, () => {
         this.drawLegend();
-        this.draw();
+        redraw();
       }));
     }
 
@@ -236,8 +253,9 @@ const Charts = (() => {
     scale(curves, width, height) {
       const { data, axis } = this, zoom = view.zoom[axis];
       const bands = axis === data.x ? data.bands : [];
-      const all = curves.flatMap(curve => [curve.xs[0], curve.xs.at(-1)]);
-      const [x0, x1] = zoom ?? extent([...all, ...bands.flatMap(b => b.slice(0, 2))]) ?? [0, 1];
+      const all = bands.length ? [...this.ends, ...bands.flatMap(b => b.slice(0, 2))]
+        : charts.filter(chart => chart.isAlignedWith(this)).flatMap(chart => chart.ends);
+      const [x0, x1] = zoom ?? extent(all.length ? all : this.ends) ?? [0, 1];
       const points = [];
       for (const { xs, ys, raw } of curves) {
         for (let n = 0; n < xs.length; n++) {

@@ -108,7 +108,7 @@ class NonFiniteCheck:
         missing = _FIRST_UPDATES - len(self._first_losses)
         if missing > 0:
             self._first_losses += np.abs(losses[:missing]).astype(float).tolist()
-        first = float(np.median(self._first_losses))
+        first = self._find_first_loss()
         if not math.isfinite(first) or self.divergence is not None:
             return
         is_large = ~(np.abs(losses) <= _EXPLODED * max(first, _SMALL_LOSS))
@@ -119,7 +119,7 @@ class NonFiniteCheck:
                 return
 
     def _report_explosion(self, update: int, loss: float) -> None:
-        first = float(np.median(self._first_losses))
+        first = self._find_first_loss()
         self.divergence = {"update": update, "loss": loss, "first_loss": first}
         text = (
             f"The loss is {loss:.4g} at update {update}{self._place(update)}; it was "
@@ -128,6 +128,12 @@ class NonFiniteCheck:
         if self._stop_on_divergence:
             raise DivergenceError(f"{text} {_advice(self._plan)}")
         _log.warning("%s Training continues. %s", text, _advice(self._plan))
+
+    def _find_first_loss(self) -> float:
+        """Return the loss at the start: that of the first update, if the next explode."""
+        if not self._first_losses:
+            return math.nan
+        return min(self._first_losses[0], float(np.median(self._first_losses)))
 
     def _place(self, update: int) -> str:
         if not self._updates_per_epoch:
@@ -153,7 +159,7 @@ class NonFiniteCheck:
         allowed = _MAX_SKIPPED if self._plan.loss_scaling == "dynamic" else _MAX_BAD_BATCHES
         has_diverged = self._non_finite_in_a_row > allowed
         if has_diverged and self.divergence is None:
-            first = float(np.median(self._first_losses or [math.nan]))
+            first = self._find_first_loss()
             loss = float(losses[first_index])
             self.divergence = {"update": update, "loss": loss, "first_loss": first}
         if self._stop_on_divergence and has_diverged:

@@ -23,6 +23,8 @@ from millrace.report.metrics import (
 from millrace.report.record import RUNNING, RunRecord, read_run
 from millrace.report.sections import render_sections
 
+_FOLDED = ("train_gradients_finite", "loss_scale")
+"""Metrics that matter only if something is wrong."""
 _MOST_METRICS = 8
 """The number of metrics shown as tiles; the others are folded away."""
 
@@ -104,7 +106,8 @@ class _Tile(NamedTuple):
 def _render_tiles(record: RunRecord) -> str:
     metrics = record.metrics
     ranked = sorted(sort_by_split(metrics), key=_is_detail)
-    shown, folded = ranked[:_MOST_METRICS], ranked[_MOST_METRICS:]
+    shown = [name for name in ranked[:_MOST_METRICS] if name not in _FOLDED]
+    folded = [name for name in ranked if name not in shown]
     tiles = {n: _Tile(readable_name(n), format_number(metrics[n])) for n in shown}
     tiles = _put_best_first(record, tiles)
     rendered = "".join(tile.render() for tile in [*tiles, *_summary_tiles(record.summary)])

@@ -119,6 +119,11 @@ def test_a_loss_far_above_its_start_for_long_stops_the_run_on_request(per_call):
         feed(losses, per_call=per_call, stop_on_divergence=True, total_updates=400)
 
 
+def test_a_loss_that_explodes_at_the_second_update_is_noticed():
+    guard = feed([0.5] + [4e9] * 100, total_updates=100)
+    assert guard.divergence == {"update": 6, "loss": 4e9, "first_loss": 0.5}
+
+
 def test_without_that_request_it_is_one_warning_and_a_fact_of_the_run(caplog):
     guard = feed([2.3] * 40 + [1e6] * 400, total_updates=400)
     assert guard.divergence == {

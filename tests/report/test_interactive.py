@@ -23,7 +23,7 @@ LOSS, ACCURACY = "figure:nth-child(1) .plot", "figure:nth-child(2) .plot"
 
 def events(offset=0.0):
     """Train for ten epochs of ten updates: the loss falls from 10 to 1, with noise."""
-    logged = []
+    logged = [{"update": 5, "epoch": 0.5, "time": 1.5, "train_accuracy": 0.05}]
     for epoch in range(1, 11):
         where = {"update": 10 * epoch, "epoch": float(epoch), "time": 3.0 * epoch}
         loss = 11.0 - epoch + offset
@@ -105,6 +105,11 @@ def test_dragging_zooms_all_charts_and_a_double_click_resets_them(tab):
     tab.drag(LOSS, 0.5, 0.75)
     tab.click(".toolbar > button")
     assert axis(tab) == whole
+
+
+def test_charts_have_the_same_x_axis_even_if_a_curve_begins_later(tab):
+    ranges = tab.evaluate("Charts.charts.slice(0, 2).map(c => [c.box.x0, c.box.x1])")
+    assert ranges == [[0.5, 10], [0.5, 10]]
 
 
 def test_the_y_axis_fits_what_the_zoom_shows(tab):

@@ -150,7 +150,10 @@ def _options_of_run(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not path.exists():
-        raise ConfigurationError(f"checkpoint_dir: {path} does not exist.")
+        raise ConfigurationError(
+            f"There is no {path}. Give the directory of a run of `millrace cnn train`, or "
+            "one of its checkpoints."
+        )
     saved = find_run(path, command="cnn train", needs_checkpoints=False)
     if saved.directory is None:
         return {}

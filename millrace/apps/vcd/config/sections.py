@@ -80,7 +80,7 @@ class ModelOptions:
 class TrainingOptions:
     """Training length and learning rates."""
 
-    num_epochs: int = field(default=_EPOCHS, metadata=named("--n-epoch"))
+    num_epochs: int = field(default=_EPOCHS, metadata=named("--epochs", "--n-epoch"))
     """Passes over the training images."""
     learning_rate: float | None = field(default=None, metadata=named("-l", "--lr"))
     """Learning rate of the encoder mean and the decoder; the encoder std uses half.
@@ -280,7 +280,7 @@ class DeviceOptions:
 class VcdPlan(Plan):
     """Batch size, replicas, precision and memory."""
 
-    micro_batch_size: int = field(default=100, metadata=named("-b"))
+    micro_batch_size: int = field(default=100, metadata=named("-b", "--batch-size"))
     """Images one replica processes in one forward-backward pass."""
 
 
