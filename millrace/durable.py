@@ -126,6 +126,19 @@ def discard(path: Path) -> None:
     return shutil.rmtree(trash)
 
 
+def read_locked_inodes() -> set[int]:
+    """Return the inodes that processes have locked; empty if the system does not tell.
+
+    To try the lock itself would keep others from taking it at that moment.
+    """
+    try:
+        with open("/proc/locks", encoding="ascii") as file:
+            words = [line.split() for line in file]
+        return {int(each[5].rpartition(":")[2]) for each in words if each[1] == "FLOCK"}
+    except (OSError, IndexError, ValueError):
+        return set()
+
+
 def lock_folder(path: Path) -> int | None:
     """Lock a folder for as long as the returned descriptor is open.
 

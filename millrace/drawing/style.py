@@ -105,7 +105,7 @@ td, th { padding: .18rem 1rem .18rem 0; vertical-align: top; text-align: left;
   font-weight: normal; overflow-wrap: anywhere; }
 th { color: var(--muted); min-width: 7.6rem; }
 td { min-width: 4.6rem; font-variant-numeric: tabular-nums; }
-thead th { border-bottom: 1px solid var(--grid); }
+thead th { border-bottom: 1px solid var(--grid); min-width: 4.6rem; }
 tfoot td, tfoot th { border-top: 1px solid var(--grid); }
 th[class^=k] { min-width: max-content; white-space: nowrap; }
 .best { font-weight: 700; } .runs td, .runs th, td.state { white-space: nowrap; }

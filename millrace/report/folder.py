@@ -8,12 +8,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from millrace.config import ConfigurationError, load_yaml
 from millrace.drawing.interactive import curve_data
+from millrace.durable import read_locked_inodes
 from millrace.report.best import Best, better_of, choose_metric, read_best
 from millrace.report.metrics import (
     is_important,
@@ -97,6 +98,8 @@ class FollowedRun:
         """How often the log was cut: what was read before is no longer valid."""
         self._events = EventFile(path / "metrics.jsonl")
         self._seen: tuple[Any, ...] = ()
+        self._inode = path.stat().st_ino
+        self._is_locked = False
         self._started = _stamp(path / "config.yml") or (0, 0)
         self._config = _read_config(path)
         self._reset()
@@ -113,11 +116,16 @@ class FollowedRun:
         self._bests: dict[str, Best] = {}
         self._losses: list[dict[str, Any]] = []
 
-    def refresh(self) -> bool:
-        """Read what is new; return whether there is anything."""
+    def refresh(self, locked: Container[int] = ()) -> bool:
+        """Read what is new; return whether there is anything.
+
+        Args:
+            locked: The inodes of folders that processes are writing to.
+        """
+        was_locked, self._is_locked = self._is_locked, self._inode in locked
         seen = tuple(_stamp(self.path / n) for n in ("summary.json", "metrics.jsonl"))
         if seen == self._seen:
-            return False
+            return self._is_locked != was_locked
         self._seen = seen
         if self._events.was_cut():
             self.restarts += 1
@@ -163,6 +171,7 @@ class FollowedRun:
             "command": record.command,
             "status": status,
             "class": css_class,
+            "locked": self._is_locked,
             "best": best and best._asdict() | {"title": readable_name(best.metric)},
             "metrics": shown,
             "update": self._summary.get("updates") or self._position.get("update"),
@@ -206,8 +215,9 @@ class RunFolder:
             del self._runs[path]
         for path in sorted(found - self._runs.keys()):
             self._runs[path] = FollowedRun(path, next(self._numbers))
+        locked = read_locked_inodes()
         for run in self._runs.values():
-            if run.refresh() or not run.version:
+            if run.refresh(locked) or not run.version:
                 self._version += 1
                 run.version = self._version
 

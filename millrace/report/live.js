@@ -37,7 +37,8 @@
   ];
 
   function isRunning(run) {
-    return run.class === "unfinished" && now - run.changed < RUNNING_SECONDS;
+    const isRecent = now - run.changed < RUNNING_SECONDS;
+    return run.class === "unfinished" && (run.locked || isRecent);
   }
 
   function status(run) {

@@ -73,7 +73,8 @@ class RunRecord:
     @property
     def badge(self) -> tuple[str, str]:
         """The status as a reader sees it, and its CSS class."""
-        if self.status == "completed" and self.diverged_at is not None:
+        has_diverged = self.diverged_at is not None or self.summary.get("diverged")
+        if self.status == "completed" and has_diverged:
             return "completed, but diverged", "diverged"
         return self.status, self.status if self.status in _STATUSES else RUNNING
 

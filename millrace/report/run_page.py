@@ -20,7 +20,7 @@ from millrace.report.metrics import (
     sort_by_split,
     split_metric,
 )
-from millrace.report.record import RUNNING, RunRecord, read_run
+from millrace.report.record import RUNNING, RunRecord, as_number, read_run
 from millrace.report.sections import render_sections
 
 _FOLDED = ("train_gradients_finite", "loss_scale")
@@ -75,6 +75,15 @@ def _render_head(record: RunRecord) -> str:
         parts.append(
             f"<p>From update {update:,} on, the logged loss was not finite: training "
             "diverged. A smaller learning rate may help.</p>"
+        )
+    elif isinstance(exploded := record.summary.get("diverged"), dict):
+        first, then = (
+            format_number(as_number(exploded.get(name))) for name in ("first_loss", "loss")
+        )
+        parts.append(
+            f"<p>The loss was {then} at update {as_number(exploded.get('update')):,g}, "
+            f"{first} at the start: training diverged. A smaller learning rate may "
+            "help.</p>"
         )
     if explanation := _EXPLANATIONS.get(status, ""):
         parts.append(f"<p>{explanation}</p>")

@@ -299,6 +299,13 @@ def test_a_report_says_that_training_diverged(run, lost):
     assert ("span", "class", "status diverged") in page.attributes
 
 
+def test_a_report_says_that_the_loss_exploded(run):
+    exploded = {"update": 1060, "loss": 1e6, "first_loss": 2.3}
+    page, _ = report(make_run(run, events=losses(2.3, 1e6), diverged=exploded))
+    assert "completed, but diverged" in page.text
+    assert "1,000,000 at update 1,060, 2.3 at the start" in page.text
+
+
 def test_a_loss_that_recovered_is_not_a_divergence(run):
     page, _ = report(make_run(run, events=losses(0.5, "nan", 0.25)))
     assert "diverged" not in page.text

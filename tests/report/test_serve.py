@@ -15,6 +15,7 @@ import pytest
 from made_runs import EVENTS, make_run
 
 from millrace.config import ConfigurationError
+from millrace.durable import lock_folder
 from millrace.report import folder as folder_module
 from millrace.report.folder import RunFolder, find_runs
 from millrace.report.serve import open_server
@@ -158,6 +159,21 @@ def test_new_and_deleted_runs_are_noticed(runs):
     after = followed.changes(before["version"])
     assert [run["name"] for run in after["runs"]] == ["third"]
     assert len(after["all"]) == 2
+
+
+def test_a_run_that_writes_nothing_for_long_is_running_while_its_process_is(runs):
+    run = runs / "deeper" / "second"
+    lock = lock_folder(run)
+    assert lock is not None
+    followed = RunFolder(runs)
+    for is_running in (True, False):
+        before = followed.changes(0)["version"]
+        followed.refresh()
+        changed = {each["name"]: each for each in followed.changes(before)["runs"]}
+        assert changed["deeper/second"]["locked"] is is_running
+        assert ("first" in changed) is is_running  # only in the first answer
+        if is_running:
+            os.close(lock)
 
 
 def test_runs_are_not_searched_for_in_checkpoints(runs):
