@@ -100,7 +100,7 @@ def _train_autoencoder(values: Values) -> dict[str, Any]:
 
 def _sweep(values: Values) -> dict[str, Any]:
     chosen = values.get("learning_rates")
-    return {"seed": _draw_seed()} | ({} if chosen else SWEEP)
+    return {"seed": _draw_seed(), "data": None} | ({} if chosen else SWEEP)
 
 
 def _train_vcd(values: Values) -> dict[str, Any]:

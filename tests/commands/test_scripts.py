@@ -132,6 +132,7 @@ def test_the_other_programs_have_the_defaults_of_their_documents(tmp_path):
     assert ratings.base_learning_rate == -16
     sweep = read("autoencoder_benchmark.py")
     assert sweep.exponents == [-12.5 - number / 2 for number in range(16)]
+    assert sweep.data.kind == "random"
     assert read("validation.py", "--model resnet").precision == "16.16"
     assert SCRIPTS["validation.py"].defaults({"checkpoint_dir": tmp_path}) == {}
     assert read("main.py").run.run_dir == Path("results/default")

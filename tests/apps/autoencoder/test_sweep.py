@@ -123,6 +123,15 @@ def test_a_sweep_can_start_from_the_best_configuration(swept):
     assert changed <= {"base_learning_rates", "run_dir", "quiet", "steps_per_log"}
 
 
+def test_without_ratings_a_sweep_learns_from_a_small_example():
+    config, _ = parse(SweepConfig, [], program="autoencoder sweep")
+    assert (config.data.kind, config.data.num_users) == ("generated", 2000)
+    assert config.learning_rates == [0.003, 0.01, 0.03, 0.1]
+    args = ["--data", "random"]
+    config, _ = parse(SweepConfig, args, program="autoencoder sweep")
+    assert (config.data.kind, config.learning_rates) == ("random", [])
+
+
 def test_only_models_whose_gradients_overflow_skip_an_update():
     plain = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -1.0))
     params = {"a": np.ones((3, 2)), "b": np.ones(3)}

@@ -21,18 +21,18 @@ MOST_TRIALS = 1024
 """Bound on the models of a search; a larger number is a typo."""
 LARGEST_EXPONENT = 100
 """Bound on exponents of learning rates: 2^-100 trains nothing in any precision."""
-_SOURCES = (
+SOURCES = (
     *("data", "training_data_file", "validation_data_file", "test_data_file"),
     *("testing_on_checkpoint", "arrays", "num_users", "num_items", "num_ratings"),
 )
 """Options that say which ratings to use."""
-_SMALL_EXAMPLE: dict[str, Any] = {
+SMALL_EXAMPLE: dict[str, Any] = {
     **{"data": "generated", "num_users": 2000, "num_items": 300},
     **{"batch_size": 16, "epochs": 20.0, "learning_rate": 0.03},
     **{"learning_rate_schedule": "0.6,0.8", "dropout_rate": 0.5, "untied_decoder": True},
     **{"no_dense_refeeding": True, "steps_per_log": 5},
 }
-"""What ``autoencoder train`` does without any ratings: a quick look at learning."""
+"""What ``train`` and ``sweep`` do without any ratings: a quick look at learning."""
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0, "arrays": 40.0}
 
 
@@ -204,14 +204,14 @@ class AutoencoderConfig(TrainingConfig):
     @staticmethod
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:
         """Choose ratings, if none are given, and a recipe; replace ``logdir``."""
-        if not any(name in values for name in _SOURCES):
+        if not any(name in values for name in SOURCES):
             other = {"base_learning_rate": "learning_rate"}
             other |= {"detached_refeeding": "no_dense_refeeding"}
             replaced = {other[name] for name in other.keys() & values.keys()}
-            example = {n: v for n, v in _SMALL_EXAMPLE.items() if n not in replaced}
+            example = {n: v for n, v in SMALL_EXAMPLE.items() if n not in replaced}
             if values.get("objective") == "ranking":
                 # The recipe of rankings chooses everything but the ratings.
-                example = {name: example[name] for name in _SOURCES if name in example}
+                example = {name: example[name] for name in SOURCES if name in example}
             else:
                 example["recipe"] = "graphcore"
             values = example | values

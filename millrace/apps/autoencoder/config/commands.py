@@ -8,10 +8,12 @@ import struct
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from millrace.apps.autoencoder.config import (
     LARGEST_EXPONENT,
+    SMALL_EXAMPLE,
+    SOURCES,
     TrainingConfig,
     check_lengths,
 )
@@ -76,6 +78,25 @@ class SweepConfig(TrainingConfig):
     """Devices to distribute the models over (default: all; one on CPU)."""
     steps_per_log: int = field(default=40, metadata={"may_change": True})
     """Steps between two log lines."""
+
+    @staticmethod
+    def start_from_named(named: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Return a named configuration; without ratings, it means random ones."""
+        del given
+        return {"data": None} | named
+
+    @staticmethod
+    def expand_options(values: dict[str, Any]) -> dict[str, Any]:
+        """Choose ratings to learn from, and rates that suit them, if none are given."""
+        if any(name in values for name in SOURCES):
+            return values
+        own = ("learning_rate", "steps_per_log")
+        example = {name: value for name, value in SMALL_EXAMPLE.items() if name not in own}
+        if "detached_refeeding" in values:
+            del example["no_dense_refeeding"]
+        if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
+            example["learning_rates"] = [0.003, 0.01, 0.03, 0.1]
+        return example | values
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,7 +49,7 @@ class DataOptions:
     """Source of the ratings: file, random (to measure speed; there is nothing to learn) or
     generated (drawn from a known truth that a model can learn). Default: file if there is
     a training file; random with num_users, num_items or num_ratings; otherwise a small
-    generated example, and random ratings for a sweep."""
+    generated example."""
     rows: RowKind = "users"
     """What one sample is: all ratings of a user, or all ratings of an item. Rows of items
     predict better, but only for users in the training ratings (default: users; items in
