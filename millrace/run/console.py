@@ -315,7 +315,8 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         result += f", {speed:,.0f} samples/s" if speed else ""
     if summary["compile_seconds"]:
         result += f", compiled in {summary['compile_seconds']:.1f} s"
-    if summary["status"] == "interrupted" and not summary["updates"]:
+    trains = "updates" in (summary.get("facts") or {})
+    if summary["status"] == "interrupted" and trains and not summary["updates"]:
         result += ", before the first update: nothing was saved"
     metrics = dict(summary["metrics"])
     if metrics.get("train_gradients_finite") == 1.0:  # as they should be

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from millrace.run.bar import Progression
-from millrace.run.console import Console, _most_relevant
+from millrace.run.console import Console, _most_relevant, result_rows
 
 SCRIPT = """
 from millrace.run.console import Console
@@ -136,6 +136,14 @@ def test_in_a_terminal_long_values_break_between_words_and_paths_stay_whole(
 def test_the_bar_shows_the_metrics_of_the_model_before_those_of_the_training():
     logged = {"gradients_finite": 1.0, "loss_scale": 8.0, "rmse": 0.5, "loss": 0.25}
     assert list(_most_relevant(logged)) == ["loss", "rmse"]
+
+
+def test_only_an_interrupted_training_says_that_nothing_was_saved():
+    summary = {"status": "interrupted", "updates": 0, "wall_seconds": 3.0, "metrics": {}}
+    summary |= {"compile_seconds": 0.0, "facts": {"device": "1 x cpu"}}
+    assert result_rows(summary) == {"interrupted": "in 3.0 s"}
+    summary["facts"] = {"updates": "100"}
+    assert "nothing was saved" in result_rows(summary)["interrupted"]
 
 
 def test_activities_are_recorded_on_the_clock_of_the_run(monkeypatch):

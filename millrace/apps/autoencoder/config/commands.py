@@ -90,8 +90,7 @@ class SweepConfig(TrainingConfig):
         """Choose ratings to learn from, and rates that suit them, if none are given."""
         if any(name in values for name in SOURCES):
             return values
-        own = ("learning_rate", "steps_per_log")
-        example = {name: value for name, value in SMALL_EXAMPLE.items() if name not in own}
+        example = {n: v for n, v in SMALL_EXAMPLE.items() if n != "learning_rate"}
         if "detached_refeeding" in values:
             del example["no_dense_refeeding"]
         if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
