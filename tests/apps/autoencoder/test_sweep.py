@@ -126,7 +126,7 @@ def test_a_sweep_can_start_from_the_best_configuration(swept):
 def test_without_ratings_a_sweep_learns_from_a_small_example():
     config, _ = parse(SweepConfig, [], program="autoencoder sweep")
     assert (config.data.kind, config.data.num_users) == ("generated", 2000)
-    assert config.learning_rates == [0.003, 0.01, 0.03, 0.1]
+    assert config.learning_rates == [0.01, 0.02, 0.03, 0.04]
     args = ["--data", "random"]
     config, _ = parse(SweepConfig, args, program="autoencoder sweep")
     assert (config.data.kind, config.learning_rates) == ("random", [])
