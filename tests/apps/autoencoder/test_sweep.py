@@ -51,6 +51,7 @@ def swept(tmp_path_factory):
 
 def test_a_sweep_reports_the_best_learning_rate(swept):
     summary = summary_of(swept)
+    assert "diverged" not in summary
     assert [t["base_learning_rate"] for t in summary["trials"]] == [-1, -11, -13]
     assert [t["learning_rate"] for t in summary["trials"]] == [4, 2.0**-8, 2.0**-10]
     errors = [float(t["validation_rmse"]) for t in summary["trials"]]
@@ -126,7 +127,7 @@ def test_a_sweep_can_start_from_the_best_configuration(swept):
 def test_without_ratings_a_sweep_learns_from_a_small_example():
     config, _ = parse(SweepConfig, [], program="autoencoder sweep")
     assert (config.data.kind, config.data.num_users) == ("generated", 2000)
-    assert config.learning_rates == [0.01, 0.02, 0.03, 0.04]
+    assert config.learning_rates == [0.003, 0.01, 0.02, 0.03]
     args = ["--data", "random"]
     config, _ = parse(SweepConfig, args, program="autoencoder sweep")
     assert (config.data.kind, config.learning_rates) == ("random", [])

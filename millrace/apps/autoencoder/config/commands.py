@@ -94,7 +94,7 @@ class SweepConfig(TrainingConfig):
         if "detached_refeeding" in values:
             del example["no_dense_refeeding"]
         if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
-            example["learning_rates"] = [0.01, 0.02, 0.03, 0.04]
+            example["learning_rates"] = [0.003, 0.01, 0.02, 0.03]
         return example | values
 
     def __post_init__(self) -> None:
