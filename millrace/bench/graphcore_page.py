@@ -1,5 +1,6 @@
 """The page that compares the command lines of Graphcore's documents, line by line."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ The precision is that of the line; 16 bits are float16 for Graphcore and bfloat1
 CNNs. *each* is the published figure divided by its devices. Published figures are for later
 hardware and software than the documents, and other batch sizes. We found none for the
 IPU-M2000, for inference, or for the autoencoder.
+
+A session can be cut short, and the next one can leave out what is measured already with
+`--skip-measured measured`.
 """
 
 
@@ -38,6 +42,7 @@ def format_graphcore_page(sessions: Sequence[Mapping[str, Any]]) -> str:
     if not newest:
         return ""
     rows = [row for _, entry in newest.values() for row in _format_rows(entry)]
+    rows.sort(key=lambda row: _natural(row["line"]))
     measured = dict.fromkeys(
         f"- {facts['device']}, {facts['date']}, commit {facts['commit']}: "
         f"`{facts['command']}`"
@@ -48,6 +53,12 @@ def format_graphcore_page(sessions: Sequence[Mapping[str, Any]]) -> str:
     ]
     note = ["", '??? note "Commands"', "", *commands]
     return "\n".join([_INTRODUCTION, *measured, "", *format_table(rows), *note]) + "\n"
+
+
+def _natural(text: str) -> list[str]:
+    """Return a key that sorts batch 16 after batch 4."""
+    parts = re.split(r"(\d+)", text.casefold())
+    return [part.zfill(9) if part.isdigit() else part for part in parts]
 
 
 def _format_rows(entry: Mapping[str, Any]) -> Iterator[dict[str, str]]:
