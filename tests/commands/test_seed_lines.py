@@ -279,7 +279,8 @@ def run(small_data, monkeypatch, capsys):
     """Run a line in this process; return its status and what it printed."""
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
-    session = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    methods = ("log", "define_metric", "finish")
+    session = SimpleNamespace(**{name: lambda *_, **__: None for name in methods})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: session))
 
     def call(words: list[str]) -> tuple[int, str]:
