@@ -73,6 +73,7 @@ def _format_rows(entry: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             "each": "; ".join(f"{figure[0] / figure[1]:,.0f}" for figure in published),
             "ours, one device": f"{speed:,.0f}",
             "measured": _format_length(entry),
+            "compiled in": f"{entry['compile_seconds']:.0f} s",
             "changed": "; ".join(changes),
             "entry": f"`{entry['name']}`",
         }

@@ -307,7 +307,7 @@ def run_processes(words: list[str], folder: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     return done.returncode, done.stdout
