@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import millrace.bench
+from millrace.apps.autoencoder.program import plan_steps
+from millrace.apps.cnn.train import plan_events
+from millrace.apps.vcd.train import build_schedule
 from millrace.bench.applications import _count_devices
 from millrace.bench.spec import Entry, load_spec, parse_command, select_entries
 from millrace.cli import main
@@ -151,6 +154,20 @@ def test_the_lines_of_the_documents_fit_on_one_device(entry):
     assert entry.lines and entry.reference
 
 
+TRAINING = [entry for entry in GRAPHCORE if entry.application != "cnn validate"]
+
+
+@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+def test_the_lines_divide_into_executions(entry):
+    config = parse_command(entry)
+    if entry.application == "cnn train":
+        plan_events(config, 1_281_167)
+    elif entry.application == "vcd train":
+        assert build_schedule(config, 50_000).updates_per_execution >= 100
+    else:
+        plan_steps(config, config.data.num_users or 480_000)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "precision"),
     [
@@ -171,7 +188,7 @@ CUT = {
         *("training_data_file", "validation_data_file", "num_users", "num_items"),
         *("num_ratings", "size", "batch_size"),
     },
-    "001": {"updates_per_execution", "results_dir", "run_dir"},
+    "001": {"results_dir", "run_dir"},
     "003": {
         *("num_replicas", "gradient_accumulation_count", "device_mapping"),
         *("synthetic_data", "generated_data", "updates_per_execution"),
