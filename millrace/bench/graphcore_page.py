@@ -86,7 +86,9 @@ def _format_length(entry: Mapping[str, Any]) -> str:
         return ""
     samples = entry["samples_per_unit"]
     units = max(1, round(seconds * entry["samples_per_second"]["median"] / samples))
-    return f"{units:,} {entry['unit']}{'s' if units > 1 else ''} of {samples:,}"
+    plural = {"update": "updates", "batch": "batches"}
+    unit = entry["unit"] if units == 1 else plural[entry["unit"]]
+    return f"{units:,} {unit} of {samples:,}"
 
 
 def _format_published(speed: float, count: int, hardware: str, details: str) -> str:
