@@ -19,9 +19,9 @@ millrace bench --spec millrace/bench/graphcore.yml --out measured
 ```
 
 The precision is that of the line; 16 bits are float16 for Graphcore and bfloat16 in our
-CNNs. *each* is the published figure divided by its devices. Published figures are for later
-hardware and software than the documents, and other batch sizes. We found none for the
-IPU-M2000, for inference, or for the autoencoder.
+CNNs. *each* is the published figure divided by its devices. Most published figures are for
+later hardware and software than the documents, and other batch sizes. We found none for
+the IPU-M2000, for inference, or for the autoencoder.
 
 A session can be cut short, and the next one can leave out what is measured already with
 `--skip-measured measured`.
