@@ -6,6 +6,8 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from millrace.bench.config import BenchConfig
 from millrace.bench.reference import NOTICE, REFERENCE
@@ -32,12 +34,26 @@ def bench(config: BenchConfig) -> int:
         from millrace.bench.reporting import read_results
 
         read_results(config.compare)  # refuse a wrong file before measuring, not after
+    earlier = _read_earlier(config.skip_measured)
     _prepare_process(config)
-    from millrace.bench.session import Session
+    from millrace.bench.session import Session, find_unmeasured
 
+    if not (entries := find_unmeasured(entries, earlier)):
+        print("millrace: all of these entries are measured already.", file=sys.stderr)
+        return 0
     session = Session(config, entries, configs)
     session.run()
     return 1 if session.failed else 0
+
+
+def _read_earlier(places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the results in these files and folders."""
+    if not places:
+        return []
+    from millrace.bench.page import find_results
+    from millrace.bench.reporting import read_results
+
+    return [read_results(path) for path in find_results(places)]
 
 
 def _set_environment(entries: Sequence[Entry]) -> None:

@@ -48,6 +48,10 @@ class BenchConfig:
     """Options of the XLA compiler, each NAME=VALUE."""
     virtual_devices: int | None = None
     """Split the CPU into this many devices."""
+    skip_measured: list[Path] = field(default_factory=list)
+    """Results of earlier sessions: results.json files, or folders of them. Entries that
+    they have for the same command and device are left out, so that several sessions can
+    share a spec."""
     commit: str | None = None
     """Commit to report if the folder is not a git repository."""
     page: list[Path] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """The page that compares the command lines of Graphcore's documents, line by line."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ millrace bench --spec millrace/bench/graphcore.yml --out measured
 ```
 
 The precision is that of the line; 16 bits are float16 for Graphcore and bfloat16 in our
-CNNs. *each* is the published figure divided by its devices. Published figures are for later
-hardware and software than the documents, and other batch sizes. We found none for the
-IPU-M2000, for inference, or for the autoencoder.
+CNNs. *each* is the published figure divided by its devices. Most published figures are for
+later hardware and software than the documents, and other batch sizes. We found none for
+the IPU-M2000, for inference, or for the autoencoder.
+
+A session can be cut short, and the next one can leave out what is measured already with
+`--skip-measured measured`.
 """
 
 
@@ -38,6 +42,7 @@ def format_graphcore_page(sessions: Sequence[Mapping[str, Any]]) -> str:
     if not newest:
         return ""
     rows = [row for _, entry in newest.values() for row in _format_rows(entry)]
+    rows.sort(key=lambda row: _natural(row["line"]))
     measured = dict.fromkeys(
         f"- {facts['device']}, {facts['date']}, commit {facts['commit']}: "
         f"`{facts['command']}`"
@@ -48,6 +53,12 @@ def format_graphcore_page(sessions: Sequence[Mapping[str, Any]]) -> str:
     ]
     note = ["", '??? note "Commands"', "", *commands]
     return "\n".join([_INTRODUCTION, *measured, "", *format_table(rows), *note]) + "\n"
+
+
+def _natural(text: str) -> list[str]:
+    """Return a key that sorts batch 16 after batch 4."""
+    parts = re.split(r"(\d+)", text.casefold())
+    return [part.zfill(9) if part.isdigit() else part for part in parts]
 
 
 def _format_rows(entry: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -62,6 +73,7 @@ def _format_rows(entry: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             "each": "; ".join(f"{figure[0] / figure[1]:,.0f}" for figure in published),
             "ours, one device": f"{speed:,.0f}",
             "measured": _format_length(entry),
+            "compiled in": f"{entry['compile_seconds']:.0f} s",
             "changed": "; ".join(changes),
             "entry": f"`{entry['name']}`",
         }
@@ -74,7 +86,9 @@ def _format_length(entry: Mapping[str, Any]) -> str:
         return ""
     samples = entry["samples_per_unit"]
     units = max(1, round(seconds * entry["samples_per_second"]["median"] / samples))
-    return f"{units:,} {entry['unit']}{'s' if units > 1 else ''} of {samples:,}"
+    plural = {"update": "updates", "batch": "batches"}
+    unit = entry["unit"] if units == 1 else plural[entry["unit"]]
+    return f"{units:,} {unit} of {samples:,}"
 
 
 def _format_published(speed: float, count: int, hardware: str, details: str) -> str:

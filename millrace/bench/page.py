@@ -218,13 +218,19 @@ def _only(row: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 
 def _format_unmeasured(sessions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a section about entries that were skipped or failed."""
+    """Return a section about entries that were skipped or failed in all sessions."""
+    measured = {
+        (results["facts"]["device"], e["name"])
+        for results in sessions
+        for e in results["entries"]
+        if e["status"] == "measured"
+    }
     lines = [
         f"- {results['facts']['device']}, {e['name']}: {e['status']}, "
         f"{e['reason'].rstrip('.')}"
         for results in sessions
         for e in results["entries"]
-        if e["status"] != "measured"
+        if (results["facts"]["device"], e["name"]) not in measured
     ]
     return ["## Not measured", "", *dict.fromkeys(lines)] if lines else []
 

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,22 @@ class Session:
         """Show what is being done in a bar, where there is a terminal."""
         if self._console.live:
             self._console.status(activity)
+
+
+def find_unmeasured(
+    entries: Sequence[Entry], earlier: Sequence[Mapping[str, Any]]
+) -> list[Entry]:
+    """Return the entries whose command no earlier session measured on such a device."""
+    if not earlier:
+        return list(entries)
+    device = jax.local_devices()[0].device_kind
+    measured = {
+        (figures["name"], figures["command"])
+        for results in earlier
+        for figures in results["entries"]
+        if figures["status"] == "measured" and results["facts"]["device"] == device
+    }
+    return [entry for entry in entries if (entry.name, entry.command) not in measured]
 
 
 def _describe_lines(entry: Entry, config: Any) -> dict[str, Any]:

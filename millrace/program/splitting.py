@@ -55,7 +55,9 @@ def split_model(
     """Split the model at the plan's layers, or into stages of about equal cost."""
     splits = check_splits(loss, plan)
     costs = None
-    if loss.example is not None and (cpu := _cpu()):
+    # On a single device, it does not matter how the work is divided.
+    is_wanted = splits is None or plan.devices_per_replica > 1
+    if is_wanted and loss.example is not None and (cpu := _cpu()):
         # Only shapes, so that no array decides where to compute.
         params_shape, example = jax.eval_shape(
             lambda *trees: narrow(trees, plan.types.compute), params, loss.example
@@ -155,14 +157,17 @@ def layer_costs(
         model_state: Shapes of the model state.
     """
     x = jax.eval_shape(loss.inputs, example, jax.random.key(0))
-    costs = []
+    costs, known = [], {}
     for layer in loss.layers:
-        costs.append(_cost(layer, params, model_state, x))
+        costs.append(_cost(layer, params, model_state, x, known))
         x = layer_output(layer, params, model_state, x)
     return costs
 
 
-def _cost(layer: Layer, params: Tree, model_state: Tree, x: Any) -> float:
+def _cost(
+    layer: Layer, params: Tree, model_state: Tree, x: Any, known: dict[str, float]
+) -> float:
+    """Return the cost of a layer, from `known` if it computes the same as another one."""
     own = (_select([layer], params), _select([layer], model_state))
 
     def forward_and_backward(params: Tree, model_state: Tree, x: Any) -> Any:
@@ -172,9 +177,12 @@ def _cost(layer: Layer, params: Tree, model_state: Tree, x: Any) -> float:
         y, backward = jax.vjp(run, params, x)
         return backward(jax.tree.map(jnp.ones_like, y))
 
-    analysis = jax.jit(forward_and_backward).lower(*own, x).cost_analysis() or {}
-    num_bytes = analysis.get("bytes accessed", 0.0)
-    return analysis.get("flops", 0.0) + _FLOPS_PER_BYTE * num_bytes
+    traced = jax.jit(forward_and_backward).trace(*own, x)
+    if (text := str(traced.jaxpr)) not in known:
+        analysis = traced.lower().cost_analysis() or {}
+        num_bytes = analysis.get("bytes accessed", 0.0)
+        known[text] = analysis.get("flops", 0.0) + _FLOPS_PER_BYTE * num_bytes
+    return known[text]
 
 
 def choose_splits(

@@ -1,13 +1,15 @@
 """``millrace bench``, from the command to the files it writes."""
 
 import csv
+import dataclasses
 import json
 import re
 
 import pytest
 
 from millrace.bench.config import BenchConfig
-from millrace.bench.session import Session
+from millrace.bench.session import Session, find_unmeasured
+from millrace.bench.spec import load_spec
 from millrace.cli import main
 from millrace.program import compiling
 
@@ -76,6 +78,28 @@ def test_a_failing_entry_sets_the_status_but_does_not_stop_the_others(measured):
         "broken": "failed",
     }
     assert "no_such_layer" in get_entry(results, "broken")["reason"]
+
+
+def test_a_second_session_leaves_out_what_the_first_has_measured(
+    measured, tmp_path, capsys
+):
+    _, out, _ = measured
+    spec = out.parent / "spec.yml"
+    arguments = ("--spec", spec, "--skip-measured", out, "--out", tmp_path / "second")
+    assert bench("train", "infer_b2", *arguments) == 0
+    assert "all of these entries are measured already" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+    assert bench("train", "--spec", spec, "--skip-measured", tmp_path / "none") == 2
+
+
+def test_only_the_same_command_on_the_same_device_is_left_out(measured):
+    _, out, results = measured
+    entry = next(e for e in load_spec(out.parent / "spec.yml") if e.name == "train")
+    assert find_unmeasured([entry], [results]) == []
+    other = dataclasses.replace(entry, command=entry.command + " --seed 1")
+    assert find_unmeasured([other], [results]) == [other]
+    results = results | {"facts": results["facts"] | {"device": "another"}}
+    assert find_unmeasured([entry], [results]) == [entry]
 
 
 @pytest.mark.slow

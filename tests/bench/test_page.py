@@ -192,9 +192,13 @@ def test_lines_of_the_documents_are_compared_with_published_figures(tmp_path):
         if "| a model" in line
     ]
     assert len(rows) == 2 and "; old" not in page
+    # What another session on the same device has measured is not missing.
+    older["entries"][0] |= {"status": "failed", "reason": "not reached"}
+    (tmp_path / "0.json").write_text(json.dumps(older))
+    assert "not reached" not in format_pages(find_results([tmp_path]))["results.md"]
     assert rows[0][1:6] == ["16.16", "", "", "5", "4 updates of 10"]
-    assert rows[0][6] == "generated images"
+    assert rows[0][6:8] == ["1 s", "generated images"]
     assert rows[1][2:4] == ["8,000 on 16 Bow IPUs (batch 5)", "500"]
-    assert rows[1][6] == "1 replica instead of 4; generated images"
+    assert rows[1][7] == "1 replica instead of 4; generated images"
     assert "results_graphcore.md" in pages["results.md"]
     assert "`millrace train.py --model resnet`" in page

@@ -1,15 +1,20 @@
 """The spec of named benchmarks, and errors about wrong ones."""
 
+import collections
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import millrace.bench
+from millrace.apps.autoencoder.program import plan_steps
+from millrace.apps.cnn.train import plan_events
+from millrace.apps.vcd.train import build_schedule
 from millrace.bench.applications import _count_devices
 from millrace.bench.spec import Entry, load_spec, parse_command, select_entries
 from millrace.cli import main
-from millrace.config import ConfigurationError
+from millrace.config import ConfigurationError, as_plain
 
 SHIPPED = load_spec(None)
 
@@ -149,13 +154,26 @@ def test_the_lines_of_the_documents_fit_on_one_device(entry):
     assert entry.lines and entry.reference
 
 
+TRAINING = [entry for entry in GRAPHCORE if entry.application != "cnn validate"]
+
+
+@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+def test_the_lines_divide_into_executions(entry):
+    config = parse_command(entry)
+    if entry.application == "cnn train":
+        plan_events(config, 1_281_167)
+    elif entry.application == "vcd train":
+        assert build_schedule(config, 50_000).updates_per_execution >= 100
+    else:
+        plan_steps(config, config.data.num_users or 480_000)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "precision"),
     [
         ("gc_resnet50_train", 16_384, "16.32"),
         ("gc_resnext101_train", 768, "16.16"),
-        ("gc_efficientnet_b4_train_m2000", 200, "16.32"),
-        ("gc_efficientnet_b4_train_pod16", 800, "16.32"),
+        ("gc_efficientnet_b4_train", 200, "16.32"),
     ],
 )
 def test_the_lines_keep_their_batch_and_precision_on_one_device(name, batch, precision):
@@ -164,12 +182,69 @@ def test_the_lines_keep_their_batch_and_precision_on_one_device(name, batch, pre
     assert (plan.batching.global_batch_size, plan.precision) == (batch, precision)
 
 
-def test_there_is_an_entry_for_every_line_with_a_speed():
-    titles = " ".join(line["line"] for entry in GRAPHCORE for line in entry.lines)
-    for words in ("1 x IPU-M2000", "1 x IPU-POD16", "3 months", "6 months", "1 year"):
-        assert words in titles
-    sizes = {entry.name: entry.name.split("_b")[-1] for entry in GRAPHCORE}
-    assert sum("infer" in name for name in sizes) == 6 + 5 + 4 + 6 + 5 + 4
+# What may differ between a line and its entry, by the document.
+CUT = {
+    "000": {
+        *("training_data_file", "validation_data_file", "num_users", "num_items"),
+        *("num_ratings", "size", "batch_size"),
+    },
+    "001": {"results_dir", "run_dir"},
+    "003": {
+        *("num_replicas", "gradient_accumulation_count", "device_mapping"),
+        *("synthetic_data", "generated_data", "updates_per_execution"),
+        *("num_epochs", "lr_schedule_params", "standard_imagenet"),
+    },
+}
+MEASURED_LINES = [
+    (seed, line)
+    for seed, line in (
+        text.split("\t")
+        for text in (Path(__file__).parents[1] / "seed_lines.txt").read_text().splitlines()
+    )
+    if seed in CUT and ".py" in line and "config.json" not in line
+]
+
+
+def read_line(line):
+    """Return the configuration of a line, without the processes that it starts."""
+    program, arguments = re.search(r"(\w+\.py)(.*)", line).groups()
+    return parse_command(Entry(name="x", command=f"{program} {arguments}"))
+
+
+@pytest.mark.parametrize(("seed", "line"), MEASURED_LINES)
+def test_every_line_with_a_speed_has_an_entry_that_only_cuts_it(seed, line, monkeypatch):
+    monkeypatch.setenv("DATASETS_DIR", "/datasets")
+    wanted = read_line(line)
+    resolved = ("resolved_batch_size", "resolved_size")
+
+    def is_a_cut(entry):
+        config = parse_command(entry)
+        if type(config) is not type(wanted):
+            return False
+        ours, theirs = as_plain(config), as_plain(wanted)
+        differing = {name for name in theirs if ours[name] != theirs[name]} - {"seed"}
+        same = all(getattr(config, n, 0) == getattr(wanted, n, 0) for n in resolved)
+        return differing <= CUT[seed] and same
+
+    found = [entry for entry in GRAPHCORE if is_a_cut(entry)]
+    assert found, line
+    assert any("_other" not in entry.name for entry in found)
+
+
+def test_every_batch_size_of_inference_has_an_entry():
+    sizes = collections.defaultdict(set)
+    for entry in GRAPHCORE:
+        if entry.application == "cnn validate":
+            name, size = entry.name.rsplit("_b", 1)
+            sizes[name.removesuffix("_other")].add(int(size))
+    assert sizes == {
+        "gc_resnet50_infer": {1, 4, 16, 32, 64, 90},
+        "gc_resnext101_infer": {1, 2, 4, 8, 16},
+        "gc_efficientnet_b0_infer": {1, 8, 16, 32},
+        "gc_resnet50_infer_host": {1, 4, 16, 32, 64, 80},
+        "gc_resnext101_infer_host": {1, 2, 4, 8, 16},
+        "gc_efficientnet_b0_infer_host": {1, 8, 16, 32},
+    }
 
 
 # Files of the reference

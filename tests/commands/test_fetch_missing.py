@@ -14,6 +14,8 @@ import pytest
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.vcd.config import VcdConfig
+from millrace.apps.vcd.data import load_images
 from millrace.commands import fetch
 from millrace.config import build
 from millrace.data import catalog
@@ -90,6 +92,16 @@ def test_a_missing_dataset_is_downloaded_once(server, tmp_path, capsys):
     load(tmp_path)
     assert len(requests) == len(contents)
     assert capsys.readouterr().err == ""
+
+
+def test_vcd_downloads_its_images_as_well(server, tmp_path):
+    requests, contents = server
+    values = {"dataset": "mnist", "dataset_path": str(tmp_path)}
+    with pytest.raises(DatasetNotFound, match="millrace data fetch mnist"):
+        load_images(build(VcdConfig, values | {"fetch": False}).data)
+    assert requests == []
+    assert len(load_images(build(VcdConfig, values).data).test) == 3
+    assert len(requests) == len(contents)
 
 
 def test_an_option_or_the_environment_forbids_it(server, tmp_path, monkeypatch):

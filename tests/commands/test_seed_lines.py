@@ -279,7 +279,8 @@ def run(small_data, monkeypatch, capsys):
     """Run a line in this process; return its status and what it printed."""
     logger = logging.getLogger("millrace")
     kept = logger.handlers, logger.level, logger.propagate
-    session = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    methods = ("log", "define_metric", "finish")
+    session = SimpleNamespace(**{name: lambda *_, **__: None for name in methods})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: session))
 
     def call(words: list[str]) -> tuple[int, str]:
@@ -306,7 +307,7 @@ def run_processes(words: list[str], folder: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     return done.returncode, done.stdout

@@ -79,7 +79,8 @@ def test_gathered_statistics_are_exchanged_once_per_norm_and_equal(stable):
 
 def test_pooled_moments_are_those_of_all_data_even_far_from_zero():
     """The oracle is NumPy in float64; E[x²] - E[x]² would have no correct digit."""
-    x = np.random.default_rng(1).normal(1e4, 0.1, (4, 64, 3)).astype(np.float32)
+    means = 1e4 + 0.1 * np.arange(4)[:, None, None]
+    x = np.random.default_rng(1).normal(means, 0.1, (4, 64, 3)).astype(np.float32)
     wide = x.astype(np.float64)
     moments = np.stack([wide.mean(1), wide.var(1)], 1).astype(np.float32)
     pooled = _pool_moments(jnp.asarray(moments))

@@ -324,6 +324,15 @@ def test_an_uneven_split_causes_a_warning_with_a_better_one(caplog):
     assert "--pipeline-splits" in caplog.text
 
 
+def test_on_one_device_it_does_not_matter_how_even_stages_are(caplog):
+    with caplog.at_level(logging.WARNING, "millrace"):
+        program = build_program(
+            pipeline_splits=["pool"], device_mapping=[0, 0], pipeline_schedule="sequential"
+        )
+        program.init(*make_weights(residual_network()))
+    assert "uneven" not in caplog.text
+
+
 @pytest.mark.devices(3)
 def test_a_pipeline_can_be_profiled(tmp_path):
     from millrace.feeds.infeed import Infeed

@@ -170,9 +170,9 @@ def test_available_memory_proportion_has_no_effect(shares, tmp_path, monkeypatch
 
 
 def test_max_cross_replica_buffer_size_is_an_xla_option_on_gpus_only():
-    config = build(CnnConfig, {"max_cross_replica_buffer_size": 0})
+    config = build(CnnConfig, {"max_cross_replica_buffer_size": 1000})
     assert config.workflow.compiler_options()["gpu"] == {
-        "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 1000,
     }
     assert config.workflow.platform_notices("gpu") == []
     assert len(config.workflow.platform_notices("cpu")) == 1

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from image_files import write_folders
 from seed_lines import GRAPHCORE
 
 from millrace.apps.cnn import augment, data
@@ -152,3 +153,17 @@ def test_the_host_prepares_as_many_images_in_parallel_as_asked_for():
     assert [options.parallel_batches(16) for options in asked] == [2, 1, 1, 2, 3]
     with pytest.raises(ValueError, match="pipeline_num_parallel must be at least 1, got 0"):
         DataOptions(pipeline_num_parallel=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "decoded"),
+    [({}, 4), ({"no_dataset_cache": True}, 8), ({"dataset_cache_gib": 0.0}, 8)],
+    ids=str,
+)
+def test_decoded_validation_images_stay_in_memory_if_allowed(options, decoded, tmp_path):
+    folder = write_folders(tmp_path)
+    given = {"dataset": "imagefolder", "image_size": 32, "num_workers": 0, **options}
+    validation = images(folder, **given).validation
+    for _ in range(2):
+        _ = validation[np.arange(4)]
+    assert validation.num_decoded == decoded

@@ -15,10 +15,13 @@ import pytest
 from image_files import write_folders
 
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import plan_events
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
 from millrace.data import cifar as cifar_files
+from millrace.nn.norms import ReplicaGroups
+from millrace.program.replicas import REPLICA_AXIS
 
 PER_FILE, UPDATES = 144, 11  # five files: 720 samples, 11 updates of 64
 
@@ -274,3 +277,16 @@ def test_every_option_of_the_readme_is_accepted():
     assert config.recipe.weight_decay == 0.0001
     assert CnnConfig().recipe.weight_decay == 0
     assert config.graphcore.available_memory_proportion == [15, 15, 20, 20]
+
+
+def test_options_of_batch_norm_reach_the_norm():
+    words = "--num-replicas 4 --dbn-replica-group-size 2 --bn-momentum 0.5"
+    norms = {}
+    for more in ("", " --gather-conv-output True --stable-norm True"):
+        config, _ = parse(CnnConfig, shlex.split(words + more), program="x")
+        norms[more] = build_norm(config)
+    plain, given = (norm.keywords for norm in norms.values())
+    assert plain["momentum"] == given["momentum"] == 0.5
+    assert (plain["stable"], given["stable"]) == (False, True)
+    groups = [ReplicaGroups(REPLICA_AXIS, 4, 2, gathers) for gathers in (False, True)]
+    assert [plain["groups"], given["groups"]] == groups
