@@ -250,7 +250,7 @@ def test_a_sweep_accepts_every_named_configuration(name):
         ("--weight-decays 1e-3 0.001", "weight_decays has the same value more than once"),
         ("--dropout-rates 0.5 --no-dropout", "no_dropout or dropout_rates, not both"),
         (
-            f"--dropout-rates {' '.join(f'0.{n:03d}' for n in range(70))}",
+            f"--data random --dropout-rates {' '.join(f'0.{n:03d}' for n in range(70))}",
             "have 1,120 combinations",
         ),
         ("--valid-per-epoch=-1", "valid_per_epoch must be 0 or more, got -1"),

@@ -128,6 +128,8 @@ def test_without_ratings_a_sweep_learns_from_a_small_example():
     config, _ = parse(SweepConfig, [], program="autoencoder sweep")
     assert (config.data.kind, config.data.num_users) == ("generated", 2000)
     assert config.learning_rates == [0.003, 0.01, 0.02, 0.03]
+    config, _ = parse(SweepConfig, ["--no-dropout"], program="autoencoder sweep")
+    assert config.model.dropout_rate is None
     args = ["--data", "random"]
     config, _ = parse(SweepConfig, args, program="autoencoder sweep")
     assert (config.data.kind, config.learning_rates) == ("random", [])
@@ -274,7 +276,7 @@ def test_models_distributed_over_devices_are_the_same(swept, tmp_path, capsys):
 
 def test_more_devices_than_available_are_rejected(tmp_path, capsys):
     count = len(jax.devices()) + 1
-    args = f"sweep --num-devices {count} --run-dir {tmp_path}/run"
+    args = f"sweep --data random --num-devices {count} --run-dir {tmp_path}/run"
     ended = command(capsys, args)
     assert ended.status == 2
     assert f"--num-devices is {count}, but there are only {count - 1}" in ended.err

@@ -26,14 +26,31 @@ SOURCES = (
     *("testing_on_checkpoint", "arrays", "num_users", "num_items", "num_ratings"),
 )
 """Options that say which ratings to use."""
-SMALL_EXAMPLE: dict[str, Any] = {
+_SMALL_EXAMPLE: dict[str, Any] = {
     **{"data": "generated", "num_users": 2000, "num_items": 300},
     **{"batch_size": 16, "epochs": 20.0, "learning_rate": 0.03},
     **{"learning_rate_schedule": "0.6,0.8", "dropout_rate": 0.5, "untied_decoder": True},
     **{"no_dense_refeeding": True, "steps_per_log": 5},
 }
 """What ``train`` and ``sweep`` do without any ratings: a quick look at learning."""
+_REPLACES = {
+    "base_learning_rate": "learning_rate",
+    "detached_refeeding": "no_dense_refeeding",
+    "no_dropout": "dropout_rate",
+}
+"""Options that contradict one of the small example."""
 _EPOCHS = {"file": 160.0, "random": 2.0, "generated": 60.0, "arrays": 40.0}
+
+
+def choose_example(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the small example that do not contradict those given."""
+    # base_learning_rate may be 0: only options that are off contradict nothing.
+    replaced = {
+        _REPLACES[name]
+        for name in _REPLACES.keys() & values.keys()
+        if values[name] is not None and values[name] is not False
+    }
+    return {name: v for name, v in _SMALL_EXAMPLE.items() if name not in replaced}
 
 
 def check_lengths(top: list[int]) -> None:
@@ -205,10 +222,7 @@ class AutoencoderConfig(TrainingConfig):
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:
         """Choose ratings, if none are given, and a recipe; replace ``logdir``."""
         if not any(name in values for name in SOURCES):
-            other = {"base_learning_rate": "learning_rate"}
-            other |= {"detached_refeeding": "no_dense_refeeding"}
-            replaced = {other[name] for name in other.keys() & values.keys()}
-            example = {n: v for n, v in SMALL_EXAMPLE.items() if n not in replaced}
+            example = choose_example(values)
             if values.get("objective") == "ranking":
                 # The recipe of rankings chooses everything but the ratings.
                 example = {name: example[name] for name in SOURCES if name in example}

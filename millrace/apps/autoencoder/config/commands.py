@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from millrace.apps.autoencoder.config import (
     LARGEST_EXPONENT,
-    SMALL_EXAMPLE,
     SOURCES,
     TrainingConfig,
     check_lengths,
+    choose_example,
 )
 from millrace.apps.autoencoder.config.training import Hyperparameters, parse_numbers
 from millrace.config import ConfigurationError
@@ -90,9 +90,8 @@ class SweepConfig(TrainingConfig):
         """Choose ratings to learn from, and rates that suit them, if none are given."""
         if any(name in values for name in SOURCES):
             return values
-        example = {n: v for n, v in SMALL_EXAMPLE.items() if n != "learning_rate"}
-        if "detached_refeeding" in values:
-            del example["no_dense_refeeding"]
+        example = choose_example(values)
+        example.pop("learning_rate", None)
         if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
             example["learning_rates"] = [0.003, 0.01, 0.02, 0.03]
         return example | values
