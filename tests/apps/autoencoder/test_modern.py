@@ -11,10 +11,11 @@ from autoencoder_runs import command, dense, events_of, summary_of
 
 import millrace as mr
 from millrace.apps.autoencoder.baselines import find_better, score_baselines
-from millrace.apps.autoencoder.config import AutoencoderConfig
+from millrace.apps.autoencoder.config import AutoencoderConfig, recipe
 from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.data import RatingData, subtract_biases
 from millrace.config import ConfigurationError, parse
+from millrace.data.ratings.counts import Counts
 from millrace.data.ratings.matrix import fit_biases, from_events, hold_out, transpose
 from millrace.report.record import read_phases
 from millrace.report.sections import read_sections
@@ -195,6 +196,14 @@ def test_options_depend_on_the_size_of_the_ratings(folder):
         {"recipe": "modern", "data": "generated", "num_users": 5000, "num_items": 2000}
     )
     assert middle["batch_size"] == 64 and middle["weight_decay"] == pytest.approx(5.5e-4)
+
+
+def test_few_of_many_ratings_are_held_out(folder, monkeypatch):
+    counts = Counts(users=6000, items=3700, ratings=900_000)
+    monkeypatch.setattr(recipe, "count_file", lambda *_, **__: counts)
+    assert choose(folder)["validation_fraction"] == pytest.approx(
+        30_000 / 900_000, rel=0.01
+    )
 
 
 def test_given_options_are_kept(folder):

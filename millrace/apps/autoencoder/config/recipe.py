@@ -29,8 +29,9 @@ _BATCHES_PER_EPOCH = 10
 _FEW_RATINGS, _FEW_RATINGS_DECAY = 100_000, 3e-3
 """The weight decay for this many ratings; it falls with the root of their number."""
 _DECAY_RANGE = (3e-4, 1e-2)
-_HELD_OUT, _MOST_HELD_OUT = 0.1, 100_000
-"""Fraction and largest number of the ratings that validate the model without a file."""
+_HELD_OUT, _MOST_HELD_OUT = 0.1, 30_000
+"""Fraction and largest number of the ratings that validate the model without a file. 90,000
+of MovieLens-1M, which are then not trained on, cost 0.002 of test RMSE."""
 
 _MODERN: Values = {
     **{"subtract_biases": True, "bias_strength": 5.0, "clip_predictions": True},
