@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TEST_PYTHON := $(BIN)/python
 GPU_PROCESSES := 10
 
-.PHONY: demo test test-slow test-gpu lint types format docs wheel clean
+.PHONY: demo test test-slow test-gpu chaos lint types format docs wheel clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -32,6 +32,9 @@ test-slow: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(TEST_PYTHON) -m pytest \
 	  -q -n $(GPU_PROCESSES) --dist loadfile -m 'not slow' -rs
+
+chaos: $(INSTALLED)  ## half an hour of faults in all applications; needs root
+	PYTHONPATH=tests:benchmarks $(BIN)/python -m chaos.campaign --report
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
