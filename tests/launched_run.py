@@ -8,6 +8,7 @@ are over their pixels. The final state is written to final.npz.
 """
 
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Config:
     """A file with the slots whose processes cannot use their devices."""
     fill_disk_at: int = field(default=-1, metadata=MAY_CHANGE)
     """The update after which the disk of process 0 is full."""
+    kill_at: int = field(default=-1, metadata=MAY_CHANGE | TRANSIENT)
+    """The update after which process 1 is killed while it writes a checkpoint."""
     images: Path | None = None
     """A folder with image files to train on instead."""
     num_workers: int = field(default=0, metadata=MAY_CHANGE)
@@ -172,6 +175,8 @@ def work(config, run):
     with run.checkpoints(keep=2) as checkpoints:
         if coordination.is_first() and config.fill_disk_at >= 0:
             fill_disk(config.fill_disk_at)
+        if coordination.process_id() == 1 and config.kill_at >= 0:
+            kill_while_saving(config.kill_at)
         state = run.train(
             program,
             state,
@@ -190,18 +195,38 @@ def check_devices(broken):
             raise OSError("The device is gone.")
 
 
+def get_update(partial: Path) -> int:
+    return int(partial.name.partition(".")[0].removeprefix("update-"))
+
+
 def fill_disk(update):
     """Make writing arrays fail in this process after `update`."""
-    from millrace.checkpoint import folder
+    from millrace.checkpoint import files
 
-    real = folder.write_arrays
+    real = files.write_arrays
 
     def full(partial: Path, state):
-        if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
+        if get_update(partial) > update:
             raise OSError(28, "No space left on device")
         return real(partial, state)
 
-    folder.write_arrays = full
+    files.write_arrays = full
+
+
+def kill_while_saving(update):
+    """Kill this process when a part of its arrays is written, after `update`."""
+    from millrace.checkpoint import orbax_files
+
+    real = orbax_files.write_share
+
+    def write_half(folder: Path, arrays):
+        if get_update(folder.parent) <= update:
+            return real(folder, arrays)
+        real(folder, dict(list(arrays.items())[: len(arrays) // 2]))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    orbax_files.write_share = write_half
 
 
 if __name__ == "__main__":

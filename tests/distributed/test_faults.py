@@ -25,6 +25,9 @@ from launched import (
     wait_for,
 )
 
+from millrace.checkpoint.manifest import verify_files
+from millrace.checkpoint.store import checkpoints_in, read_manifest
+
 
 def is_running(pid: int) -> bool:
     try:
@@ -137,6 +140,21 @@ def test_a_kill_at_any_time_loses_nothing(tmp_path, undisturbed, attempt):
     os.kill(pid_of(victim, process), signal.SIGKILL)
     output = finish(process)
     assert f"process {victim} (pid" in output
+    assert_same_weights(directory, undisturbed)
+    assert_same_history(directory, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_ones(tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    output = run(launched(directory, 2, "--kill-at", "12"), status=1)
+    assert output.count("was killed by SIGKILL") == 1, output
+    complete = checkpoints_in(directory / "checkpoints")
+    assert [path.name for path in complete] == ["update-000000008", "update-000000012"]
+    for path in complete:
+        verify_files(path, read_manifest(path))
+    run(launched(directory, 2, "--resume"))
+    assert list((directory / "checkpoints").glob("*.partial")) == []
     assert_same_weights(directory, undisturbed)
     assert_same_history(directory, undisturbed)
 
