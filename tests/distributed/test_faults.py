@@ -197,7 +197,7 @@ def test_a_full_disk_fails_one_checkpoint_in_all_processes_and_damages_no_other(
     tmp_path, undisturbed
 ):
     directory = tmp_path / "run"
-    output = run(launched(directory, 2, "--fill-disk-at", "12"), status=1)
+    output = run(launched(directory, 2, "--full-after", "3"), status=1)
     assert output.count("No space left on device") == 1, output
     names = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert names == ["update-000000008", "update-000000012"]
