@@ -20,7 +20,7 @@ from millrace.checkpoint.old_formats import (
 )
 from millrace.checkpoint.stored import from_stored, stored_like, to_stored
 from millrace.distributed import coordination
-from millrace.durable import sync_tree
+from millrace.durable import sync_file, sync_folder, sync_tree
 
 _FOLDER = "state"
 
@@ -40,7 +40,7 @@ def write_arrays(partial: Path, state: Any) -> dict[str, list[Any]]:
     names, leaves = orbax_files.name_arrays(state), jax.tree.leaves(state)
     own = {names[index]: to_stored(leaves[index]) for index in assigned_leaves(state)}
     share = orbax_files.write_share(partial / _FOLDER, own)
-    sync_tree(share)  # tensorstore does not sync all of its files, nor their names
+    sync_tree(share)
     return _inventory(partial, sorted(share.rglob("*")))
 
 
@@ -48,9 +48,10 @@ def merge_arrays(partial: Path, state: Any) -> dict[str, list[Any]]:
     """Merge what all processes have written; return the files that are new."""
     folder = partial / _FOLDER
     shares = orbax_files.merge(folder, orbax_files.name_arrays(state))
-    sync_tree(folder)
-    files = sorted(folder.rglob("*"))
-    return _inventory(partial, [path for path in files if not shares & {*path.parents}])
+    new = [path for path in sorted(folder.rglob("*")) if not shares & {path, *path.parents}]
+    for path in [*new, folder]:
+        sync_folder(path) if path.is_dir() else sync_file(path)
+    return _inventory(partial, new)
 
 
 def _inventory(folder: Path, files: list[Path]) -> dict[str, list[Any]]:

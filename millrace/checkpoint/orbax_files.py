@@ -105,7 +105,7 @@ def _check_names(names: list[str]) -> None:
 
 
 def write_share(folder: Path, arrays: Mapping[str, np.ndarray]) -> Path:
-    """Write the arrays of this process; return its folder.
+    """Write the arrays of this process; return its folder, which is not synced.
 
     Args:
         folder: The folder of the checkpoint; see ``describe``.
@@ -114,7 +114,7 @@ def write_share(folder: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     import tensorstore
 
     share = _share(folder, coordination.process_id())
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+    context = tensorstore.Context({"file_io_sync": False})
     opened = [
         tensorstore.open(_array_spec(share, name, array), context=context, create=True)
         for name, array in arrays.items()
