@@ -36,7 +36,7 @@ _OCDBT = {
 """The database of a share. Orbax merges it into one with these settings."""
 
 _MAX_CHUNK_BYTES = 2**30
-"""Larger arrays are split: compressors have a limit of 2 GiB."""
+"""Larger arrays are split, so that every part fits into a file of the database."""
 
 
 def import_orbax() -> Any:
@@ -81,6 +81,8 @@ def describe(folder: Path, tree: Any) -> None:
     _check_names(name_arrays(tree))
 
     class WrittenLater(orbax.type_handlers.NumpyHandler):
+        """Leaves arrays out, which orbax then only describes."""
+
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:
             return []
 

@@ -37,11 +37,14 @@ def from_stored(stored: Any, like: Any) -> Any:
 
 
 def stored_like(like: Any) -> np.ndarray:
-    """Return an array of the shape and type that ``to_stored`` would return."""
+    """Return an array of the shape and type that ``to_stored`` would return.
+
+    It takes no memory: all its elements are the same one.
+    """
     raw = raw_spec(like)
     if math.prod(raw.shape) == 0:
         return np.zeros(1, np.uint8)
-    return np.empty(raw.shape, _stored_type(np.dtype(raw.dtype)))
+    return np.broadcast_to(np.zeros((), _stored_type(np.dtype(raw.dtype))), raw.shape)
 
 
 def raw_spec(like: Any) -> jax.ShapeDtypeStruct:
