@@ -7,11 +7,14 @@ read twice shows in the metrics. With --images, the samples are image files, and
 are over their pixels. The final state is written to final.npz.
 """
 
+import errno
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +56,10 @@ class Config:
     """What it does then: reading, or waiting for the others."""
     broken_devices: Path | None = field(default=None, metadata=MAY_CHANGE | TRANSIENT)
     """A file with the slots whose processes cannot use their devices."""
-    fill_disk_at: int = field(default=-1, metadata=MAY_CHANGE)
-    """The update after which the disk of process 0 is full."""
+    full_after: int = field(default=-1, metadata=MAY_CHANGE | TRANSIENT)
+    """Number of checkpoints after which the disk of process 0 is full."""
+    kill_at: int = field(default=-1, metadata=MAY_CHANGE | TRANSIENT)
+    """The update after which process 1 is killed while it writes a checkpoint."""
     images: Path | None = None
     """A folder with image files to train on instead."""
     num_workers: int = field(default=0, metadata=MAY_CHANGE)
@@ -170,8 +175,10 @@ def work(config, run):
         return evaluate(judge, judge.place_state(state), samples(VALIDATION), 8)
 
     with run.checkpoints(keep=2) as checkpoints:
-        if coordination.is_first() and config.fill_disk_at >= 0:
-            fill_disk(config.fill_disk_at)
+        if coordination.is_first() and config.full_after >= 0:
+            fill_disk(config.full_after)
+        if coordination.process_id() == 1 and config.kill_at >= 0:
+            kill_while_saving(config.kill_at)
         state = run.train(
             program,
             state,
@@ -190,18 +197,33 @@ def check_devices(broken):
             raise OSError("The device is gone.")
 
 
-def fill_disk(update):
-    """Make writing arrays fail in this process after `update`."""
-    from millrace.checkpoint import folder
+def fill_disk(num_checkpoints):
+    """Make writing arrays fail in this process after some checkpoints.
 
-    real = folder.write_arrays
+    The error comes from no line of this file, which would be shown as code of the user.
+    """
+    from millrace.checkpoint import files
 
-    def full(partial: Path, state):
-        if int(partial.name.partition(".")[0].removeprefix("update-")) > update:
-            raise OSError(28, "No space left on device")
-        return real(partial, state)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outcomes = [mock.DEFAULT] * num_checkpoints + [full]
+    files.write_arrays = mock.Mock(wraps=files.write_arrays, side_effect=outcomes)
 
-    folder.write_arrays = full
+
+def kill_while_saving(update):
+    """Kill this process when a part of its arrays is written, after `update`."""
+    from millrace.checkpoint import orbax_files
+
+    real = orbax_files.write_share
+
+    def write_half(folder: Path, arrays):
+        number = folder.parent.name.partition(".")[0].removeprefix("update-")
+        if int(number) <= update:
+            return real(folder, arrays)
+        real(folder, dict(list(arrays.items())[: len(arrays) // 2]))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    orbax_files.write_share = write_half
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ LIBRARIES = {
     "rich": {"commands", "drawing", "run"},
     "google_crc32c": {"data"},
     "tensorboard": {"run"},
+    "tensorstore": {"checkpoint"},
     "torch": {"bench", "data"},
     "wandb": {"run"},
 }

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.checkpoint.arrays import read_arrays, read_some_arrays, write_arrays
+from millrace.checkpoint.arrays import (
+    merge_arrays,
+    prepare_arrays,
+    read_arrays,
+    read_some_arrays,
+    write_arrays,
+)
 from millrace.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
@@ -65,12 +71,19 @@ def write_checkpoint(
     """
     with contextlib.ExitStack() as stack:
         step = functools.partial(_run_collectively, path, update)
-        (created, *_) = step("make the folder", lambda: _create_partial(path, stack))
+
+        def prepare() -> str:
+            created = _create_partial(path, stack)
+            prepare_arrays(created, state)
+            return str(created)
+
+        (created, *_) = step("make the folder", prepare)
         partial = Path(created)
         write_part = functools.partial(write_arrays, partial, state)
         files_per_process = step("write", write_part, in_all_processes=True)
 
         def finish() -> None:
+            files_per_process.append(merge_arrays(partial, state))
             files = functools.reduce(operator.or_, files_per_process)
             # The arrays are on disk already; writing the manifest syncs the folder too.
             write_manifest(partial, state, update, metadata, files)
@@ -83,7 +96,7 @@ def write_checkpoint(
         step("finish", finish)
 
 
-def _create_partial(path: Path, stack: contextlib.ExitStack) -> str:
+def _create_partial(path: Path, stack: contextlib.ExitStack) -> Path:
     """Create a folder to write in, deleted on exit if it has not been renamed."""
     make_folder(path.parent)
     # Its name is unique: a run and its resume may write the same update at once.
@@ -92,7 +105,7 @@ def _create_partial(path: Path, stack: contextlib.ExitStack) -> str:
     # The lock keeps ``clear_leftovers`` of another process away from it.
     stack.enter_context(locked(partial))
     stack.callback(shutil.rmtree, partial, ignore_errors=True)
-    return str(partial)
+    return partial
 
 
 def _run_collectively(

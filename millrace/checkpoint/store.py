@@ -8,8 +8,8 @@ at any moment leaves a complete checkpoint, because of the order of the steps:
 2. The folder is renamed, and its new name is synced.
 3. Only then are older checkpoints deleted.
 
-With several processes, each writes a part of the arrays, and the first process writes the
-manifest once all parts are on disk. Any number of processes can read a checkpoint.
+With several processes, each writes a part of the arrays. Once all parts are on disk, the
+first process merges them and writes the manifest. Any number of processes can read it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from millrace.checkpoint.arrays import assigned_leaves, import_orbax, is_prng_key
+from millrace.checkpoint.arrays import assigned_leaves
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.files import (
     Restored,
@@ -40,6 +40,8 @@ from millrace.checkpoint.manifest import (
     read_manifest,
     update_manifest,
 )
+from millrace.checkpoint.orbax_files import import_orbax
+from millrace.checkpoint.stored import is_prng_key
 from millrace.distributed import coordination
 from millrace.distributed.environment import record_progress
 from millrace.durable import clear_leftovers, discard, finite_json, rename

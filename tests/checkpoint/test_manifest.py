@@ -81,7 +81,9 @@ def relist_files(folder: Path) -> None:
 def with_arrays_of(state):
     def change(folder: Path) -> None:
         shutil.rmtree(folder / "state")
-        arrays.orbax_save(folder / "state", state)
+        arrays.prepare_arrays(folder, state)
+        arrays.write_arrays(folder, state)
+        arrays.merge_arrays(folder, state)
         relist_files(folder)
 
     return change
@@ -95,6 +97,11 @@ def with_file(**arrays):
         relist_files(folder)
 
     return change
+
+
+def without_database(folder: Path) -> None:
+    (folder / "state" / "manifest.ocdbt").unlink()
+    relist_files(folder)
 
 
 def garbage_file(folder: Path) -> None:
@@ -149,6 +156,7 @@ MALFORMED = {
     "smaller": with_arrays_of(small_state() | {"weights": np.ones((2, 3), np.float32)}),
     "other type": with_arrays_of(small_state() | {"weights": np.ones((4, 3), np.int32)}),
     "fewer": with_arrays_of({"update": np.int32(1)}),
+    "without a database": without_database,
     "empty part": with_file(),
     "part without an array": with_file(**{"1": np.zeros(48, np.uint8)}),
     "short part": with_file(**{"0": np.zeros(4, np.uint8), "1": np.zeros(47, np.uint8)}),

@@ -23,7 +23,7 @@ from small_checkpoints import (
     value,
 )
 
-from millrace.checkpoint import arrays
+from millrace.checkpoint import orbax_files
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import (
     CheckpointError,
@@ -103,13 +103,13 @@ def test_the_newest_is_restored_by_number_not_by_time(checkpoints):
 
 def test_the_state_may_be_donated_or_changed_once_save_returns(checkpoints, monkeypatch):
     changed = threading.Event()
-    write = arrays.orbax_save
+    write = orbax_files.write_share
 
-    def write_late(path, state):
+    def write_late(folder, arrays):
         assert changed.wait(10)
-        write(path, state)
+        return write(folder, arrays)
 
-    monkeypatch.setattr(arrays, "orbax_save", write_late)
+    monkeypatch.setattr(orbax_files, "write_share", write_late)
     on_host, on_device = np.ones(3, np.float32), jnp.ones(3)
     checkpoints.save({"a": on_host, "b": on_device}, 1)
     on_host[:] = -1
@@ -352,19 +352,19 @@ def test_resuming_does_not_touch_a_checkpoint_that_another_process_is_writing(
     folder, monkeypatch
 ):
     reached, resumed = threading.Event(), threading.Event()
-    write = arrays.orbax_save
+    write = orbax_files.write_share
 
-    def write_late(path, state):
+    def write_late(folder, arrays):
         reached.set()
         assert resumed.wait(10)
-        write(path, state)
+        return write(folder, arrays)
 
     first, second = Checkpoints(folder), Checkpoints(folder)
     with contextlib.closing(first), contextlib.closing(second):
         first.save(small_state(1), 1)
         first.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(arrays, "orbax_save", write_late)
+            patch.setattr(orbax_files, "write_share", write_late)
             first.save(small_state(2), 2)
             assert reached.wait(10)
         assert value(second.restore_newest(small_state())) == 1

@@ -25,6 +25,9 @@ from launched import (
     wait_for,
 )
 
+from millrace.checkpoint.manifest import verify_files
+from millrace.checkpoint.store import checkpoints_in, read_manifest
+
 
 def is_running(pid: int) -> bool:
     try:
@@ -142,6 +145,21 @@ def test_a_kill_at_any_time_loses_nothing(tmp_path, undisturbed, attempt):
 
 
 @pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_ones(tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    output = run(launched(directory, 2, "--kill-at", "12"), status=1)
+    assert output.count("was killed by SIGKILL") == 1, output
+    complete = checkpoints_in(directory / "checkpoints")
+    assert [path.name for path in complete] == ["update-000000008", "update-000000012"]
+    for path in complete:
+        verify_files(path, read_manifest(path))
+    run(launched(directory, 2, "--resume"))
+    assert list((directory / "checkpoints").glob("*.partial")) == []
+    assert_same_weights(directory, undisturbed)
+    assert_same_history(directory, undisturbed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_suspended_process_is_noticed_within_a_minute(tmp_path, victim):
     directory = tmp_path / "run"
@@ -179,7 +197,7 @@ def test_a_full_disk_fails_one_checkpoint_in_all_processes_and_damages_no_other(
     tmp_path, undisturbed
 ):
     directory = tmp_path / "run"
-    output = run(launched(directory, 2, "--fill-disk-at", "12"), status=1)
+    output = run(launched(directory, 2, "--full-after", "3"), status=1)
     assert output.count("No space left on device") == 1, output
     names = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert names == ["update-000000008", "update-000000012"]

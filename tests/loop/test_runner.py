@@ -13,7 +13,7 @@ import pytest
 from small_runner import batches, make_runner
 
 import millrace as mr
-from millrace.checkpoint import arrays
+from millrace.checkpoint import orbax_files
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import CheckpointError, read_manifest
 from millrace.config import ConfigurationError
@@ -306,13 +306,13 @@ def test_a_signal_does_not_wait_for_the_data(tmp_path):
 
 
 def delay_writes(monkeypatch, seconds):
-    write = arrays.orbax_save
+    write = orbax_files.write_share
 
-    def write_late(path, state):
+    def write_late(folder, arrays):
         time.sleep(seconds)
-        write(path, state)
+        return write(folder, arrays)
 
-    monkeypatch.setattr(arrays, "orbax_save", write_late)
+    monkeypatch.setattr(orbax_files, "write_share", write_late)
 
 
 def test_a_run_returns_only_when_its_last_checkpoint_is_written(tmp_path, monkeypatch):
@@ -340,10 +340,10 @@ def test_a_run_that_fails_first_finishes_the_checkpoint_in_progress(tmp_path, mo
 def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run(
     tmp_path, monkeypatch
 ):
-    def full(path, state):
+    def full(folder, arrays):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(arrays, "orbax_save", full)
+    monkeypatch.setattr(orbax_files, "write_share", full)
     runner, state, _, checkpoints = make_runner(tmp_path / "r", batches(range(12)))
     with pytest.raises(CheckpointError, match=r"after update 12 .*No space left"):
         runner.run(state)
