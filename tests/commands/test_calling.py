@@ -256,6 +256,17 @@ def test_a_failure_before_the_run_begins_is_raised(folder, monkeypatch):
 def test_a_notebook_shows_the_metrics(cnn):
     shown = cnn._repr_html_()
     assert "validation accuracy" in shown and "completed" in shown
+    best = cnn.best.format()
+    assert best == f"validation accuracy {cnn.best.value:.4g} at epoch {cnn.best.epoch:g}"
+    assert f"<tr><td>best</td><td>{best}</td></tr>" in shown
+    assert f"best={best}" in repr(cnn)
+
+
+def test_a_result_says_that_the_loss_exploded(cnn):
+    summary = cnn.summary | {"diverged": {"loss": 1e9, "update": 3, "first_loss": 2.0}}
+    exploded = dataclasses.replace(cnn, summary=summary)
+    assert "status=completed, but diverged" in repr(exploded)
+    assert "completed, but diverged" in exploded._repr_html_()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
