@@ -1,5 +1,7 @@
 """``--help`` of every command is short; ``--help-all`` is complete."""
 
+import dataclasses
+
 import pytest
 
 from millrace.commands.registry import COMMANDS
@@ -74,8 +76,8 @@ def test_options_have_the_same_usual_names_in_every_application(name):
 def test_commands_that_do_not_train_offer_no_resume(name):
     assert "--resume" not in get_help(name, full=False)
     known = flat_options(COMMANDS[name].load_config_type())
-    options = {"checkpoint_dir": "a", "checkpoint": "a", "resume": True, "run_dir": "b"}
-    given = {option: value for option, value in options.items() if option in known}
+    required = {n: "a" for n, o in known.items() if o.default is dataclasses.MISSING}
+    given = required | {"resume": True, "run_dir": "b"}
     with pytest.raises(ConfigurationError, match="Only training can be resumed"):
         COMMANDS[name].configure(given, name=name)
 

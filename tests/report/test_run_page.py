@@ -149,6 +149,19 @@ def test_the_trials_of_a_sweep_share_the_first_chart(run, labels, names):
     assert text.index('aria-label="validation RMSE"') < text.index('aria-label="loss"')
 
 
+def test_a_ranking_is_judged_by_its_ndcg(run):
+    events = [
+        {"update": n, "epoch": n, "time": n, "train_loss": 6 - n}
+        | {"validation_ndcg_at_10": value, "validation_network_weight": 0.1}
+        for n, value in ((1, 0.21), (2, 0.25), (3, 0.23))
+    ]
+    metrics = {"validation_ndcg_at_10": 0.23, "train_loss": 3.0}
+    page, _ = report(make_run(run, events=events, metrics=metrics))
+    assert (
+        "0.25 best validation NDCG@10 at epoch 2 0.23 validation NDCG@10 last" in page.text
+    )
+
+
 def test_the_latency_of_inference_has_a_table(run):
     result = {
         "batch_size": 8,
