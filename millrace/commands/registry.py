@@ -271,7 +271,7 @@ APPLICATIONS = {
         "Recommenders: learn ratings and predict the missing ones.",
         (
             "millrace autoencoder train                     # made-up ratings, a minute",
-            "millrace autoencoder train --training-data-file ratings.csv --run-dir runs/first",
+            "millrace autoencoder train --training-data-file ratings.csv",
             "millrace autoencoder recommend runs/first --user 1",
             "millrace autoencoder convert ratings.csv --fractions 0.8 0.1 0.1",
             "millrace autoencoder configs                   # ready-made configurations",

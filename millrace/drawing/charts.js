@@ -294,8 +294,8 @@ const Charts = (() => {
         place = y => y > 0 ? Math.log10(y) : -Infinity;
       } else {
         const room = 0.06 * (high - low) || Math.abs(low) * 0.1 || 1;
-        // The name of the level is above its line, and those of bands are at the top.
-        low = low === 0 && high > 0 ? 0 : low - room, high += (data.level ? 3 : 1) * room;
+        // The name of the level is above its line.
+        low = low === 0 && high > 0 ? 0 : low - room, high += (data.level ? 2 : 1) * room;
         ticks = linearTicks(low, high, Math.max(3, Math.round(height / 50)));
         if (points.length && ticks.length > 9) ticks = linearTicks(low, high, 5);
         place = y => y;
@@ -371,14 +371,17 @@ const Charts = (() => {
 
     drawBands(scale) {
       const { data, box } = this, shapes = [], named = new Set();
+      // The name of the level is on the right.
+      const free = box.right - (data.level ? 7 * data.level[0].length : 0);
       if (this.axis === data.x) {
         for (const [start, end, name] of data.bands) {
           const x = scale.x(start), width = Math.max(1, scale.x(end) - x);
           shapes.push(svg("rect", {
             class: "band", x, y: box.top, width, height: box.bottom - box.top,
           }, svg("title", {}, `${name}: ${formatDuration(end - start)}`)));
-          if (width > 7 * name.length && !named.has(name)) {
-            shapes.push(text(x + width / 2, box.top + 9, name, "middle"));
+          const half = 3.5 * name.length, middle = x + width / 2;
+          if (width > 2 * half && middle + half < free && !named.has(name)) {
+            shapes.push(text(middle, box.top + 9, name, "middle"));
             named.add(name);
           }
         }

@@ -120,7 +120,8 @@ def run_curves(record: RunRecord) -> dict[str, list[Series]]:
             name = f"2^-{name}" if is_exponent else name
         if series[metric].finite:
             charts.setdefault(quantity, []).append(series[metric]._replace(name=name))
-    return charts
+    curves = {n: c for n, c in charts.items() if any(len(s.points) > 1 for s in c)}
+    return curves or charts  # one point is no curve, unless there is nothing else
 
 
 def find_trials(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -351,6 +351,21 @@ def test_the_axes_of_a_single_point_have_one_tick_each(run):
     assert re.findall(r'end">([^<]+)<', chart) == ["0.5123"]
 
 
+def test_a_single_point_is_no_curve_next_to_others(run):
+    once = {"update": 88, "epoch": 2.0, "time": 4.2, "train_finite_models": 4.0}
+    charts = run_curves(read_run(make_run(run, events=[*EVENTS, once])))
+    assert list(charts) == ["loss", "accuracy"]
+    charts = run_curves(read_run(make_run(run, events=[EVENTS[0], EVENTS[1]])))
+    assert list(charts) == ["loss", "accuracy"]  # there is nothing else
+
+
+def test_the_best_result_of_a_sweep_is_shown_once(run):
+    best = {"metric": "validation_rmse", "value": 0.51}
+    page, _ = report(make_run(run, best=best, metrics={"best_rmse": 0.51}))
+    assert "0.51 best validation RMSE" in page.text
+    assert "best RMSE" not in page.text
+
+
 def test_metrics_measured_once_are_shown_without_curves(run):
     events = [{"update": 44, "epoch": 1.0, "time": 1, "validation_loss": 0.5}]
     page, text = report(make_run(run, events=events, metrics={"validation_loss": 0.5}))
