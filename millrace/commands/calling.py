@@ -188,7 +188,7 @@ def _configure(command: Command, options: Mapping[str, Any], name: str) -> Any:
 
 def _raise(error: Exception) -> NoReturn:
     """Raise the error of a run; one that explains itself, without its traceback."""
-    if isinstance(error, ConfigurationError):
+    if type(error).__module__.startswith("millrace."):
         raise error.with_traceback(None) from None
     raise error
 

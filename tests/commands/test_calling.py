@@ -15,6 +15,7 @@ from millrace.commands.calling import format_command_line
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError
 from millrace.data.mnist import load_digits, read_digits
+from millrace.data.source import DatasetError
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +221,16 @@ def test_a_failure_in_a_run_is_raised_and_reported(folder, monkeypatch):
         mr.cnn.train(config="digits_demo", run_dir=folder / "failing", quiet=True)
     page = (folder / "failing" / "report.html").read_text()
     assert "ended with an error" in page and "the disk is gone" in page
+
+
+def test_an_error_that_explains_itself_has_a_short_traceback(folder, monkeypatch):
+    def unreadable(config):
+        raise DatasetError("None of the images can be read.")
+
+    monkeypatch.setattr("millrace.apps.cnn.data.load", unreadable)
+    with pytest.raises(DatasetError, match="None of the images") as caught:
+        mr.cnn.train(config="digits_demo", run_dir=folder / "unreadable", quiet=True)
+    assert len(caught.traceback) <= 4
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", None)])
