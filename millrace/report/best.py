@@ -11,8 +11,8 @@ from millrace.report.record import RunRecord, as_number
 _LOWER_IS_BETTER = ("loss", "rmse", "mae", "perplexity", "error", "seconds")
 _HIGHER_IS_BETTER = ("accuracy", "elbo", "likelihood", "recall", "ndcg", "per_second")
 _DECISIVE = (
-    *("accuracy", "ndcg", "recall", "log_likelihood", "elbo"),
-    *("rmse", "mae", "perplexity", "loss"),
+    *("accuracy", "log_likelihood", "elbo", "rmse", "mae", "ndcg", "recall"),
+    *("perplexity", "loss"),
 )
 """The quantities by which runs are judged, the most telling first."""
 _SPLITS = ("validation", "test", "", "train")

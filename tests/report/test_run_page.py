@@ -160,6 +160,10 @@ def test_a_ranking_is_judged_by_its_ndcg(run):
     assert (
         "0.25 best validation NDCG@10 at epoch 2 0.23 validation NDCG@10 last" in page.text
     )
+    # A model of ratings is judged by its error, also if its rankings are measured.
+    events[-1]["validation_rmse"] = 0.9
+    page, _ = report(make_run(run, events=events, metrics=metrics))
+    assert "0.9 best validation RMSE at epoch 3" in page.text
 
 
 def test_the_latency_of_inference_has_a_table(run):
