@@ -250,7 +250,7 @@ def test_a_sweep_accepts_every_named_configuration(name):
         ("--weight-decays 1e-3 0.001", "weight_decays has the same value more than once"),
         ("--dropout-rates 0.5 --no-dropout", "no_dropout or dropout_rates, not both"),
         (
-            f"--dropout-rates {' '.join(f'0.{n:03d}' for n in range(70))}",
+            f"--data random --dropout-rates {' '.join(f'0.{n:03d}' for n in range(70))}",
             "have 1,120 combinations",
         ),
         ("--valid-per-epoch=-1", "valid_per_epoch must be 0 or more, got -1"),
@@ -260,6 +260,14 @@ def test_a_mistake_in_a_sweep_is_explained(args, message):
     with pytest.raises(ConfigurationError) as caught:
         read(args, SweepConfig)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("config_type", [AutoencoderConfig, SweepConfig])
+def test_the_small_example_leaves_room_for_options_that_contradict_its_own(config_type):
+    assert read("", config_type).model.dropout_rate == 0.5
+    config = read("--no-dropout --detached-refeeding", config_type)
+    assert config.data.kind == "generated"
+    assert config.model.no_dropout and config.training.detached_refeeding
 
 
 @pytest.mark.parametrize(

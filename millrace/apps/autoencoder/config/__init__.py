@@ -210,6 +210,7 @@ class AutoencoderConfig(TrainingConfig):
         if not any(name in values for name in SOURCES):
             other = {"base_learning_rate": "learning_rate"}
             other |= {"detached_refeeding": "no_dense_refeeding"}
+            other |= {"no_dropout": "dropout_rate"}
             replaced = {other[name] for name in other.keys() & values.keys()}
             example = {n: v for n, v in SMALL_EXAMPLE.items() if n not in replaced}
             if values.get("objective") == "ranking":

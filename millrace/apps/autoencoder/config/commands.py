@@ -93,6 +93,8 @@ class SweepConfig(TrainingConfig):
         example = {n: v for n, v in SMALL_EXAMPLE.items() if n != "learning_rate"}
         if "detached_refeeding" in values:
             del example["no_dense_refeeding"]
+        if "no_dropout" in values:
+            del example["dropout_rate"]
         if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
             example["learning_rates"] = [0.003, 0.01, 0.02, 0.03]
         return example | values
