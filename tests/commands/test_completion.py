@@ -30,6 +30,12 @@ def test_options_are_completed_with_common_ones_first():
     assert "--half-partials" not in found and "--arrays" not in found
 
 
+def test_only_usual_aliases_are_completed():
+    names = [name for name, _ in complete(["cnn", "train", "--"])]
+    assert {"--lr", "--epochs", "--optimizer"} <= set(names)
+    assert "--optimiser" not in names
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
