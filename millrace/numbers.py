@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -108,3 +109,12 @@ def format_tick(value: float) -> str:
         if size >= unit:
             return f"{value / unit:.6g}{letter}"
     return f"{value / 1e3:.6g}k" if size >= 1e4 else f"{value:.6g}"
+
+
+def format_ticks(values: Sequence[float]) -> list[str]:
+    """Format the labels of an axis: thousands as 5k if another one is 10k."""
+    in_thousands = any(1e4 <= abs(value) < 1e6 for value in values)
+    return [
+        f"{value / 1e3:.6g}k" if in_thousands and 1e3 <= abs(value) < 1e4 else text
+        for value, text in zip(values, map(format_tick, values), strict=True)
+    ]

@@ -241,6 +241,7 @@ def test_the_version_is_printed():
         ("cnn train digits_demo", "Did you mean --config digits_demo?"),
         ("cnn train --lr-s 3", "It could be --lr-schedule, --lr-schedule-params"),
         ("cnn train --resume", "--resume RUN"),
+        ("cnn predict", "RUN and IMAGES are required."),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(line, message, tmp_path):

@@ -1,9 +1,11 @@
 """``--help`` of every command is short; ``--help-all`` is complete."""
 
+import dataclasses
+
 import pytest
 
 from millrace.commands.registry import COMMANDS
-from millrace.config import common_options, flat_options, format_help
+from millrace.config import ConfigurationError, common_options, flat_options, format_help
 from millrace.config.building import flag
 from millrace.config.help import SHOWN_ALIASES, group_options
 
@@ -66,6 +68,24 @@ def test_options_have_the_same_usual_names_in_every_application(name):
     names = {flag(option) for option in options}
     names |= {a for entry in options.values() for a in entry.metadata.get("aliases", ())}
     assert {"--epochs", "--learning-rate", "--lr", "--batch-size"} <= names
+
+
+@pytest.mark.parametrize(
+    "name", ["cnn validate", "autoencoder validate", "vcd evaluate", "vcd sample"]
+)
+def test_commands_that_do_not_train_offer_no_resume(name):
+    assert "--resume" not in get_help(name, full=False)
+    known = flat_options(COMMANDS[name].load_config_type())
+    required = {n: "a" for n, o in known.items() if o.default is dataclasses.MISSING}
+    given = required | {"resume": True, "run_dir": "b"}
+    with pytest.raises(ConfigurationError, match="Only training can be resumed"):
+        COMMANDS[name].configure(given, name=name)
+
+
+def test_help_does_not_show_defaults_that_a_recipe_replaces():
+    text = " ".join(get_help("autoencoder train", full=False).split())
+    assert "Bits of computation and of weights. (default: by recipe)" in text
+    assert "(default: Momentum)" not in text
 
 
 def test_every_shown_alias_belongs_to_an_option():

@@ -60,6 +60,7 @@ NAMES = {
     r"\b(?:FiniteWatch|Gathered|staged_loss|separated_update)\b": "the new name",
     r"\b(?:said_of|lines_about|warnings_about)\b": "format_*, *_notices",
     r"\b(?:stops_diverged|when_compiled|by_itself|picture_shape)\b": "the new name",
+    r"@@[A-Z]+@@": "the text that was meant to be there",
     r"\bmillrace[./](?:host|launch)[./]\w": "loop, run, checkpoint, distributed, commands",
 }
 _BANNED_WORDS = [(re.compile(word, re.IGNORECASE), say) for word, say in WORDS.items()]

@@ -9,6 +9,7 @@ from millrace.numbers import (
     format_number,
     format_percent,
     format_tick,
+    format_ticks,
     format_value,
     linear_ticks,
     log_ticks,
@@ -111,3 +112,10 @@ def test_a_logarithmic_axis_has_powers_of_ten_or_parts_of_them():
 )
 def test_a_tick_label_is_short(value, text):
     assert format_tick(value) == text
+
+
+def test_the_labels_of_an_axis_have_one_unit_for_thousands():
+    assert format_ticks([0, 5000, 10_000]) == ["0", "5k", "10k"]
+    assert format_ticks([10, 1000, 100_000]) == ["10", "1k", "100k"]
+    assert format_ticks([0, 4500, 9000]) == ["0", "4500", "9000"]
+    assert format_ticks([500_000, 1_000_000]) == ["500k", "1M"]

@@ -158,7 +158,7 @@ def select_entries(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry
             known = [entry.name for entry in entries]
             raise ConfigurationError(
                 f"There is no benchmark {name}.{did_you_mean(name, [*known, *groups])} "
-                f"Entries: {', '.join(known)}. Groups: {', '.join(sorted(groups))}."
+                f"Groups: {', '.join(sorted(groups))}. --list shows the entries."
             )
         selected |= matching
     return [entry for entry in entries if not names or entry.name in selected]

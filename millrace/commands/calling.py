@@ -29,6 +29,11 @@ class Best(NamedTuple):
     checkpoint: Path | None
     """The checkpoint with these weights, unless none was written."""
 
+    def format(self) -> str:
+        """Return one line: ``validation accuracy 0.75 at epoch 11``."""
+        text = f"{self.metric.replace('_', ' ')} {_format_metric(self.value)}"
+        return text if self.epoch is None else f"{text} at epoch {self.epoch:g}"
+
 
 def read_best(run: Path, summary: Mapping[str, Any]) -> Best | None:
     """Return the best validation result in a summary, if it has one."""
@@ -79,10 +84,17 @@ class RunResult(Generic[Model]):
 
     def card(self) -> Card:
         """Return what a notebook shows: status, metrics and the place of the report."""
-        rows = {"status": self.summary["status"]}
-        rows |= _format_best(self.summary)
+        rows = self._outcome()
         rows |= {name: _format_metric(value) for name, value in self.metrics.items()}
         return Card("Run", rows | {"report": self.path / "report.html"})
+
+    def _outcome(self) -> dict[str, str]:
+        """Return how the run ended, and its best validation result."""
+        status = self.summary["status"]
+        if self.summary.get("diverged"):
+            status += ", but diverged" if status == "completed" else ", diverged"
+        best = self.best
+        return {"status": status} | ({} if best is None else {"best": best.format()})
 
     def __repr__(self) -> str:
         first = ("validation", "test", "train")
@@ -95,7 +107,7 @@ class RunResult(Generic[Model]):
             ),
         )
         shown = {name: _format_metric(self.metrics[name]) for name in names[:4]}
-        rows = {"status": self.summary["status"]} | shown | {"path": self.path}
+        rows = self._outcome() | shown | {"path": self.path}
         return format_text(Card("RunResult", rows))
 
     def _repr_html_(self) -> str:
@@ -104,20 +116,6 @@ class RunResult(Generic[Model]):
 
 def _format_metric(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
-
-
-def _format_best(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the best validation result, if the summary has one."""
-    best = summary.get("best")
-    if not isinstance(best, Mapping):
-        return {}
-    return {
-        "best": ", ".join(
-            f"{str(name).replace('_', ' ')} {_format_metric(value)}"
-            for name, value in best.items()
-            if isinstance(value, int | float | str)
-        )
-    }
 
 
 def call_command(
@@ -190,7 +188,7 @@ def _configure(command: Command, options: Mapping[str, Any], name: str) -> Any:
 
 def _raise(error: Exception) -> NoReturn:
     """Raise the error of a run; one that explains itself, without its traceback."""
-    if isinstance(error, ConfigurationError):
+    if type(error).__module__.startswith("millrace."):
         raise error.with_traceback(None) from None
     raise error
 

@@ -20,7 +20,7 @@ from millrace.config import (
     flat_options,
     load_yaml,
 )
-from millrace.config.help import config_flags
+from millrace.config.help import SHOWN_ALIASES, config_flags
 from millrace.config.values import choices, type_name, without_none
 
 COMPLETION_FLAGS = ("--complete", "--print-completion", "--install-completion")
@@ -287,7 +287,7 @@ def _option_candidates(command: Command, config_type: Any) -> Iterable[tuple[str
                 text = textwrap.shorten(docs.get(name, ""), _MAX_TEXT, placeholder="…")
                 yield "--" + name.replace("_", "-"), text
                 for alias in option.metadata.get("aliases", ()):
-                    if alias.startswith("--"):
+                    if alias in SHOWN_ALIASES:
                         yield alias, text
     yield from _HELP.items()
 

@@ -26,7 +26,7 @@ _SHOWN_OPTIONS = {
     "num_replicas": "{} replicas",
 }
 """Options that describe an entry without a comment."""
-_MAX_WIDTH = 120
+_MAX_WIDTH, _MIN_TEXT_WIDTH = 120, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,14 @@ def show_configs(config: ConfigsConfig, path: Path, command: str) -> None:
 def _format_list(described: dict[str, str], command: str) -> str:
     width = max(map(len, described)) + 2
     columns = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-    room = max(20, columns - width - 3)
     lines = [
-        f"  {name:<{width}}{textwrap.shorten(text, room, placeholder=' …')}"
+        textwrap.fill(
+            text,
+            max(columns - 1, width + _MIN_TEXT_WIDTH),
+            initial_indent=f"  {name:<{width}}",
+            subsequent_indent=" " * (width + 2),
+            break_on_hyphens=False,
+        )
         for name, text in described.items()
     ]
     first, application = next(iter(described)), command.split()[0]
@@ -112,4 +117,5 @@ def _describe_options(entry: dict[str, Any]) -> str:
     values = [
         text.format(entry[name]) for name, text in _SHOWN_OPTIONS.items() if name in entry
     ]
-    return ", ".join(values) or "all defaults"
+    text = ", ".join(values) or "all defaults"
+    return text[0].upper() + text[1:] if text.startswith(("on ", "with ")) else text

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.config import ConfigurationError
 from millrace.data.layouts import LAYOUTS, find_layout
+from millrace.numbers import format_bytes
 
 _DEFAULT_RAW_SIDE = 256
 _NUM_LINES = 10
@@ -98,8 +99,8 @@ def pack_dataset(config: PackConfig) -> None:
     manifest = packed.manifest
     shards = [shard for some in manifest.shards.values() for shard in some]
     counts = " and ".join(f"{manifest.num_samples(s):,} {s}" for s in manifest.shards)
-    gigabytes = sum(shard.num_bytes for shard in shards) / 1e9
-    print(f"{counts} images of {manifest.num_classes} classes, {gigabytes:.2f} GB")
+    size = format_bytes(sum(shard.num_bytes for shard in shards))
+    print(f"{counts} images of {manifest.num_classes} classes, {size}")
     skipped = {name: why for shard in shards for name, why in shard.skipped.items()}
     for name, reason in list(skipped.items())[:3]:
         print(f"left out: {name}: {reason}", file=sys.stderr)

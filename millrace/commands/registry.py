@@ -208,7 +208,7 @@ COMMANDS = {
     "report": Command(
         "millrace.commands.report:ReportConfig",
         "millrace.commands.report:report",
-        "rewrite the report of a run, or compare several runs",
+        "rewrite the report of a run, compare runs, or show a folder of them live",
         needs_run=False,
     ),
     "bench": Command(
@@ -270,9 +270,10 @@ APPLICATIONS = {
     "autoencoder": Application(
         "Recommenders: learn ratings and predict the missing ones.",
         (
-            "millrace autoencoder train --config generated_demo",
-            "millrace autoencoder convert ratings.csv --fractions 0.8 0.1 0.1",
+            "millrace autoencoder train                     # made-up ratings, a minute",
+            "millrace autoencoder train --training-data-file ratings.csv",
             "millrace autoencoder recommend runs/first --user 1",
+            "millrace autoencoder convert ratings.csv --fractions 0.8 0.1 0.1",
             "millrace autoencoder configs                   # ready-made configurations",
         ),
     ),

@@ -4,6 +4,9 @@ import difflib
 import itertools
 
 from millrace.commands.registry import APPLICATIONS, COMMANDS
+from millrace.config import did_you_mean
+
+_OPTIONS = ("--help", "--version", "--install-completion", "--print-completion")
 
 
 def format_usage() -> str:
@@ -50,8 +53,12 @@ def format_unknown_command(args: list[str]) -> str:
     has_two = len(words) == 2 and bool(known.intersection(words))
     name = " ".join(words if has_two else args[:1])[:80]
     found = [f"'{suggestion}'" for suggestion in suggest_commands(words)]
+    if not words:  # an option
+        name = args[0][:80] if args[0].isprintable() else ascii(args[0][:80])
+        hint = did_you_mean(args[0], _OPTIONS) or " See millrace --help."
+        return f"Unknown option {name}.{hint}"
     if not found:
-        page = f"millrace {words[0]}" if words and words[0] in APPLICATIONS else "millrace"
+        page = f"millrace {words[0]}" if words[0] in APPLICATIONS else "millrace"
         return f"Unknown command {name!r}. See {page} --help."
     listed = " or ".join([", ".join(found[:-1])] * (len(found) > 1) + found[-1:])
     return f"Unknown command {name!r}. Did you mean {listed}?"

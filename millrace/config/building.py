@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -258,14 +258,19 @@ def build(config_type: type[T], values: Mapping[str, Any], *, expand: bool = Tru
         if name not in converted and option.default is _MISSING
     ]
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ConfigurationError(f"{' and '.join(missing)} {verb} required.")
+        raise ConfigurationError(format_required(missing))
     fields = {field.name: field for field in dataclasses.fields(cast(Any, config_type))}
     with _as_configuration_error():
         own = _build_fields(
             config_type, converted, lambda section: _default(fields[section])
         )
         return config_type(**own)
+
+
+def format_required(names: Sequence[str]) -> str:
+    """Return a message about options or arguments that are missing."""
+    verb = "is" if len(names) == 1 else "are"
+    return f"{' and '.join(names)} {verb} required."
 
 
 def replace_options(config: T, **changes: Any) -> T:

@@ -15,6 +15,7 @@ from millrace.config.building import (
     configure,
     flag,
     flat_options,
+    format_required,
     positional_name,
 )
 from millrace.config.checks import ConfigurationError, did_you_mean, shown
@@ -30,9 +31,9 @@ _ARGPARSE_MESSAGES = (
     (r"argument (?:-\w/)?(--[^/\s]+)\S*: expected one argument", r"\1 needs a value."),
     (r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, got \2."),
     (r"ambiguous option: (\S+) could match (.*)", r"\1 is ambiguous. It could be \2."),
-    (r"the following arguments are required: (.*)", r"\1 is required."),
 )
 """Patterns of argparse messages, and their replacements."""
+_REQUIRED = "the following arguments are required: "
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for pattern, replacement in _ARGPARSE_MESSAGES:
             message = re.sub(f"^{pattern}", replacement, message)
+        if message.startswith(_REQUIRED):
+            message = format_required(message.removeprefix(_REQUIRED).split(", "))
         raise ConfigurationError(message)
 
 

@@ -140,7 +140,13 @@ def install_handler(
 
 def exit_on_signals() -> None:
     """Exit immediately on a signal, for processes that have not started any work."""
-    install_handler(lambda *_: os._exit(INTERRUPTED))
+
+    def exit_now(*_: Any) -> None:
+        if os.isatty(2):
+            os.write(2, b"\n")  # the terminal shows ^C: the prompt comes on the next line
+        os._exit(INTERRUPTED)
+
+    install_handler(exit_now)
     _Received.may_end = True
 
 

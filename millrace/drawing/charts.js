@@ -72,6 +72,15 @@ const Charts = (() => {
     return size >= 1e4 ? `${general(value / 1e3, 6)}k` : general(value, 6);
   }
 
+  function formatTicks(values) {
+    const inThousands = values.some(value => Math.abs(value) >= 1e4 && Math.abs(value) < 1e6);
+    return values.map(value => {
+      const size = Math.abs(value);
+      const isSmall = inThousands && size >= 1e3 && size < 1e4;
+      return isSmall ? `${general(value / 1e3, 6)}k` : formatTick(value);
+    });
+  }
+
   function formatDuration(seconds) {
     if (seconds < 1) return `${(1000 * seconds).toFixed(0)} ms`;
     if (seconds < 100) return `${seconds.toFixed(1)} s`;
@@ -285,12 +294,13 @@ const Charts = (() => {
         place = y => y > 0 ? Math.log10(y) : -Infinity;
       } else {
         const room = 0.06 * (high - low) || Math.abs(low) * 0.1 || 1;
-        low = low === 0 && high > 0 ? 0 : low - room, high += room;
+        // The name of the level is above its line.
+        low = low === 0 && high > 0 ? 0 : low - room, high += (data.level ? 2 : 1) * room;
         ticks = linearTicks(low, high, Math.max(3, Math.round(height / 50)));
         if (points.length && ticks.length > 9) ticks = linearTicks(low, high, 5);
         place = y => y;
       }
-      const labels = ticks.map(formatTick);
+      const labels = formatTicks(ticks);
       const left = Math.max(34, 12 + 7 * Math.max(...labels.map(text => text.length)));
       const span = x1 > x0 ? x1 - x0 : 1, bottom = height - BOTTOM;
       this.box = { left, right: width - RIGHT, top: TOP, bottom, x0, x1, span };
@@ -345,8 +355,10 @@ const Charts = (() => {
       if (name === "seconds" && x1 > 7200) [name, unit] = ["hours", 3600];
       else if (name === "seconds" && x1 > 300) [name, unit] = ["minutes", 60];
       const most = Math.max(3, Math.floor((right - left) / 50));
-      for (const tick of x1 > x0 ? linearTicks(x0 / unit, x1 / unit, most) : [x0 / unit]) {
-        const x = scale.x(tick * unit), label = formatTick(+tick.toPrecision(12));
+      const ticks = x1 > x0 ? linearTicks(x0 / unit, x1 / unit, most) : [x0 / unit];
+      const labels = formatTicks(ticks.map(tick => +tick.toPrecision(12)));
+      for (const [n, tick] of ticks.entries()) {
+        const x = scale.x(tick * unit), label = labels[n];
         shapes.push(svg("line",
           { class: "grid", x1: x, x2: x, y1: bottom, y2: bottom + 4 }));
         const isLast = x > right - 3.5 * label.length;
@@ -359,14 +371,17 @@ const Charts = (() => {
 
     drawBands(scale) {
       const { data, box } = this, shapes = [], named = new Set();
+      // The name of the level is on the right.
+      const free = box.right - (data.level ? 7 * data.level[0].length : 0);
       if (this.axis === data.x) {
         for (const [start, end, name] of data.bands) {
           const x = scale.x(start), width = Math.max(1, scale.x(end) - x);
           shapes.push(svg("rect", {
             class: "band", x, y: box.top, width, height: box.bottom - box.top,
           }, svg("title", {}, `${name}: ${formatDuration(end - start)}`)));
-          if (width > 7 * name.length && !named.has(name)) {
-            shapes.push(text(x + width / 2, box.top + 9, name, "middle"));
+          const half = 3.5 * name.length, middle = x + width / 2;
+          if (width > 2 * half && middle + half < free && !named.has(name)) {
+            shapes.push(text(middle, box.top + 9, name, "middle"));
             named.add(name);
           }
         }
@@ -635,6 +650,7 @@ const Charts = (() => {
   start();
   return {
     view, charts, html, color, add, redraw, buildToolbar, setLegend,
-    smooth, selectPoints, linearTicks, logTicks, formatTick, formatNumber, formatDuration,
+    smooth, selectPoints, linearTicks, logTicks, formatTick, formatTicks, formatNumber,
+    formatDuration,
   };
 })();

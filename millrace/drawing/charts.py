@@ -21,7 +21,7 @@ from millrace.drawing.svg import (
     estimate_width,
     to_svg,
 )
-from millrace.numbers import format_tick, linear_ticks, log_ticks
+from millrace.numbers import format_ticks, linear_ticks, log_ticks
 
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 12, 24, HEIGHT - 36
@@ -85,11 +85,11 @@ def is_logarithmic(low: float, high: float) -> bool:
 def draw_axes(x: Axis, y: Axis, x_name: str) -> list[Shape]:
     """Draw horizontal grid lines, the tick labels, and the name of the x axis."""
     shapes: list[Shape] = []
-    for tick in y.ticks:
+    for tick, text in zip(y.ticks, format_ticks(y.ticks), strict=True):
         shapes.append(Line([(LEFT, y.place(tick)), (RIGHT, y.place(tick))]))
-        shapes.append(Label(LEFT - 6, y.place(tick), format_tick(tick), "end"))
-    for tick in x.ticks:
-        shapes.append(Label(x.place(tick), BOTTOM + 11, format_tick(tick), "middle"))
+        shapes.append(Label(LEFT - 6, y.place(tick), text, "end"))
+    for tick, text in zip(x.ticks, format_ticks(x.ticks), strict=True):
+        shapes.append(Label(x.place(tick), BOTTOM + 11, text, "middle"))
     return [*shapes, Label((LEFT + RIGHT) / 2, HEIGHT - 9, x_name, "middle")]
 
 

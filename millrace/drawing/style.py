@@ -124,6 +124,9 @@ th[class^=k] { min-width: max-content; white-space: nowrap; }
 .tile small { color: var(--muted); font-size: .78rem; }
 .tile.first { box-shadow: inset 3px 0 var(--good); }
 details summary { cursor: pointer; }
+@media (max-width: 36rem) { /* A command has a line of its own on a phone. */
+  tr:has(> td.code) { display: flex; flex-wrap: wrap; padding-bottom: .4rem; }
+  tr:has(> td.code) > td.code { flex-basis: 100%; } }
 @media print { h2, figure { break-inside: avoid; } }
 """ + "".join(f".k{n} {{ color: var(--c{n}); }}\n" for n in range(NUM_SERIES_COLORS))
 """Everything else on a page."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from millrace.numbers import format_number
-from millrace.report.metrics import readable_name, split_metric
+from millrace.report.metrics import readable_name, split_metric, without_length
 from millrace.report.record import RunRecord, as_number
 
 _LOWER_IS_BETTER = ("loss", "rmse", "mae", "perplexity", "error", "seconds")
 _HIGHER_IS_BETTER = ("accuracy", "elbo", "likelihood", "recall", "ndcg", "per_second")
 _DECISIVE = (
-    *("accuracy", "ndcg", "recall", "log_likelihood", "elbo"),
-    *("rmse", "mae", "perplexity", "loss"),
+    *("accuracy", "log_likelihood", "elbo", "rmse", "mae", "ndcg", "recall"),
+    *("perplexity", "loss"),
 )
 """The quantities by which runs are judged, the most telling first."""
 _SPLITS = ("validation", "test", "", "train")
@@ -47,9 +47,11 @@ def choose_metric(metrics: Iterable[str]) -> str | None:
 
     def rank(metric: str) -> tuple[int, int]:
         split, quantity = split_metric(metric)
-        return _SPLITS.index(split), _DECISIVE.index(quantity)
+        return _SPLITS.index(split), _DECISIVE.index(without_length(quantity))
 
-    known = [metric for metric in metrics if split_metric(metric)[1] in _DECISIVE]
+    known = [
+        metric for metric in metrics if without_length(split_metric(metric)[1]) in _DECISIVE
+    ]
     return min(known, key=rank, default=None)
 
 

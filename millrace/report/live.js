@@ -250,7 +250,9 @@
     const added = answer.runs.filter(run => !runs.has(run.id));
     added.sort((a, b) => b.changed - a.changed);
     for (const run of answer.runs) runs.set(run.id, { ...run, seen: version });
-    for (const run of added.slice(0, FIRST_CHOSEN)) {
+    // Others, such as samples of a model, have no curves.
+    const trained = added.filter(run => isRunning(run) || run.epoch > 0);
+    for (const run of trained.slice(0, FIRST_CHOSEN)) {
       if (isFirst || chosen.size < MOST_ADDED) choose(run.id);
     }
     isFirst = false;

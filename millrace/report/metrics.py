@@ -16,8 +16,8 @@ AXES = {"epoch": "epoch", "update": "update", "seconds": "time"}
 """The x axes of curves, and the entry of a log event that each shows."""
 _SPLITS = ("test", "validation", "train")
 _IMPORTANT = (
-    *("loss", "accuracy", "rmse", "mae", "elbo", "vcd", "acceptance", "step_size"),
-    *("learning_rate", "samples_per_second"),
+    *("loss", "accuracy", "ndcg", "recall", "rmse", "mae", "elbo", "vcd", "acceptance"),
+    *("step_size", "learning_rate", "samples_per_second"),
 )
 _MARKED_PHASES = ("compiling", "validating", "saving a checkpoint")
 _LEAST_WAIT = 0.01
@@ -57,15 +57,24 @@ def split_metric(metric: str) -> tuple[str, str]:
 
 def is_important(quantity: str) -> bool:
     """Whether a reader wants to see this quantity first."""
-    return quantity in _IMPORTANT
+    return without_length(quantity) in _IMPORTANT
+
+
+def without_length(quantity: str) -> str:
+    """Return a metric of rankings without the length of the list.
+
+    >>> without_length("ndcg_at_10")
+    'ndcg'
+    """
+    return re.sub(r"_at_\d+$", "", quantity)
 
 
 def readable_name(metric: str) -> str:
     """Return the name of a metric as a reader knows it."""
     name = metric.replace("_", " ")
-    for acronym in ("rmse", "elbo", "mae"):
+    for acronym in ("rmse", "elbo", "mae", "ndcg", "mrr"):
         name = name.replace(acronym, acronym.upper())
-    return name
+    return re.sub(r"(?<=\w) at (\d+)$", r"@\1", name)
 
 
 def sort_by_quantity(metrics: Iterable[str]) -> list[str]:
@@ -73,7 +82,8 @@ def sort_by_quantity(metrics: Iterable[str]) -> list[str]:
 
     def order(metric: str) -> tuple[int, Any, int]:
         split, quantity = split_metric(metric)
-        place = _IMPORTANT.index(quantity) if is_important(quantity) else len(_IMPORTANT)
+        base = without_length(quantity)
+        place = _IMPORTANT.index(base) if base in _IMPORTANT else len(_IMPORTANT)
         # Numbers in names count as numbers: 9 comes before 16.
         parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", quantity)
         key = [(float(part), "") if n % 2 else (0.0, part) for n, part in enumerate(parts)]
@@ -110,7 +120,8 @@ def run_curves(record: RunRecord) -> dict[str, list[Series]]:
             name = f"2^-{name}" if is_exponent else name
         if series[metric].finite:
             charts.setdefault(quantity, []).append(series[metric]._replace(name=name))
-    return charts
+    curves = {n: c for n, c in charts.items() if any(len(s.points) > 1 for s in c)}
+    return curves or charts  # one point is no curve, unless there is nothing else
 
 
 def find_trials(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -132,6 +132,8 @@ def _put_best_first(record: RunRecord, tiles: dict[str, _Tile]) -> list[_Tile]:
     if best is None or split_metric(best.metric)[0] in ("train", ""):
         return list(tiles.values())
     when, name = best.format_epoch("at "), readable_name(best.metric)
+    # A sweep has the error of its best trial as a metric.
+    tiles = {n: tile for n, tile in tiles.items() if not n.startswith("best_")}
     last = tiles.pop(best.metric, None)
     if last is not None and last.value == format_number(best.value):
         first = last._replace(note=f"best, {when}" if when else "best")

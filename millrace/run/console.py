@@ -315,9 +315,8 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         result += f", {speed:,.0f} samples/s" if speed else ""
     if summary["compile_seconds"]:
         result += f", compiled in {summary['compile_seconds']:.1f} s"
-    trains = "updates" in (summary.get("facts") or {})
-    if summary["status"] == "interrupted" and trains and not summary["updates"]:
-        result += ", before the first update: nothing was saved"
+    if summary["status"] == "interrupted":
+        result += _describe_lost_work(summary)
     metrics = dict(summary["metrics"])
     if metrics.get("train_gradients_finite") == 1.0:  # as they should be
         del metrics["train_gradients_finite"]
@@ -328,6 +327,15 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         **shown,
         **best_rows(summary.get("best") or {}),
     }
+
+
+def _describe_lost_work(summary: Mapping[str, Any]) -> str:
+    """Return what an interrupt has lost: all of a training without an update."""
+    if summary["updates"]:
+        return ""
+    if not (facts := summary.get("facts")):
+        return ", before it began: nothing was saved"
+    return ", before the first update: nothing was saved" if "updates" in facts else ""
 
 
 def best_rows(best: Mapping[str, Any]) -> dict[str, str]:

@@ -116,6 +116,19 @@ class RunOptions:
             raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortRunOptions(RunOptions):
+    """Where a run writes its results, and what it prints."""
+
+    # Of commands that do not train: there is nothing to resume, and no curve to follow.
+    common_options: ClassVar = ("run_dir", "seed", "quiet", "debug")
+
+    def __post_init__(self) -> None:
+        if self.resume:
+            raise ValueError("Only training can be resumed; leave out --resume.")
+        super().__post_init__()
+
+
 def compare_options(
     old: dict[str, Any], config: Any, *, command: str, path: Path
 ) -> dict[str, Any]:

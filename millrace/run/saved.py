@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from millrace.checkpoint.best import BestMetric, read_best_metric
 from millrace.checkpoint.find import checkpoint_name, checkpoints_in, is_checkpoint
 from millrace.config import ConfigurationError, build, load_yaml, option_name
+from millrace.config.files import exists
 from millrace.numbers import format_number
 from millrace.report.record import as_number, read_events
 from millrace.run.options import Which
@@ -228,9 +229,11 @@ def find_run(
     checkpoints = _find_checkpoints(path, options)
     if needs_checkpoints and not checkpoints:
         kind = f"a run of `millrace {command}`" if command else "a run"
+        missing = f"There are no checkpoints in {path}"
+        if not exists(path):
+            missing = f"There is no {path}"
         raise ConfigurationError(
-            f"There are no checkpoints in {path}. Give the directory of {kind} that wrote "
-            "some, or one of its checkpoints."
+            f"{missing}. Give the directory of {kind} with checkpoints, or one of those."
         )
     return SavedRun(path, directory, options, checkpoints)
 

@@ -87,7 +87,7 @@ def test_the_error_for_an_unknown_benchmark_lists_the_known_ones(spec, capsys):
     assert bench("frist", "--spec", path) == 2
     error = capsys.readouterr().err
     assert "no benchmark frist" in error and "Did you mean first?" in error
-    assert "Entries: first. Groups: quick." in error
+    assert "Groups: quick. --list shows the entries." in error
 
 
 @pytest.mark.parametrize(

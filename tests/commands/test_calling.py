@@ -15,6 +15,7 @@ from millrace.commands.calling import format_command_line
 from millrace.commands.registry import COMMANDS
 from millrace.config import ConfigurationError
 from millrace.data.mnist import load_digits, read_digits
+from millrace.data.source import DatasetError
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +223,16 @@ def test_a_failure_in_a_run_is_raised_and_reported(folder, monkeypatch):
     assert "ended with an error" in page and "the disk is gone" in page
 
 
+def test_an_error_that_explains_itself_has_a_short_traceback(folder, monkeypatch):
+    def unreadable(config):
+        raise DatasetError("None of the images can be read.")
+
+    monkeypatch.setattr("millrace.apps.cnn.data.load", unreadable)
+    with pytest.raises(DatasetError, match="None of the images") as caught:
+        mr.cnn.train(config="digits_demo", run_dir=folder / "unreadable", quiet=True)
+    assert len(caught.traceback) <= 4
+
+
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", None)])
 def test_sigterm_ends_a_script_after_the_run_is_closed_and_ctrl_c_does_not(
     number, status, folder, monkeypatch
@@ -256,6 +267,17 @@ def test_a_failure_before_the_run_begins_is_raised(folder, monkeypatch):
 def test_a_notebook_shows_the_metrics(cnn):
     shown = cnn._repr_html_()
     assert "validation accuracy" in shown and "completed" in shown
+    best = cnn.best.format()
+    assert best == f"validation accuracy {cnn.best.value:.4g} at epoch {cnn.best.epoch:g}"
+    assert f"<tr><td>best</td><td>{best}</td></tr>" in shown
+    assert f"best={best}" in repr(cnn)
+
+
+def test_a_result_says_that_the_loss_exploded(cnn):
+    summary = cnn.summary | {"diverged": {"loss": 1e9, "update": 3, "first_loss": 2.0}}
+    exploded = dataclasses.replace(cnn, summary=summary)
+    assert "status=completed, but diverged" in repr(exploded)
+    assert "completed, but diverged" in exploded._repr_html_()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from millrace.commands.completion import PATHS, SHELLS, complete, install
+from millrace.commands.registry import COMMANDS
+from millrace.config import flat_options
+from millrace.config.help import SHOWN_ALIASES
 
 
 def values(line: str) -> list[str]:
@@ -28,6 +31,14 @@ def test_options_are_completed_with_common_ones_first():
     assert found.index("--num-epochs") < found.index("--wandb-tags")
     assert "--epochs" in found and "--help-all" in found
     assert "--half-partials" not in found and "--arrays" not in found
+
+
+def test_only_usual_aliases_are_completed():
+    options = flat_options(COMMANDS["cnn train"].load_config_type())
+    aliases = {a for o in options.values() for a in o.metadata.get("aliases", ())}
+    offered = aliases.intersection(values("cnn train --"))
+    assert {"--lr", "--epochs"} <= offered <= set(SHOWN_ALIASES)
+    assert offered < aliases
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def test_a_packed_dataset_can_be_trained_on_without_naming_the_dataset(
     status, out, errors = command(*pack)
     assert status == 0, errors
     lines = out.splitlines()
-    assert lines[0] == "15 train and 15 validation images of 3 classes, 0.00 GB"
+    assert lines[0].startswith("15 train and 15 validation images of 3 classes, ")
+    assert lines[0].endswith(" KiB")
     assert lines[1].startswith("packed 30 images in ") and "images/s)" in lines[1]
     assert lines[-1] == "Use it with: millrace cnn train --dataset-path packed"
     assert errors.splitlines() == [

@@ -111,6 +111,7 @@ def test_a_donated_or_traced_state_can_be_shown():
 
 
 def test_values_in_a_card_are_escaped(tmp_path):
-    summary = {"status": "<b>", "metrics": {}, "best": {"epoch": 3, "accuracy": 0.5}}
+    best = {"metric": "<i>", "value": 0.5, "epoch": 3.0}
+    summary = {"status": "<b>", "metrics": {}, "best": best}
     shown = RunResult(tmp_path, summary, lambda _: None)._repr_html_()
-    assert "&lt;b&gt;" in shown and "epoch 3, accuracy 0.5" in shown
+    assert "&lt;b&gt;" in shown and "&lt;i&gt; 0.5 at epoch 3" in shown

@@ -36,6 +36,12 @@ def test_a_message_names_all_suggestions():
     assert format_unknown_command(["cnn", "frobnicate"]) == (
         "Unknown command 'cnn frobnicate'. See millrace cnn --help."
     )
+    assert format_unknown_command(["--versio"]) == (
+        "Unknown option --versio. Did you mean --version?"
+    )
+    assert format_unknown_command(["--frob"]) == (
+        "Unknown option --frob. See millrace --help."
+    )
 
 
 @pytest.mark.parametrize("application", APPLICATIONS)
@@ -60,6 +66,7 @@ def test_configurations_are_listed_with_a_description(application, capsys):
     assert ended.value.code == 0
     for name, text in described.items():
         assert len(text) > 8 and f"  {name} " in shown
+        assert text in " ".join(shown.split())  # over several lines, but complete
     assert f"millrace {application} train --config" in shown
 
 

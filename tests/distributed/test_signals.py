@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -126,6 +127,30 @@ def test_a_command_that_has_just_started_exits_silently(tmp_path, number, second
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors and "Exception" not in errors
+
+
+def test_after_ctrl_c_in_a_terminal_the_prompt_has_a_line_of_its_own():
+    program = (
+        "import time\n"
+        "from millrace.distributed.signals import exit_on_signals\n"
+        "exit_on_signals()\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(ours, 100)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert (shown + os.read(ours, 100)).replace(b"\r", b"").endswith(b"ready\n\n")
+    os.close(ours)
 
 
 STUCK = """

@@ -11,7 +11,13 @@ from made_runs import add_sections, make_run
 
 from millrace.drawing.charts import Series, select_points
 from millrace.drawing.interactive import curve_data
-from millrace.numbers import format_number, format_tick, linear_ticks, log_ticks
+from millrace.numbers import (
+    format_number,
+    format_tick,
+    format_ticks,
+    linear_ticks,
+    log_ticks,
+)
 from millrace.report.comparison import comparison_page
 from millrace.report.record import read_run
 from millrace.report.run_page import write_report
@@ -240,6 +246,14 @@ def test_numbers_and_ticks_are_those_of_python(tab):
         for ours, theirs in zip(expected, tab.evaluate(script), strict=True):
             assert theirs == pytest.approx(ours, rel=1e-12)
     assert tab.evaluate(f"{values}.map(Charts.formatTick)") == [*map(format_tick, values)]
+    axes = [
+        [0.0, 5e3, 1e4],
+        [10.0, 1e3, 1e5],
+        [0.0, 5e5, 1e6],
+        [-2.5e3, 1.25e4],
+        [0.0, 9e3],
+    ]
+    assert tab.evaluate(f"{axes}.map(Charts.formatTicks)") == [*map(format_ticks, axes)]
     assert tab.evaluate(f"{values}.map(Charts.formatNumber)") == [
         *map(format_number, values)
     ]

@@ -149,6 +149,23 @@ def test_the_trials_of_a_sweep_share_the_first_chart(run, labels, names):
     assert text.index('aria-label="validation RMSE"') < text.index('aria-label="loss"')
 
 
+def test_a_ranking_is_judged_by_its_ndcg(run):
+    events = [
+        {"update": n, "epoch": n, "time": n, "train_loss": 6 - n}
+        | {"validation_ndcg_at_10": value, "validation_network_weight": 0.1}
+        for n, value in ((1, 0.21), (2, 0.25), (3, 0.23))
+    ]
+    metrics = {"validation_ndcg_at_10": 0.23, "train_loss": 3.0}
+    page, _ = report(make_run(run, events=events, metrics=metrics))
+    assert (
+        "0.25 best validation NDCG@10 at epoch 2 0.23 validation NDCG@10 last" in page.text
+    )
+    # A model of ratings is judged by its error, also if its rankings are measured.
+    events[-1]["validation_rmse"] = 0.9
+    page, _ = report(make_run(run, events=events, metrics=metrics))
+    assert "0.9 best validation RMSE at epoch 3" in page.text
+
+
 def test_the_latency_of_inference_has_a_table(run):
     result = {
         "batch_size": 8,
@@ -336,6 +353,21 @@ def test_the_axes_of_a_single_point_have_one_tick_each(run):
     chart = find_chart(text, "loss")
     assert re.findall(r'middle">([^<]+)<', chart) == ["1", "epoch"]
     assert re.findall(r'end">([^<]+)<', chart) == ["0.5123"]
+
+
+def test_a_single_point_is_no_curve_next_to_others(run):
+    once = {"update": 88, "epoch": 2.0, "time": 4.2, "train_finite_models": 4.0}
+    charts = run_curves(read_run(make_run(run, events=[*EVENTS, once])))
+    assert list(charts) == ["loss", "accuracy"]
+    charts = run_curves(read_run(make_run(run, events=[EVENTS[0], EVENTS[1]])))
+    assert list(charts) == ["loss", "accuracy"]  # there is nothing else
+
+
+def test_the_best_result_of_a_sweep_is_shown_once(run):
+    best = {"metric": "validation_rmse", "value": 0.51}
+    page, _ = report(make_run(run, best=best, metrics={"best_rmse": 0.51}))
+    assert "0.51 best validation RMSE" in page.text
+    assert "best RMSE" not in page.text
 
 
 def test_metrics_measured_once_are_shown_without_curves(run):

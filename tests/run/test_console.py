@@ -142,6 +142,10 @@ def test_only_an_interrupted_training_says_that_nothing_was_saved():
     summary = {"status": "interrupted", "updates": 0, "wall_seconds": 3.0, "metrics": {}}
     summary |= {"compile_seconds": 0.0, "facts": {"device": "1 x cpu"}}
     assert result_rows(summary) == {"interrupted": "in 3.0 s"}
+    del summary["facts"]  # it has not described what it will do
+    assert result_rows(summary) == {
+        "interrupted": "in 3.0 s, before it began: nothing was saved"
+    }
     summary["facts"] = {"updates": "100"}
     assert "nothing was saved" in result_rows(summary)["interrupted"]
 

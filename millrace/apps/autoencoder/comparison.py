@@ -28,7 +28,9 @@ from millrace.checkpoint.best import BestMetric
 from millrace.data.ratings.matrix import Ratings
 from millrace.data.source import DatasetError
 from millrace.durable import replacing
+from millrace.numbers import format_number
 from millrace.program.mixed_precision import narrow
+from millrace.report.metrics import readable_name
 from millrace.report.sections import Table, save_section
 from millrace.run.run import Run
 
@@ -161,12 +163,13 @@ def compare_with_simple_models(run: Run, metric: BestMetric) -> None:
         reached = {metric.name: run.summary["best"][metric.name]}
         if "test_rmse" in run.summary["metrics"]:
             reached["test_rmse"] = run.summary["metrics"]["test_rmse"]
+    measured = {n: of for n, of in run.summary["baselines"].items() if n in reached}
+    models = list(dict.fromkeys(model for of in measured.values() for model in of))
     rows, better = [], {}
-    for name, simple in run.summary["baselines"].items():
-        if name not in reached:
-            continue
-        rows += [[name, model, f"{value:.4f}"] for model, value in simple.items()]
-        rows.append([name, "this model", f"{reached[name]:.4f}"])
+    for name, simple in measured.items():
+        values = [*(simple.get(model) for model in models), reached[name]]
+        cells = ["" if value is None else format_number(value) for value in values]
+        rows.append([readable_name(name), *cells])
         role, _, what = name.partition("_")
         if what in _TITLES:
             shown = ", ".join(f"{model} {value:.4f}" for model, value in simple.items())
@@ -179,7 +182,7 @@ def compare_with_simple_models(run: Run, metric: BestMetric) -> None:
         Table(
             title="Simple models on the same ratings",
             note="A network that is not better than these is not worth its time.",
-            columns=["metric", "model", "RMSE" if is_rating else "value"],
+            columns=["", *models, "this model"],
             rows=rows,
         ),
     )

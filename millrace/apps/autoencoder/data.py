@@ -174,9 +174,6 @@ def describe(ratings: RatingData, options: DataOptions) -> str:
     )
     if validation is not None:
         line += f", {validation.num_ratings:,} for validation"
-        if ratings.column_biases is not None:
-            rmse = np.sqrt(np.mean(np.square(validation.values)))
-            line += f" (RMSE of the biases alone: {rmse:.4f})"
     return line
 
 

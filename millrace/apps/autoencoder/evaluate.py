@@ -45,6 +45,7 @@ from millrace.nn.layers import num_parameters
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram, MetricFn
 from millrace.program.step import Weights
+from millrace.run.options import ShortRunOptions
 from millrace.run.run import Run
 
 
@@ -245,7 +246,7 @@ def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
             training_data_file=config.data.training_data_file,
             validation_data_file=config.data.validation_data_file,
             validation_batch_size=config.training.validation_batch_size,
-            run=config.run,
+            run=ShortRunOptions(resume=config.run.resume),
         ),
         run,
     )

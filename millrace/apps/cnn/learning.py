@@ -84,20 +84,19 @@ def learning_rate_warnings(config: CnnConfig, schedule: EventSchedule) -> list[s
     """Warn about a learning rate that is absurdly large, or 0 long before the end."""
     peak = float(_sample_rates(config, schedule).max())
     usual = _LARGEST_USUAL_RATE[config.recipe.optimizer]
-    warnings = [] if peak <= usual else [_describe_absurd_rate(config, peak, usual)]
+    warnings = []
+    if peak > usual:
+        warnings = [_describe_absurd_rate(config, peak, usual)]
+    elif (config.graphcore.base_learning_rate or 0) > 0:
+        warnings = [f"The learning rate reaches {peak:.3g}.{_explain_exponent(config)}"]
     return warnings + _warn_about_zero(config, schedule)
 
 
 def _describe_absurd_rate(config: CnnConfig, peak: float, usual: float) -> str:
     recipe, batch = config.recipe, config.plan.batching.global_batch_size
-    exponent = config.graphcore.base_learning_rate
     why = " Give a smaller --learning-rate."
-    if exponent is not None:
-        why = (
-            f" --base-learning-rate is an exponent: {exponent:g} means 2^{exponent:g} for "
-            f"each of the {batch} samples of a batch. For a learning rate of {exponent:g}, "
-            f"give --learning-rate {exponent:g}."
-        )
+    if config.graphcore.base_learning_rate is not None:
+        why = _explain_exponent(config)
     elif recipe.learning_rate is None and recipe.lr_schedule != "stepped":
         why = (
             " initial_learning_rate is multiplied by the global batch of "
@@ -106,6 +105,16 @@ def _describe_absurd_rate(config: CnnConfig, peak: float, usual: float) -> str:
     return (
         f"The learning rate reaches {peak:.3g}. {recipe.optimizer} hardly ever learns with "
         f"more than {usual:g}.{why}"
+    )
+
+
+def _explain_exponent(config: CnnConfig) -> str:
+    """Return what a base learning rate means; none that trains well is positive."""
+    exponent, batch = config.graphcore.base_learning_rate, config.plan.batching
+    return (
+        f" --base-learning-rate is an exponent: {exponent:g} means 2^{exponent:g} for each "
+        f"of the {batch.global_batch_size} samples of a batch. For a learning rate of "
+        f"{exponent:g}, give --learning-rate {exponent:g}."
     )
 
 

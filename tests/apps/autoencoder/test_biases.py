@@ -67,8 +67,8 @@ def test_errors_are_those_of_full_ratings_and_the_rmse_of_biases_is_shown(
     assert found == pytest.approx(np.sqrt(np.square(error).mean()), rel=1e-4)
     biases = fit_biases(known)
     alone = np.sqrt(np.square(biases.subtract(later, known).values).mean())
-    shown = summary_of(trained)["facts"]["ratings"].split("RMSE of the biases alone: ")[1]
-    assert float(shown.rstrip(")")) == pytest.approx(alone, abs=0.01)
+    shown = summary_of(trained)["baselines"]["validation_rmse"]["biases"]
+    assert shown == pytest.approx(alone, abs=0.01)
 
 
 def test_validation_ranks_full_ratings(trained, expected, tmp_path):

@@ -262,6 +262,14 @@ def test_a_mistake_in_a_sweep_is_explained(args, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("config_type", [AutoencoderConfig, SweepConfig])
+def test_the_small_example_leaves_room_for_options_that_contradict_its_own(config_type):
+    assert read("", config_type).model.dropout_rate == 0.5
+    config = read("--no-dropout --detached-refeeding", config_type)
+    assert config.data.kind == "generated"
+    assert config.model.no_dropout and config.training.detached_refeeding
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -42,6 +42,7 @@ from millrace.config import ConfigurationError, parse
 from millrace.data.ratings.counts import Counts
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import from_events
+from millrace.report.sections import read_sections
 
 NUM_USERS, NUM_ITEMS = 160, 60
 TOP = (3, 10, 100)
@@ -261,7 +262,10 @@ def test_a_run_reports_rankings_next_to_simple_ones(trained):
     assert best["value"] == max(values)
     assert best["validation_network_weight"] in NETWORK_WEIGHTS
     page = (trained / "report.html").read_text()
-    assert "Simple models on the same ratings" in page and "ndcg" in page
+    assert "Simple models on the same ratings" in page
+    table = read_sections(trained)["baselines"]
+    assert table.columns == ["", "popularity", "linear items", "this model"]
+    assert "test NDCG@10" in [row[0] for row in table.rows]
 
 
 def test_validate_agrees_with_the_run(trained, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_recommendations_show_titles(trained, tmp_path, capsys):
         ("--all --user 1000", "Give the users to recommend to"),
         ("--all --out x.doc", "out must end in .tsv, .txt, .csv"),
         ("--user 1000 --titles nowhere", "Cannot read the titles in nowhere"),
-        ("--user 1000 --checkpoint /nowhere", "There are no checkpoints in /nowhere"),
+        ("--user 1000 --checkpoint /nowhere", "There is no /nowhere. Give the directory"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(trained, capsys, args, message):

@@ -317,10 +317,10 @@ def test_throughput_is_summed_and_latency_is_the_maximum_over_processes(
         ("--batch-size 1 --repeat 0", "repeat must be at least 1"),
         ("--latency-calls -1", "latency_calls must be 0 or more"),
         ("--num-batches 3", "num_batches is for synthetic data"),
-        ("--checkpoint-dir nowhere", "There is no nowhere. Give the directory of a run"),
+        ("--checkpoint-dir nowhere", "There is no nowhere"),
         ("--momentum 0.9", "Unknown option --momentum"),
         ("--model resnet --batch-norm --groups 4", "groups is for group norm"),
-        ("--resume --run-dir x", "resume is for training"),
+        ("--resume --run-dir x", "Only training can be resumed"),
     ],
     ids=str,
 )

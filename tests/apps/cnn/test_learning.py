@@ -72,6 +72,12 @@ def test_the_average_is_validated_and_loaded(averaged):
     ("words", "message"),
     [
         (
+            "--base-learning-rate 0.1",
+            "The learning rate reaches 1.07. --base-learning-rate is an exponent: 0.1 "
+            "means 2^0.1 for each of the 1 samples of a batch. For a learning rate of 0.1, "
+            "give --learning-rate 0.1.",
+        ),
+        (
             "--base-learning-rate 0.1 --batch-size 32",
             "The learning rate reaches 34.3. sgd hardly ever learns with more than 10. "
             "--base-learning-rate is an exponent: 0.1 means 2^0.1 for each of the 32 "

@@ -109,7 +109,7 @@ def test_a_file_is_written_in_the_format_of_its_name(predict, folder):
         (("run", "data/*.gif"), "there is no match data/*.gif"),
         (("run", "run"), "The folder run has no images"),
         (("data", "data/val"), "There are no checkpoints in data"),
-        (("nowhere", "data/val"), "There are no checkpoints in nowhere"),
+        (("nowhere", "data/val"), "There is no nowhere. Give the directory"),
         (("run", "data/val", "--which", "7"), "no checkpoint after update 7, only after 3"),
         (("run", "data/val", "--top", "0"), "top must be at least 1, got 0"),
         (("run", "data/val", "--format", "xml"), "--format must be one of"),

@@ -149,6 +149,9 @@ class AutoencoderConfig(TrainingConfig):
         *("early_stopping", "search", "precision", "num_replicas"),
         *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
     )
+    default_texts: ClassVar = dict.fromkeys(
+        ("rows", "optimizer", "learning_rate", "precision"), "by recipe"
+    )
 
     recipe: Literal["auto", "modern", "graphcore"] = "auto"
     """What options that are not given stand for: settings for the size of your own ratings

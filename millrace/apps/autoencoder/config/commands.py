@@ -19,7 +19,7 @@ from millrace.apps.autoencoder.config import (
 )
 from millrace.apps.autoencoder.config.training import Hyperparameters, parse_numbers
 from millrace.config import ConfigurationError
-from millrace.run.options import RunOptions, Which
+from millrace.run.options import ShortRunOptions, Which
 
 ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
 SplitProtocol = Literal["time", "random", "leave-one-out", "random-leave-one-out"]
@@ -265,11 +265,9 @@ class ValidateConfig:
     relevant_rating: float | None = None
     """Smallest rating that makes an item relevant for the ranking (default: 4;
     positive_from for a model trained to rank)."""
-    run: RunOptions = RunOptions()
+    run: ShortRunOptions = ShortRunOptions()
 
     def __post_init__(self) -> None:
-        if self.run.resume:
-            raise ValueError("resume is for training. A validation is short; repeat it.")
         check_lengths(self.top)
         if (size := self.validation_batch_size) is not None and size < 1:
             raise ValueError(f"validation_batch_size must be at least 1, got {size}.")

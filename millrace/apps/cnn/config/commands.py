@@ -15,7 +15,7 @@ from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.training import WorkflowOptions
 from millrace.config import ConfigurationError, flat_options, option_value
 from millrace.plan import HalfType, Plan, PrecisionName
-from millrace.run.options import RunOptions, Which
+from millrace.run.options import RunOptions, ShortRunOptions, Which
 from millrace.run.saved import find_run
 
 ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
@@ -78,15 +78,13 @@ class ValidateConfig:
     after this number of updates."""
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
-    run: RunOptions = RunOptions()
+    run: ShortRunOptions = ShortRunOptions()
     graphcore: GraphcoreOptions = GraphcoreOptions()
 
     replicas_of_each_process = True  # processes do not share batches
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        if self.run.resume:
-            raise ValueError("resume is for training; cnn validate always starts over.")
         if self.model.pretrained is not None and self.checkpoint_dir is not None:
             raise ValueError("Give pretrained or checkpoint_dir, not both.")
         if self.num_batches is not None and self.data.synthetic is None:

@@ -17,7 +17,7 @@ from millrace.apps.vcd.config.sections import (
     named,
 )
 from millrace.config import ConfigurationError
-from millrace.run.options import RunOptions, Which
+from millrace.run.options import RunOptions, ShortRunOptions, Which
 
 _CHECKPOINTS_PER_RUN = 20
 _QUIET_LEVELS = ("WARNING", "ERROR", "CRITICAL")
@@ -126,10 +126,9 @@ class EvaluateConfig(SavedModelConfig):
     """Evaluate only this many images, evenly spaced over the split (default: all)."""
     likelihood: LikelihoodOptions = LikelihoodOptions()
     devices: DeviceOptions = DeviceOptions()
-    run: RunOptions = RunOptions()
+    run: ShortRunOptions = ShortRunOptions()
 
     def __post_init__(self) -> None:
-        _check_no_resume(self.run)
         if self.num_pictures is not None:
             check_at_least_one(self, "num_pictures")
 
@@ -145,13 +144,7 @@ class SampleConfig(SavedModelConfig):
     num_steps: int = 8
     """HMC steps to show per chain."""
     devices: DeviceOptions = DeviceOptions()
-    run: RunOptions = RunOptions()
+    run: ShortRunOptions = ShortRunOptions()
 
     def __post_init__(self) -> None:
-        _check_no_resume(self.run)
         check_at_least_one(self, "num_columns", "num_rows", "num_steps")
-
-
-def _check_no_resume(run: RunOptions) -> None:
-    if run.resume:
-        raise ValueError("Only training can be resumed; leave out --resume.")
