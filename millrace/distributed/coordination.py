@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ import jax
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
 from millrace.distributed.environment import ProcessInfo, record_port_conflict
-from millrace.distributed.hardware import get_port_error
+from millrace.distributed.hardware import get_port_error, visible_gpus
 from millrace.versions import versions
 
 _log = logging.getLogger("millrace")
@@ -77,6 +78,7 @@ def join(info: ProcessInfo | None) -> bool:
             info.num_processes,
             info.process_id,
             coordinator_bind_address=bind,
+            local_device_ids=_own_gpus() if info.has_own_gpus else None,
             cluster_detection_method=None if info.cluster else "deactivate",
         )
     except ValueError as error:
@@ -88,6 +90,11 @@ def join(info: ProcessInfo | None) -> bool:
     if info.is_local:
         _bind_gloo_to_loopback()
     return num_processes() > 1
+
+
+def _own_gpus() -> list[int] | None:
+    """Return the numbers of all GPUs that this process sees; None if there are none."""
+    return list(range(len(visible_gpus(os.environ)))) or None
 
 
 def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

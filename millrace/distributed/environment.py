@@ -1,7 +1,8 @@
 """How a process learns about the other processes of its run. Imports nothing heavy.
 
-``millrace launch`` sets MILLRACE_... variables. Open MPI, Slurm and Kubernetes set their
-own, which JAX reads; here they only tell whether there is more than one process.
+``millrace launch`` sets MILLRACE_... variables, and so can a job of any cluster. Open MPI,
+Slurm and Kubernetes set their own, which JAX reads; here they only tell whether there is
+more than one process.
 """
 
 import contextlib
@@ -31,6 +32,9 @@ TIMEOUT = "MILLRACE_PATIENCE_SECONDS"
 """Seconds without a heartbeat after which a process is considered lost."""
 
 DEFAULT_TIMEOUT = 30.0
+TIMEOUT_RANGE = (5.0, 60.0)
+"""Heartbeats come every second. JAX has its own, and aborts all processes without a useful
+message after 100 s: ours must be faster."""
 _PORT_CONFLICT = "port-taken"
 _INDIVISIBLE = "indivisible"
 _PROGRESS = "progress"
@@ -47,6 +51,9 @@ class ProcessInfo(NamedTuple):
     num_processes: int | None
     cluster: str | None = None
     """The cluster that started the processes, if any."""
+    has_own_gpus: bool = False
+    """Whether each process sees only the GPUs that are meant for it. Otherwise JAX gives it
+    the GPU of its number on the machine."""
 
     @property
     def is_local(self) -> bool:
@@ -73,15 +80,32 @@ def find_process_info(
     given = (coordinator, process_id, num_processes)
     if any(value is not None for value in given):
         return _check_process_info(*given)
-    if COORDINATOR in env:
-        return ProcessInfo(env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES]))
+    if any(name in env for name in (COORDINATOR, PROCESS_ID, NUM_PROCESSES)):
+        return _read_variables(env)
     if int(env.get("OMPI_COMM_WORLD_SIZE") or "1") > 1:
         return _find_open_mpi(env)
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS") or "1") > 1:
-        return ProcessInfo(None, None, None, "Slurm")
+        # With --gpus-per-task, Slurm shows a task its own GPUs only.
+        has_own_gpus = "SLURM_GPUS_PER_TASK" in env
+        return ProcessInfo(None, None, None, "Slurm", has_own_gpus=has_own_gpus)
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return ProcessInfo(None, None, None, "Kubernetes")
     return None
+
+
+def _read_variables(env: Mapping[str, str]) -> ProcessInfo:
+    """Return the position that MILLRACE_... variables describe."""
+    names = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
+    if missing := [name for name in names if name not in env]:
+        raise ConfigurationError(
+            f"{missing[0]} is not set. Set {', '.join(names)}, or none of them."
+        )
+    for name in names[1:]:
+        if not env[name].isdecimal():
+            raise ConfigurationError(f"{name} must be a number, got {env[name]!r}.")
+    return _check_process_info(
+        env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES])
+    )
 
 
 def _check_process_info(
@@ -95,11 +119,11 @@ def _check_process_info(
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigurationError(
-            f"--coordinator must be HOST:PORT of process 0, got {coordinator!r}."
+            f"The coordinator must be HOST:PORT of process 0, got {coordinator!r}."
         )
     if not 0 <= process_id < num_processes:
         raise ConfigurationError(
-            f"--process-id must be from 0 to {num_processes - 1} with "
+            f"The process id must be from 0 to {num_processes - 1} with "
             f"{num_processes} processes, got {process_id}."
         )
     return ProcessInfo(coordinator, process_id, num_processes)
@@ -120,7 +144,14 @@ def _find_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
 
 def get_timeout() -> float:
     """Return the seconds after which a process without heartbeats is considered lost."""
-    return float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
+    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
+    least, most = TIMEOUT_RANGE
+    with contextlib.suppress(ValueError):
+        if least <= float(text) <= most:
+            return float(text)
+    raise ConfigurationError(
+        f"{TIMEOUT} must be between {least:g} and {most:g} seconds, got {text!r}."
+    )
 
 
 def is_follower() -> bool:

@@ -27,7 +27,8 @@ def prepare_process(config: Any) -> Any:
     """Choose the devices and join the other processes of the run, if there are any.
 
     Returns:
-        The configuration; if the launcher has restarted a run, it resumes that run.
+        The configuration; if the launcher has restarted a run, or ``auto_resume`` finds
+        one, it resumes that run.
     """
     from millrace.distributed.environment import get_recorded_run_directory
     from millrace.distributed.heartbeat import watch_launcher
@@ -46,7 +47,18 @@ def prepare_process(config: Any) -> Any:
     config = _fit_to_processes(config)
     interrupted_run = None if _begun else get_recorded_run_directory()
     _begun.append(True)
+    if interrupted_run is None and options.auto_resume and not options.resume:
+        interrupted_run = _find_begun_run(options.run_dir)
     return config if interrupted_run is None else _resume_config(config, interrupted_run)
+
+
+def _find_begun_run(path: Path) -> Path | None:
+    """Return `path` if it has a run to continue, as process 0 sees it."""
+    from millrace.distributed import coordination
+    from millrace.run.directory import has_begun
+
+    # A file system may show others an older state of the folder.
+    return path if coordination.broadcast("has-begun", has_begun(path)) else None
 
 
 def _fit_to_processes(config: Any) -> Any:
@@ -90,6 +102,7 @@ def _resume_config(config: Any, path: Path) -> Any:
     # An application may derive the run directory from these.
     changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
     changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
+    changes |= {"auto_resume": False}  # it is decided, also for the parts of the run
     try:
         return replace_options(config, **changes)
     except ConfigurationError as error:
@@ -110,9 +123,10 @@ def join_processes() -> bool:
 
 def _join(*process_info: Any) -> bool:
     from millrace.distributed import coordination
-    from millrace.distributed.environment import find_process_info
+    from millrace.distributed.environment import find_process_info, get_timeout
     from millrace.distributed.heartbeat import start_heartbeat
 
+    get_timeout()  # a wrong one is an error before the others wait for this process
     several = coordination.join(find_process_info(*process_info))
     start_heartbeat()  # does nothing in a single process
     return several

@@ -269,7 +269,7 @@ class ValidateConfig:
     run: RunOptions = RunOptions()
 
     def __post_init__(self) -> None:
-        if self.run.resume:
+        if self.run.may_resume:
             raise ValueError("resume is for training. A validation is short; repeat it.")
         check_lengths(self.top)
         if (size := self.validation_batch_size) is not None and size < 1:

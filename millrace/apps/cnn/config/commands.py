@@ -85,7 +85,7 @@ class ValidateConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        if self.run.resume:
+        if self.run.may_resume:
             raise ValueError("resume is for training; cnn validate always starts over.")
         if self.model.pretrained is not None and self.checkpoint_dir is not None:
             raise ValueError("Give pretrained or checkpoint_dir, not both.")
