@@ -20,6 +20,7 @@ import jax
 
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
+from millrace.distributed.addresses import choose_address, find_address_toward
 from millrace.distributed.environment import ProcessInfo, record_port_conflict
 from millrace.distributed.hardware import get_port_error, visible_gpus
 from millrace.versions import versions
@@ -87,8 +88,6 @@ def join(info: ProcessInfo | None) -> bool:
             f"JAX cannot find the processes started by {info.cluster}{advice}: {error} "
             "Pass --coordinator, --process-id and --num-processes."
         ) from error
-    if info.is_local:
-        _bind_gloo_to_loopback()
     return num_processes() > 1
 
 
@@ -128,18 +127,23 @@ def _check_port(address: str) -> None:
         )
 
 
-def _bind_gloo_to_loopback() -> None:
-    """Make Gloo, which connects CPU devices, listen on the loopback only.
+@functools.cache  # once: the processes exchange their addresses
+def bind_gloo() -> None:
+    """Make Gloo, which connects CPU devices, listen on an address that the others reach.
 
-    By default it listens on the address of the host name. JAX has no setting for that, so
-    this replaces its factory of the CPU backend.
+    By default it listens on the address of the host name. That is more than a loopback
+    needs, and may be a loopback when other machines need more. JAX has no setting for it,
+    so this replaces its factory of the CPU backend. All processes must call it.
     """
+    address = _find_gloo_address(_state().coordinator_address)
+    if address is None:
+        return
     try:
         from jax._src import xla_bridge
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
         collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=_state().client, hostname="127.0.0.1"
+            distributed_client=_state().client, hostname=address
         )
         xla_bridge.register_backend_factory(
             "cpu",
@@ -148,7 +152,14 @@ def _bind_gloo_to_loopback() -> None:
             fail_quietly=False,
         )
     except (ImportError, AttributeError, TypeError):
-        _log.warning("Gloo listens on the address of the host name, not on the loopback.")
+        _log.warning("Gloo listens on the address of the host name, not on %s.", address)
+
+
+def _find_gloo_address(coordinator: str) -> str | None:
+    if ProcessInfo(coordinator, None, None).is_local:
+        return "127.0.0.1"
+    own = find_address_toward(coordinator.rpartition(":")[0])
+    return choose_address(own, gather("addresses", own))
 
 
 def gather(name: str, value: Any) -> list[Any]:

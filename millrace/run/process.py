@@ -129,6 +129,8 @@ def _join(*process_info: Any) -> bool:
     get_timeout()  # a wrong one is an error before the others wait for this process
     several = coordination.join(find_process_info(*process_info))
     start_heartbeat()  # does nothing in a single process
+    if several:
+        coordination.bind_gloo()
     return several
 
 
