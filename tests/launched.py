@@ -51,6 +51,7 @@ def end_all() -> None:
         process = STARTED.pop()
         if process.poll() is None:
             process.kill()
+        if process.stdout is not None and not process.stdout.closed:
             process.communicate()
 
 

@@ -7,7 +7,6 @@ Needs root and Debian's iproute2.
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import launched
@@ -54,13 +53,10 @@ class Hosts:
             _ip("-n", namespace, "link", "set", "lo", "up")
             self.connect(name)
 
-    def start(
-        self, name: str, command: list[str], variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen:
+    def start(self, name: str, command: list[str]) -> subprocess.Popen:
         """Start a command on a host."""
-        given = [f"{key}={value}" for key, value in (variables or {}).items()]
         enter = ["ip", "netns", "exec", self._namespaces[name], "unshare", "--uts"]
-        named = ["sh", "-c", f'hostname {name} && exec env "$@"', "sh", *given]
+        named = ["sh", "-c", f'hostname {name} && exec "$@"', "sh"]
         return launched.start([*enter, *named, *command])
 
     def cut(self, name: str) -> None:

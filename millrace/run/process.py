@@ -47,18 +47,21 @@ def prepare_process(config: Any) -> Any:
     config = _fit_to_processes(config)
     interrupted_run = None if _begun else get_recorded_run_directory()
     _begun.append(True)
-    if interrupted_run is None and options.auto_resume and not options.resume:
-        interrupted_run = _find_begun_run(options.run_dir)
-    return config if interrupted_run is None else _resume_config(config, interrupted_run)
+    if interrupted_run is not None:
+        resume = (interrupted_run / "config.yml").exists()
+        return _resume_config(config, interrupted_run, resume=resume)
+    if options.auto_resume and not options.resume and _has_begun(options.run_dir):
+        return _resume_config(config, options.run_dir, resume=True)
+    return config
 
 
-def _find_begun_run(path: Path) -> Path | None:
-    """Return `path` if it has a run to continue, as process 0 sees it."""
+def _has_begun(path: Path) -> bool:
+    """Whether a folder has a run to continue, as process 0 sees it."""
     from millrace.distributed import coordination
     from millrace.run.directory import has_begun
 
-    # A file system may show others an older state of the folder.
-    return path if coordination.broadcast("has-begun", has_begun(path)) else None
+    # A file system may show the others an older state of the folder.
+    return coordination.broadcast("has-begun", has_begun(path))
 
 
 def _fit_to_processes(config: Any) -> Any:
@@ -96,13 +99,13 @@ def _fit_to_processes(config: Any) -> Any:
     )
 
 
-def _resume_config(config: Any, path: Path) -> Any:
+def _resume_config(config: Any, path: Path, *, resume: bool) -> Any:
     """Return the configuration that continues an interrupted run."""
     known = flat_options(type(config))
     # An application may derive the run directory from these.
     changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
-    changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
-    changes |= {"auto_resume": False}  # it is decided, also for the parts of the run
+    # What auto_resume means is decided, also for the parts of the run.
+    changes |= {"run_dir": path, "resume": resume, "auto_resume": False}
     try:
         return replace_options(config, **changes)
     except ConfigurationError as error:
