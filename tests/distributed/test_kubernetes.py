@@ -1,16 +1,20 @@
 """The manifests of the examples are valid, and processes find one another with them."""
 
 import copy
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from launched import alone, assert_same_history, assert_same_weights, start, wait_for
 
 from millrace.commands.registry import COMMANDS
 from millrace.config import parse
 from millrace.distributed.environment import ProcessInfo, find_process_info
+from millrace.distributed.hardware import find_free_port
 from millrace.distributed.launcher import WRONG_COMMAND
 from millrace.distributed.signals import INTERRUPTED
 
@@ -156,3 +160,58 @@ def test_a_wrong_command_is_not_started_again(name):
     assert actions[WRONG_COMMAND] == "FailJob"
     # A JobSet replaces all pods, whatever ended them.
     assert actions.get(INTERRUPTED) == ("Ignore" if name == "job.yaml" else None)
+
+
+class Pods:
+    """Processes with the variables of pods, started again after they fail as by a Job."""
+
+    BACKOFF = 10.0
+
+    def __init__(self, command: list[str], count: int) -> None:
+        self._command = command
+        self._place = f"127.0.0.1:{find_free_port()}"
+        job = job_of("job.yaml")
+        own = {"MILLRACE_COORDINATOR": self._place, "MILLRACE_NUM_PROCESSES": str(count)}
+        self._variables = [environment_of(job, index) | own for index in range(count)]
+        self.pods = [self._start(index) for index in range(count)]
+        self.num_failures = 0
+
+    def _start(self, index: int) -> subprocess.Popen:
+        given = [f"{name}={value}" for name, value in self._variables[index].items()]
+        return start(["env", *given, *self._command])
+
+    def replace(self, index: int) -> None:
+        """Kill a pod and start another one in its place at once."""
+        self.pods[index].kill()
+        self.pods[index].wait()
+        self.pods[index] = self._start(index)
+
+    def finish(self) -> None:
+        """Wait until all have succeeded."""
+        deadline = time.monotonic() + 240
+        running = set(range(len(self.pods)))
+        while running:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            for index in list(running):
+                status = self.pods[index].poll()
+                if status == 0:
+                    running.remove(index)
+                elif status is not None:
+                    self.num_failures += 1
+                    time.sleep(self.BACKOFF)
+                    self.pods[index] = self._start(index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_pod_that_is_replaced_makes_the_others_start_again(victim, tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    own = ("--virtual-devices", "2", "--num-replicas", "4", "--delay", "0.1")
+    pods = Pods(alone(directory, *own, "--auto-resume"), 2)
+    wait_for(directory, 9, pods.pods[0])
+    pods.replace(victim)
+    pods.finish()
+    assert 1 <= pods.num_failures <= 4
+    assert_same_weights(directory, undisturbed)
+    assert_same_history(directory, undisturbed)

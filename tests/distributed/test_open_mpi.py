@@ -19,6 +19,8 @@ from launched import (
     wait_for,
 )
 
+from millrace.distributed.signals import INTERRUPTED
+
 pytestmark = pytest.mark.skipif(
     shutil.which("mpirun") is None,
     reason="mpirun is not installed: apt-get install -y openmpi-bin",
@@ -53,22 +55,30 @@ def test_an_application_under_mpirun_gives_the_weights_of_one_process(
 
 
 @pytest.mark.slow
-def test_mpirun_passes_sigterm_on_and_the_run_continues(tmp_path, undisturbed):
+def test_sigterm_to_one_process_saves_a_checkpoint_in_all(tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    process = start(small(directory, "--delay", "0.1", "--auto-resume"))
+    wait_for(directory, 9, process)
+    os.kill(pid_of_rank(1, process.pid), signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert summary(directory)["status"] == "interrupted"
+    check_continues(directory, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_continues_after_mpirun_was_terminated(tmp_path, undisturbed):
+    """mpirun kills its processes a second later: too early to save a checkpoint."""
     directory = tmp_path / "run"
     process = start(small(directory, "--delay", "0.1", "--auto-resume"))
     wait_for(directory, 9, process)
     process.terminate()
     process.communicate(timeout=60)
-    assert summary(directory)["status"] == "interrupted"
-    assert "Resuming after update" in run(small(directory, "--auto-resume"))
-    assert_same_weights(directory, undisturbed)
-    assert_same_history(directory, undisturbed)
+    check_continues(directory, undisturbed)
 
 
 @pytest.mark.slow
-def test_mpirun_ends_the_others_when_a_process_dies_and_the_run_continues(
-    tmp_path, undisturbed
-):
+def test_mpirun_ends_the_others_when_a_process_dies(tmp_path, undisturbed):
     directory = tmp_path / "run"
     process = start(small(directory, "--delay", "0.1", "--auto-resume"))
     wait_for(directory, 9, process)
@@ -76,8 +86,13 @@ def test_mpirun_ends_the_others_when_a_process_dies_and_the_run_continues(
     began = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and time.monotonic() - began < 40, output
-    run(small(directory, "--auto-resume"))
+    check_continues(directory, undisturbed)
+
+
+def check_continues(directory, undisturbed):
+    assert "Resuming after update" in run(small(directory, "--auto-resume"))
     assert_same_weights(directory, undisturbed)
+    assert_same_history(directory, undisturbed)
 
 
 def pid_of_rank(rank: int, mpirun_pid: int) -> int:
