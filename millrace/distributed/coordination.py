@@ -71,7 +71,8 @@ def join(info: ProcessInfo | None) -> bool:
     jax.config.update("jax_enable_preemption_service", False)
     bind = info.coordinator if info.is_local else None
     if info.process_id == 0 and info.coordinator is not None:
-        _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}")
+        option = "JAX_COORDINATOR_PORT" if info.cluster == "Slurm" else "--coordinator"
+        _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}", option)
     try:
         _call_in_thread(
             jax.distributed.initialize,
@@ -116,14 +117,14 @@ def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         raise errors[0]
 
 
-def _check_port(address: str) -> None:
+def _check_port(address: str, option: str) -> None:
     """Raise if another program listens on `address`; JAX would crash."""
     host, _, port = address.rpartition(":")
     if (reason := get_port_error(host, int(port))) is not None:
         record_port_conflict()
         raise ConfigurationError(
             f"The coordinator cannot listen on {address}: {reason}. Choose another port "
-            "with --coordinator."
+            f"with {option}."
         )
 
 

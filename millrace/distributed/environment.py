@@ -1,12 +1,12 @@
 """How a process learns about the other processes of its run. Imports nothing heavy.
 
 ``millrace launch`` sets MILLRACE_... variables, and so can a job of any cluster. Open MPI,
-Slurm and Kubernetes set their own, which JAX reads; here they only tell whether there is
-more than one process.
+Slurm and Kubernetes set their own. JAX reads them where it finds what is needed.
 """
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +35,8 @@ DEFAULT_TIMEOUT = 30.0
 TIMEOUT_RANGE = (5.0, 60.0)
 """Heartbeats come every second. JAX has its own, and aborts all processes without a useful
 message after 100 s: ours must be faster."""
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+"""Ports of coordinators of Slurm, as JAX chooses them."""
 _PORT_CONFLICT = "port-taken"
 _INDIVISIBLE = "indivisible"
 _PROGRESS = "progress"
@@ -85,9 +87,7 @@ def find_process_info(
     if int(env.get("OMPI_COMM_WORLD_SIZE") or "1") > 1:
         return _find_open_mpi(env)
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS") or "1") > 1:
-        # With --gpus-per-task, Slurm shows a task its own GPUs only.
-        has_own_gpus = "SLURM_GPUS_PER_TASK" in env
-        return ProcessInfo(None, None, None, "Slurm", has_own_gpus=has_own_gpus)
+        return _find_slurm(env)
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return ProcessInfo(None, None, None, "Kubernetes")
     return None
@@ -140,6 +140,29 @@ def _find_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
         )
     rank, size = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"]
     return ProcessInfo(coordinator, int(rank), int(size), "Open MPI")
+
+
+def _find_slurm(env: Mapping[str, str]) -> ProcessInfo:
+    if (coordinator := env.get("JAX_COORDINATOR_ADDRESS")) is None:
+        # JAX would derive the port from the job alone, and two steps of it would collide.
+        number = 31 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])
+        port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
+        coordinator = f"{find_first_host(env['SLURM_STEP_NODELIST'])}:{port}"
+    rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+    # With --gpus-per-task, Slurm shows a task its own GPUs only.
+    has_own_gpus = "SLURM_GPUS_PER_TASK" in env
+    return ProcessInfo(coordinator, rank, size, "Slurm", has_own_gpus=has_own_gpus)
+
+
+def find_first_host(nodes: str) -> str:
+    """Return the first host of a list in the format of Slurm.
+
+    >>> find_first_host("node[007-010,12]-ib,login")
+    'node007-ib'
+    """
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it may be empty"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def get_timeout() -> float:

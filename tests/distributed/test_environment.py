@@ -8,6 +8,7 @@ from millrace.distributed.environment import (
     TIMEOUT,
     ProcessInfo,
     add_launcher_replicas,
+    find_first_host,
     find_num_replicas,
     find_process_info,
     get_timeout,
@@ -16,7 +17,11 @@ from millrace.distributed.options import LaunchConfig
 from millrace.plan import Plan
 
 MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+SLURM = {
+    **{"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    **{"SLURM_JOB_ID": "200", "SLURM_STEP_ID": "3"},
+}
+IN_SLURM = ProcessInfo("n1:63547", 1, 2, "Slurm")
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "0"}
 OURS = {
     "MILLRACE_COORDINATOR": "h-0.h:5",
@@ -34,10 +39,13 @@ OURS = {
             MPI | {"JAX_COORDINATOR_ADDRESS": "h:1"},
             ProcessInfo("h:1", 1, 2, "Open MPI"),
         ),
-        (SLURM, ProcessInfo(None, None, None, "Slurm")),
+        (SLURM, IN_SLURM),
+        (SLURM | {"SLURM_STEP_ID": "4"}, IN_SLURM._replace(coordinator="n1:63548")),
+        (SLURM | {"JAX_COORDINATOR_PORT": "5"}, IN_SLURM._replace(coordinator="n1:5")),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:5"}, IN_SLURM._replace(coordinator="h:5")),
         (
             SLURM | {"SLURM_GPUS_PER_TASK": "1"},
-            ProcessInfo(None, None, None, "Slurm", has_own_gpus=True),
+            IN_SLURM._replace(has_own_gpus=True),
         ),
         (SLURM | {"SLURM_NTASKS": "1"}, None),
         (OURS, ProcessInfo("h-0.h:5", 1, 4)),
@@ -48,6 +56,20 @@ OURS = {
 )
 def test_clusters_are_recognized_by_their_variables(variables, expected):
     assert find_process_info(environment=variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("vm", "vm"),
+        ("a-b,c", "a-b"),
+        ("node[001-015]", "node001"),
+        ("node[007,9-10]-ib,login", "node007-ib"),
+        ("r[1-2]n[3-4]", "r1n3"),
+    ],
+)
+def test_the_first_of_the_nodes_of_slurm_is_found(nodes, first):
+    assert find_first_host(nodes) == first
 
 
 @pytest.mark.parametrize(

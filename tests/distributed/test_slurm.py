@@ -46,6 +46,17 @@ def test_a_single_task_of_a_larger_job_is_one_process(cluster, tmp_path):
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
+def test_two_steps_of_a_job_do_not_interfere(cluster, tmp_path, undisturbed):
+    own = ("--virtual-devices", "2", "--num-replicas", "4")
+    steps = [
+        shlex.join(["srun", "--ntasks=2", "--exact", *alone(tmp_path / name, *own)])
+        for name in ("one", "other")
+    ]
+    cluster.call("salloc", "--ntasks", "4", "sh", "-c", f"{steps[0]} & {steps[1]}; wait")
+    for name in ("one", "other"):
+        assert_same_weights(tmp_path / name, undisturbed)
+
+
 JOB = Path(__file__).parents[2] / "examples" / "slurm" / "job.sh"
 
 
