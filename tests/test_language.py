@@ -105,10 +105,10 @@ EXCEPTIONS = {
     ("tests/seed_lines.py", "optimiser"): _QUOTE,
     ("tests/checkpoint/test_files.py", "carried"): _FORMAT_1,
     ("tests/checkpoint/test_files.py", "optimiser"): _FORMAT_1,
-    ("tests/distributed/test_slurm.py", "cancelled"): "a state of a job in Slurm",
     ("tests/distributed/test_poprun_commands.py", "normalise"): _QUOTE,
     ("tests/distributed/test_poprun_commands.py", "optimisation"): _QUOTE,
     ("tests/distributed/test_poprun_commands.py", "optimiser"): _QUOTE,
+    ("tests/distributed/test_slurm.py", "cancelled"): "a state of a job in Slurm",
     ("tests/docs/test_from_graphcore.py", "normalise"): _QUOTE,
     ("tests/docs/test_from_graphcore.py", "optimisation"): _QUOTE,
 }
