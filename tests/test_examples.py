@@ -25,10 +25,11 @@ EXPECTED = {
     "06_pipeline": r"four stages, zero-bubble: loss 0\.\d+, weights within \de[-+]",
     "07_application": r"curve: train loss 0\.00",
     "08_optuna": r"'learning_rate': 0.0001}: PRUNED after 1 val(.*\n)*best accuracy 0\.9",
+    "09_ray": r"2 workers of Ray: the weights of one process within \de-0[7-9]\n",
 }
 
 LONG = (
-    {"06_pipeline", "08_optuna"}
+    {"06_pipeline", "08_optuna", "09_ray"}
     if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
     else set()
 )
@@ -48,12 +49,14 @@ each_run = pytest.mark.parametrize(
 def test_example_runs_and_prints_its_result(example: Path, tmp_path: Path) -> None:
     if example.stem == "08_optuna":
         pytest.importorskip("optuna")
+    if example.stem == "09_ray":
+        pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     # Without the eight devices of the test suite: an example creates its own.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, example],
         cwd=tmp_path,  # the last one writes a run directory
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
         timeout=120,

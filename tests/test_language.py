@@ -109,6 +109,7 @@ EXCEPTIONS = {
     ("tests/distributed/test_poprun_commands.py", "normalise"): _QUOTE,
     ("tests/distributed/test_poprun_commands.py", "optimisation"): _QUOTE,
     ("tests/distributed/test_poprun_commands.py", "optimiser"): _QUOTE,
+    ("tests/distributed/test_slurm.py", "cancelled"): "a state of a job in Slurm",
     ("tests/docs/test_from_graphcore.py", "normalise"): _QUOTE,
     ("tests/docs/test_from_graphcore.py", "optimisation"): _QUOTE,
 }

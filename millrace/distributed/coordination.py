@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ import jax
 
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
+from millrace.distributed.addresses import choose_address, find_address_toward
 from millrace.distributed.environment import ProcessInfo, record_port_conflict
-from millrace.distributed.hardware import get_port_error
+from millrace.distributed.hardware import get_port_error, visible_gpus
 from millrace.versions import versions
 
 _log = logging.getLogger("millrace")
@@ -69,7 +71,8 @@ def join(info: ProcessInfo | None) -> bool:
     jax.config.update("jax_enable_preemption_service", False)
     bind = info.coordinator if info.is_local else None
     if info.process_id == 0 and info.coordinator is not None:
-        _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}")
+        option = "JAX_COORDINATOR_PORT" if info.cluster == "Slurm" else "--coordinator"
+        _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}", option)
     try:
         _call_in_thread(
             jax.distributed.initialize,
@@ -77,6 +80,7 @@ def join(info: ProcessInfo | None) -> bool:
             info.num_processes,
             info.process_id,
             coordinator_bind_address=bind,
+            local_device_ids=_own_gpus() if info.has_own_gpus else None,
             cluster_detection_method=None if info.cluster else "deactivate",
         )
     except ValueError as error:
@@ -85,9 +89,12 @@ def join(info: ProcessInfo | None) -> bool:
             f"JAX cannot find the processes started by {info.cluster}{advice}: {error} "
             "Pass --coordinator, --process-id and --num-processes."
         ) from error
-    if info.is_local:
-        _bind_gloo_to_loopback()
     return num_processes() > 1
+
+
+def _own_gpus() -> list[int] | None:
+    """Return the numbers of all GPUs that this process sees; None if there are none."""
+    return list(range(len(visible_gpus(os.environ)))) or None
 
 
 def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -110,29 +117,34 @@ def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         raise errors[0]
 
 
-def _check_port(address: str) -> None:
+def _check_port(address: str, option: str) -> None:
     """Raise if another program listens on `address`; JAX would crash."""
     host, _, port = address.rpartition(":")
     if (reason := get_port_error(host, int(port))) is not None:
         record_port_conflict()
         raise ConfigurationError(
             f"The coordinator cannot listen on {address}: {reason}. Choose another port "
-            "with --coordinator."
+            f"with {option}."
         )
 
 
-def _bind_gloo_to_loopback() -> None:
-    """Make Gloo, which connects CPU devices, listen on the loopback only.
+@functools.cache  # once: the processes exchange their addresses
+def bind_gloo() -> None:
+    """Make Gloo, which connects CPU devices, listen on an address that the others reach.
 
-    By default it listens on the address of the host name. JAX has no setting for that, so
-    this replaces its factory of the CPU backend.
+    By default it listens on the address of the host name. That is more than a loopback
+    needs, and may be a loopback when other machines need more. JAX has no setting for it,
+    so this replaces its factory of the CPU backend. All processes must call it.
     """
+    address = _find_gloo_address(_state().coordinator_address)
+    if address is None:
+        return
     try:
         from jax._src import xla_bridge
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
         collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=_state().client, hostname="127.0.0.1"
+            distributed_client=_state().client, hostname=address
         )
         xla_bridge.register_backend_factory(
             "cpu",
@@ -141,7 +153,14 @@ def _bind_gloo_to_loopback() -> None:
             fail_quietly=False,
         )
     except (ImportError, AttributeError, TypeError):
-        _log.warning("Gloo listens on the address of the host name, not on the loopback.")
+        _log.warning("Gloo listens on the address of the host name, not on %s.", address)
+
+
+def _find_gloo_address(coordinator: str) -> str | None:
+    if ProcessInfo(coordinator, None, None).is_local:
+        return "127.0.0.1"
+    own = find_address_toward(coordinator.rpartition(":")[0])
+    return choose_address(own, gather("addresses", own))
 
 
 def gather(name: str, value: Any) -> list[Any]:

@@ -1,11 +1,12 @@
 """How a process learns about the other processes of its run. Imports nothing heavy.
 
-``millrace launch`` sets MILLRACE_... variables. Open MPI, Slurm and Kubernetes set their
-own, which JAX reads; here they only tell whether there is more than one process.
+``millrace launch`` sets MILLRACE_... variables, and so can a job of any cluster. Open MPI,
+Slurm and Kubernetes set their own. JAX reads them where it finds what is needed.
 """
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ TIMEOUT = "MILLRACE_PATIENCE_SECONDS"
 """Seconds without a heartbeat after which a process is considered lost."""
 
 DEFAULT_TIMEOUT = 30.0
+TIMEOUT_RANGE = (5.0, 60.0)
+"""Heartbeats come every second. JAX has its own, and aborts all processes without a useful
+message after 100 s: ours must be faster."""
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+"""Ports of coordinators of Slurm, as JAX chooses them."""
 _PORT_CONFLICT = "port-taken"
 _INDIVISIBLE = "indivisible"
 _PROGRESS = "progress"
@@ -47,6 +53,9 @@ class ProcessInfo(NamedTuple):
     num_processes: int | None
     cluster: str | None = None
     """The cluster that started the processes, if any."""
+    has_own_gpus: bool = False
+    """Whether each process sees only the GPUs that are meant for it. Otherwise JAX gives it
+    the GPU of its number on the machine."""
 
     @property
     def is_local(self) -> bool:
@@ -73,15 +82,30 @@ def find_process_info(
     given = (coordinator, process_id, num_processes)
     if any(value is not None for value in given):
         return _check_process_info(*given)
-    if COORDINATOR in env:
-        return ProcessInfo(env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES]))
+    if any(name in env for name in (COORDINATOR, PROCESS_ID, NUM_PROCESSES)):
+        return _read_variables(env)
     if int(env.get("OMPI_COMM_WORLD_SIZE") or "1") > 1:
         return _find_open_mpi(env)
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS") or "1") > 1:
-        return ProcessInfo(None, None, None, "Slurm")
+        return _find_slurm(env)
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return ProcessInfo(None, None, None, "Kubernetes")
     return None
+
+
+def _read_variables(env: Mapping[str, str]) -> ProcessInfo:
+    """Return the position that MILLRACE_... variables describe."""
+    names = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
+    if missing := [name for name in names if name not in env]:
+        raise ConfigurationError(
+            f"{missing[0]} is not set. Set {', '.join(names)}, or none of them."
+        )
+    for name in names[1:]:
+        if not env[name].isdecimal():
+            raise ConfigurationError(f"{name} must be a number, got {env[name]!r}.")
+    return _check_process_info(
+        env[COORDINATOR], int(env[PROCESS_ID]), int(env[NUM_PROCESSES])
+    )
 
 
 def _check_process_info(
@@ -95,11 +119,11 @@ def _check_process_info(
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigurationError(
-            f"--coordinator must be HOST:PORT of process 0, got {coordinator!r}."
+            f"The coordinator must be HOST:PORT of process 0, got {coordinator!r}."
         )
     if not 0 <= process_id < num_processes:
         raise ConfigurationError(
-            f"--process-id must be from 0 to {num_processes - 1} with "
+            f"The process id must be from 0 to {num_processes - 1} with "
             f"{num_processes} processes, got {process_id}."
         )
     return ProcessInfo(coordinator, process_id, num_processes)
@@ -118,9 +142,39 @@ def _find_open_mpi(env: Mapping[str, str]) -> ProcessInfo:
     return ProcessInfo(coordinator, int(rank), int(size), "Open MPI")
 
 
+def _find_slurm(env: Mapping[str, str]) -> ProcessInfo:
+    if (coordinator := env.get("JAX_COORDINATOR_ADDRESS")) is None:
+        # JAX would derive the port from the job alone, and two steps of it would collide.
+        number = 31 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])
+        port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
+        coordinator = f"{find_first_host(env['SLURM_STEP_NODELIST'])}:{port}"
+    rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
+    # With --gpus-per-task, Slurm shows a task its own GPUs only.
+    has_own_gpus = "SLURM_GPUS_PER_TASK" in env
+    return ProcessInfo(coordinator, rank, size, "Slurm", has_own_gpus=has_own_gpus)
+
+
+def find_first_host(nodes: str) -> str:
+    """Return the first host of a list in the format of Slurm.
+
+    >>> find_first_host("node[007-010,12]-ib,login")
+    'node007-ib'
+    """
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it may be empty"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
 def get_timeout() -> float:
     """Return the seconds after which a process without heartbeats is considered lost."""
-    return float(os.environ.get(TIMEOUT, DEFAULT_TIMEOUT))
+    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
+    least, most = TIMEOUT_RANGE
+    with contextlib.suppress(ValueError):
+        if least <= float(text) <= most:
+            return float(text)
+    raise ConfigurationError(
+        f"{TIMEOUT} must be between {least:g} and {most:g} seconds, got {text!r}."
+    )
 
 
 def is_follower() -> bool:

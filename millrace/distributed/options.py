@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from millrace.config import ConfigurationError
-from millrace.distributed.environment import DEFAULT_TIMEOUT
+from millrace.distributed.environment import DEFAULT_TIMEOUT, TIMEOUT_RANGE
 
 _SWITCH_VALUES = {"yes", "no", "true", "false", "on", "off", "1", "0"}
 
@@ -50,11 +50,11 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts must be 0 or more, got {self.max_restarts}.")
-        # Heartbeats come every second. JAX has its own, and aborts all processes without
-        # a useful message after 100 s: ours must be faster.
-        if not 5 <= self.timeout <= 60:
+        least, most = TIMEOUT_RANGE
+        if not least <= self.timeout <= most:
             raise ValueError(
-                f"timeout must be between 5 and 60 seconds, got {self.timeout:g}."
+                f"timeout must be between {least:g} and {most:g} seconds, got "
+                f"{self.timeout:g}."
             )
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}.")

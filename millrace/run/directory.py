@@ -280,6 +280,11 @@ def open_run_directory(
     return directory
 
 
+def has_begun(path: Path) -> bool:
+    """Whether a folder has a run with something to continue."""
+    return (path / "config.yml").exists() and not _has_no_results(path)
+
+
 def _has_no_results(path: Path) -> bool:
     """Whether a folder only has the files of a run that ended before it had results."""
     names = {entry.name for entry in path.iterdir()}

@@ -42,6 +42,9 @@ class RunOptions:
     )
     """Continue this run, or the one in --run-dir, from its newest intact checkpoint. Its
     options are those of the run unless they are given again."""
+    auto_resume: bool = field(default=False, metadata=_MAY_CHANGE | TRANSIENT)
+    """Continue the run in --run-dir if it has begun, and start it otherwise: one command
+    for a job that its cluster may restart."""
     seed: int = 0
     """Seed for weights, sample order and all other random numbers."""
     stuck_timeout: float | None = field(default=None, metadata=_MAY_CHANGE | TRANSIENT)
@@ -112,8 +115,15 @@ class RunOptions:
                 "--resume needs the run to continue: --resume RUN, such as --resume "
                 "runs/first."
             )
+        if self.auto_resume and self.run_dir is None:
+            raise ValueError("--auto-resume needs a --run-dir, such as runs/first.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and 2**32 - 1, got {self.seed}.")
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the run may continue an earlier one."""
+        return bool(self.resume) or self.auto_resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +134,9 @@ class ShortRunOptions(RunOptions):
     common_options: ClassVar = ("run_dir", "seed", "quiet", "debug")
 
     def __post_init__(self) -> None:
-        if self.resume:
-            raise ValueError("Only training can be resumed; leave out --resume.")
+        if self.may_resume:
+            option = "--resume" if self.resume else "--auto-resume"
+            raise ValueError(f"Only training can be resumed; leave out {option}.")
         super().__post_init__()
 
 

@@ -27,7 +27,8 @@ def prepare_process(config: Any) -> Any:
     """Choose the devices and join the other processes of the run, if there are any.
 
     Returns:
-        The configuration; if the launcher has restarted a run, it resumes that run.
+        The configuration; if the launcher has restarted a run, or ``auto_resume`` finds
+        one, it resumes that run.
     """
     from millrace.distributed.environment import get_recorded_run_directory
     from millrace.distributed.heartbeat import watch_launcher
@@ -46,7 +47,21 @@ def prepare_process(config: Any) -> Any:
     config = _fit_to_processes(config)
     interrupted_run = None if _begun else get_recorded_run_directory()
     _begun.append(True)
-    return config if interrupted_run is None else _resume_config(config, interrupted_run)
+    if interrupted_run is not None:
+        resume = (interrupted_run / "config.yml").exists()
+        return _resume_config(config, interrupted_run, resume=resume)
+    if options.auto_resume and not options.resume and _has_begun(options.run_dir):
+        return _resume_config(config, options.run_dir, resume=True)
+    return config
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a folder has a run to continue, as process 0 sees it."""
+    from millrace.distributed import coordination
+    from millrace.run.directory import has_begun
+
+    # A file system may show the others an older state of the folder.
+    return coordination.broadcast("has-begun", has_begun(path))
 
 
 def _fit_to_processes(config: Any) -> Any:
@@ -84,12 +99,13 @@ def _fit_to_processes(config: Any) -> Any:
     )
 
 
-def _resume_config(config: Any, path: Path) -> Any:
+def _resume_config(config: Any, path: Path, *, resume: bool) -> Any:
     """Return the configuration that continues an interrupted run."""
     known = flat_options(type(config))
     # An application may derive the run directory from these.
     changes: dict[str, Any] = {n: None for n in ("logdir", "results_dir") if n in known}
-    changes |= {"run_dir": path, "resume": (path / "config.yml").exists()}
+    # What auto_resume means is decided, also for the parts of the run.
+    changes |= {"run_dir": path, "resume": resume, "auto_resume": False}
     try:
         return replace_options(config, **changes)
     except ConfigurationError as error:
@@ -110,11 +126,14 @@ def join_processes() -> bool:
 
 def _join(*process_info: Any) -> bool:
     from millrace.distributed import coordination
-    from millrace.distributed.environment import find_process_info
+    from millrace.distributed.environment import find_process_info, get_timeout
     from millrace.distributed.heartbeat import start_heartbeat
 
+    get_timeout()  # a wrong one is an error before the others wait for this process
     several = coordination.join(find_process_info(*process_info))
     start_heartbeat()  # does nothing in a single process
+    if several:
+        coordination.bind_gloo()
     return several
 
 

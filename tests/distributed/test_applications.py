@@ -1,20 +1,12 @@
 """Applications give the same weights in one process and in several."""
 
-import os
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from last_checkpoint import assert_same_results
 from launched import environment, summary
-
-from millrace.checkpoint.store import checkpoints_in, read_manifest, restore_part
 
 CNN = (
     *("cnn", "train", "--model", "cifar_resnet8", "--dataset", "cifar10"),
@@ -40,26 +32,6 @@ VCD = (
 )
 APPLICATIONS = {"cnn": CNN, "autoencoder": AUTOENCODER, "vcd": VCD, "pipeline": PIPELINE}
 REPLICAS = {"pipeline": 2}
-
-
-class Weights(NamedTuple):
-    params: Any
-
-
-def weights(directory: Path) -> list[np.ndarray]:
-    """The weights of the last checkpoint, whichever processes wrote it."""
-    path = checkpoints_in(directory / "checkpoints")[-1]
-    tree: dict[str, Any] = {}
-    for name, about in read_manifest(path)["arrays"].items():
-        if not name.startswith(".params"):
-            continue
-        inner, *keys = tree, *re.findall(r"\['([^']*)'\]", name)
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})
-        kind, _, shape = about.partition("[")
-        sizes = [int(word) for word in re.findall(r"\d+", shape)]
-        inner[keys[-1]] = jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(kind))
-    return jax.tree.leaves(restore_part(path, Weights(tree)).state)
 
 
 def run(*args: str) -> str:
@@ -95,16 +67,6 @@ def in_one_process(tmp_path_factory):
     return directory
 
 
-def assert_same(directory: Path, expected: Path) -> None:
-    pairs = list(zip(weights(directory), weights(expected), strict=True))
-    assert len(pairs) > 2
-    for ours, theirs in pairs:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    ours, theirs = summary(directory)["metrics"], summary(expected)["metrics"]
-    for name, value in theirs.items():
-        assert float(ours[name]) == pytest.approx(float(value), rel=1e-4), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("instances", [2, 4])
 @pytest.mark.parametrize("name", ["cnn", "autoencoder", "vcd"])
@@ -114,7 +76,7 @@ def test_an_application_in_several_processes_gives_the_weights_of_one(
     directory = tmp_path / "run"
     own = ("launch", "--num-instances", str(instances), "--num-replicas", "4", "--")
     run(*MILLRACE, *own, "millrace", *APPLICATIONS[name], "--run-dir", str(directory))
-    assert_same(directory, in_one_process(name))
+    assert_same_results(directory, in_one_process(name))
 
 
 @pytest.mark.slow
@@ -122,7 +84,7 @@ def test_pipelines_within_processes_are_replicated_across_them(tmp_path, in_one_
     directory = tmp_path / "run"
     own = ("--num-instances", "2", "--num-replicas", "2", "--ipus-per-replica", "2")
     run(*MILLRACE, "launch", *own, "millrace", *PIPELINE, "--run-dir", str(directory))
-    assert_same(directory, in_one_process("pipeline"))
+    assert_same_results(directory, in_one_process("pipeline"))
 
 
 @pytest.mark.slow
@@ -137,14 +99,3 @@ def test_the_models_of_a_sweep_are_divided_among_processes(tmp_path):
         for name in ("base_learning_rate", "rmse", "validation_rmse"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
     run(*MILLRACE, *launch, *args, "--run-dir", str(both), "--resume")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_open_mpi_needs_no_options(tmp_path, in_one_process):
-    directory = tmp_path / "run"
-    as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-    mpirun = ("mpirun", *as_root, "--oversubscribe", "-n", "2")
-    own = ("--virtual-devices", "2", "--num-replicas", "4", "--run-dir", str(directory))
-    run(*mpirun, *MILLRACE, *CNN, *own)
-    assert_same(directory, in_one_process("cnn"))

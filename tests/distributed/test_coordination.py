@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from millrace.config import ConfigurationError
-from millrace.distributed import coordination
+from millrace.distributed import addresses, coordination
 from millrace.distributed.coordination import CoordinatedStop
 from millrace.distributed.environment import ProcessInfo
 
@@ -122,7 +122,6 @@ def test_signals_are_handled_while_waiting_for_other_processes(monkeypatch):
     threads = []
     monkeypatch.setattr(coordination, "_state", lambda: types.SimpleNamespace(client=None))
     monkeypatch.setattr(coordination, "num_processes", lambda: 2)
-    monkeypatch.setattr(coordination, "_bind_gloo_to_loopback", lambda: None)
     monkeypatch.setattr(
         jax.distributed,
         "initialize",
@@ -140,3 +139,28 @@ def test_an_error_of_a_cluster_is_reported(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(ConfigurationError, match=r"started by Slurm: no such job"):
         coordination.join(ProcessInfo(None, None, None, "Slurm"))
+
+
+def test_a_task_with_gpus_of_its_own_uses_all_that_it_sees(monkeypatch):
+    """JAX would take the GPU of the task's number, which it does not see."""
+    given = []
+    monkeypatch.setattr(coordination, "_state", lambda: types.SimpleNamespace(client=None))
+    monkeypatch.setattr(coordination, "num_processes", lambda: 2)
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *_, **named: given.append(named)
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for has_own_gpus in (True, False):
+        info = ProcessInfo(None, None, None, "Slurm", has_own_gpus=has_own_gpus)
+        assert coordination.join(info)
+    assert [each["local_device_ids"] for each in given] == [[0, 1], None]
+
+
+def test_gloo_listens_where_other_machines_reach_it(processes, monkeypatch):
+    toward = {"node-a": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
+    monkeypatch.setattr(coordination, "find_address_toward", toward.get)
+    monkeypatch.setattr(addresses, "find_address_toward", toward.get)
+    processes.store.values["millrace/gather/addresses/1/1"] = '"10.0.0.2"'
+    processes.act_as(0)
+    assert coordination._find_gloo_address("node-a:5") == "10.0.0.1"
+    assert coordination._find_gloo_address("localhost:5") == "127.0.0.1"

@@ -2,18 +2,32 @@
 
 import pytest
 
+import millrace as mr
 from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import (
+    TIMEOUT,
     ProcessInfo,
     add_launcher_replicas,
+    find_first_host,
     find_num_replicas,
     find_process_info,
+    get_timeout,
 )
 from millrace.distributed.options import LaunchConfig
 from millrace.plan import Plan
 
 MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+SLURM = {
+    **{"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    **{"SLURM_JOB_ID": "200", "SLURM_STEP_ID": "3"},
+}
+IN_SLURM = ProcessInfo("n1:63547", 1, 2, "Slurm")
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "0"}
+OURS = {
+    "MILLRACE_COORDINATOR": "h-0.h:5",
+    "MILLRACE_PROCESS_ID": "1",
+    "MILLRACE_NUM_PROCESSES": "4",
+}
 
 
 @pytest.mark.parametrize(
@@ -25,17 +39,37 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
             MPI | {"JAX_COORDINATOR_ADDRESS": "h:1"},
             ProcessInfo("h:1", 1, 2, "Open MPI"),
         ),
-        (SLURM, ProcessInfo(None, None, None, "Slurm")),
-        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        (SLURM, IN_SLURM),
+        (SLURM | {"SLURM_STEP_ID": "4"}, IN_SLURM._replace(coordinator="n1:63548")),
+        (SLURM | {"JAX_COORDINATOR_PORT": "5"}, IN_SLURM._replace(coordinator="n1:5")),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:5"}, IN_SLURM._replace(coordinator="h:5")),
         (
-            {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "0"},
-            ProcessInfo(None, None, None, "Kubernetes"),
+            SLURM | {"SLURM_GPUS_PER_TASK": "1"},
+            IN_SLURM._replace(has_own_gpus=True),
         ),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        (OURS, ProcessInfo("h-0.h:5", 1, 4)),
+        (OURS | KUBERNETES | SLURM, ProcessInfo("h-0.h:5", 1, 4)),
+        (KUBERNETES, ProcessInfo(None, None, None, "Kubernetes")),
         ({"KUBERNETES_SERVICE_HOST": "k"}, None),
     ],
 )
 def test_clusters_are_recognized_by_their_variables(variables, expected):
     assert find_process_info(environment=variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("vm", "vm"),
+        ("a-b,c", "a-b"),
+        ("node[001-015]", "node001"),
+        ("node[007,9-10]-ib,login", "node007-ib"),
+        ("r[1-2]n[3-4]", "r1n3"),
+    ],
+)
+def test_the_first_of_the_nodes_of_slurm_is_found(nodes, first):
+    assert find_first_host(nodes) == first
 
 
 @pytest.mark.parametrize(
@@ -50,6 +84,39 @@ def test_clusters_are_recognized_by_their_variables(variables, expected):
 def test_invalid_process_options_are_refused(given, message):
     with pytest.raises(ConfigurationError, match=message):
         find_process_info(*given, environment={})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"MILLRACE_COORDINATOR": None}, "MILLRACE_COORDINATOR is not set. Set MILLRACE_C"),
+        ({"MILLRACE_PROCESS_ID": None}, "MILLRACE_PROCESS_ID is not set"),
+        ({"MILLRACE_NUM_PROCESSES": None}, "MILLRACE_NUM_PROCESSES is not set"),
+        (
+            {"MILLRACE_PROCESS_ID": "last"},
+            "PROCESS_ID must be a number, got 'last'",
+        ),
+        ({"MILLRACE_PROCESS_ID": "4"}, "from 0 to 3 with 4 processes, got 4"),
+        ({"MILLRACE_COORDINATOR": "h-0"}, "HOST:PORT of process 0, got 'h-0'"),
+    ],
+)
+def test_invalid_variables_are_refused(changed, message):
+    given = {k: v for k, v in (OURS | changed).items() if v is not None}
+    with pytest.raises(ConfigurationError, match=message):
+        find_process_info(environment=given)
+
+
+@pytest.mark.parametrize("text", ["4", "61", "nan", "soon", ""])
+def test_a_time_without_heartbeats_that_jax_would_not_wait_for_is_refused(
+    text, monkeypatch
+):
+    monkeypatch.setenv(TIMEOUT, text)
+    with pytest.raises(ConfigurationError, match="between 5 and 60 seconds, got '"):
+        get_timeout()
+    with pytest.raises(ConfigurationError, match="MILLRACE_PATIENCE_SECONDS must be"):
+        mr.join_processes()
+    monkeypatch.setenv(TIMEOUT, "45.5")
+    assert get_timeout() == 45.5
 
 
 def test_only_a_coordinator_on_the_loopback_is_local():

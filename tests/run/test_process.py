@@ -6,7 +6,10 @@ import types
 import jax
 import pytest
 
-from millrace.config import ConfigurationError
+from millrace.apps.cnn.config import CnnConfig
+from millrace.commands.registry import COMMANDS
+from millrace.config import ConfigurationError, build
+from millrace.distributed import coordination
 from millrace.run.options import RunOptions
 from millrace.run.process import check_address_space, prepare_process
 
@@ -35,3 +38,37 @@ def test_virtual_devices_that_the_process_has_already_may_be_asked_for_again():
     config = types.SimpleNamespace(run=RunOptions(virtual_devices=count + 1))
     with pytest.raises(ConfigurationError, match="before any device is used"):
         prepare_process(config)
+
+
+def test_auto_resume_starts_a_run_and_continues_it_once_it_has_begun(tmp_path):
+    path = tmp_path / "run"
+    config = build(CnnConfig, {"run_dir": path, "auto_resume": True, "seed": 3})
+    assert prepare_process(config) is config  # the folder does not exist
+    path.mkdir()
+    (path / "config.yml").write_text("command: cnn-train")
+    assert prepare_process(config) is config  # it ended before it had results
+    (path / "metrics.jsonl").touch()
+    continued = prepare_process(config)
+    assert continued.run.resume is True and continued.run.run_dir == path
+    assert not continued.run.auto_resume and continued.run.seed == 3
+
+
+def test_auto_resume_is_what_process_0_sees(tmp_path, monkeypatch):
+    """A file system may show the others an older state of the folder."""
+    config = build(CnnConfig, {"run_dir": tmp_path / "run", "auto_resume": True})
+    monkeypatch.setattr(coordination, "broadcast", lambda name, own: not own)
+    assert prepare_process(config).run.resume is True
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("cnn train", {}, "auto-resume needs a --run-dir"),
+        ("cnn train", {"run_dir": "x", "checkpoints": False}, "checkpoints is off"),
+        ("cnn validate", {"run_dir": "x"}, "leave out --auto-resume"),
+        ("vcd train", {"run_dir": "x", "checkpoints": False}, "checkpoints is off"),
+    ],
+)
+def test_auto_resume_is_refused_where_nothing_can_be_continued(command, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        COMMANDS[command].configure({**options, "auto_resume": True}, name=command)

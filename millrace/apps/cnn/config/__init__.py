@@ -132,7 +132,7 @@ class CnnConfig:
                 "weight_avg_exp and weight_avg_n average checkpoints, but checkpoints is "
                 "off."
             )
-        if self.run.resume:
+        if self.run.may_resume:
             raise ValueError("resume needs a checkpoint, but checkpoints is off.")
 
     @property

@@ -68,7 +68,7 @@ class VcdConfig:
         if self.data.arrays is not None and self.workflow.testing:
             if "test_image" not in self.data.arrays["shapes"]:
                 raise ValueError("testing needs test_data, the images to test on.")
-        if self.run.resume and not self.workflow.checkpoints:
+        if self.run.may_resume and not self.workflow.checkpoints:
             raise ValueError("resume needs a checkpoint, but checkpoints is off.")
 
     @property
