@@ -1,19 +1,17 @@
-"""A local S3 server in a process of its own, for tests: ``s3_server.py PORT FAILURES``.
+"""A local S3 server in a process of its own: ``s3_server.py PORT FAILURES DELAY``.
 
 Every FAILURES-th request is answered with an error 503, as an overloaded server does; 0 for
-none. All buckets are kept in the memory of the server.
+none. Every request takes DELAY seconds. Buckets are kept in the memory of the server.
 """
 
 import contextlib
 import itertools
-import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BUCKET = "tests"
 
@@ -35,9 +33,26 @@ class Server(NamedTuple):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def stop(self) -> None:
-        """Stop answering, with all buckets kept."""
-        self.process.send_signal(19)  # SIGSTOP
+    def list(self, prefix: str) -> set[str]:
+        """Return the names of all files below a prefix."""
+        pages = self._client().get_paginator("list_objects_v2")
+        listed = pages.paginate(Bucket=BUCKET, Prefix=prefix)
+        return {each["Key"] for page in listed for each in page.get("Contents", ())}
+
+    def make_bucket(self) -> None:
+        """Create the bucket."""
+        self._client().create_bucket(Bucket=BUCKET)
+
+    def _client(self) -> Any:
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            aws_access_key_id="testing",
+            aws_secret_access_key="testing",
+            region_name="us-east-1",
+        )
 
     def end(self) -> None:
         """End the server: connections are refused."""
@@ -52,16 +67,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(*, failures: int = 0, port: int | None = None) -> Iterator[Server]:
+def serving(*, failures: int = 0, delay: float = 0.0) -> Iterator[Server]:
     """Start a server with an empty bucket."""
-    port = port or free_port()
+    port = free_port()
+    arguments = [str(port), str(failures), str(delay)]
     process = subprocess.Popen(
-        [sys.executable, __file__, str(port), str(failures)], stderr=subprocess.DEVNULL
+        [sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL
     )
     server = Server(process, port)
     try:
         _wait(server)
-        _make_bucket(server)
+        server.make_bucket()
         yield server
     finally:
         server.end()
@@ -78,28 +94,15 @@ def _wait(server: Server) -> None:
     raise AssertionError("the server did not start")
 
 
-def _make_bucket(server: Server) -> None:
-    import boto3
-
-    settings = server.environment
-    client = boto3.client(
-        "s3",
-        endpoint_url=settings["AWS_ENDPOINT_URL"],
-        aws_access_key_id="testing",
-        aws_secret_access_key="testing",
-        region_name="us-east-1",
-    )
-    client.create_bucket(Bucket=BUCKET)
-
-
 def main() -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
 
     application = DomainDispatcherApplication(create_backend_app)
-    every, count = int(sys.argv[2]), itertools.count(1)
+    every, delay, count = int(sys.argv[2]), float(sys.argv[3]), itertools.count(1)
 
     def answer(environ, start_response):
+        time.sleep(delay)
         if every and next(count) % every == 0:
             start_response("503 Slow Down", [("Content-Type", "text/plain")])
             return [b"Please reduce your request rate."]

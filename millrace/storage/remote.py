@@ -16,8 +16,11 @@ T = TypeVar("T")
 WRITER = ".writer"
 """The file with the name of the working copy that wrote the folder last."""
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra of this package that has the client of a service."""
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs, or millrace with its extra s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs, or millrace with its extra gs"),
+}
+"""What to install for a service."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # By default a lost connection shows after several minutes.
@@ -80,11 +83,10 @@ def _get_file_system(url: str) -> tuple[Any, str]:
         options = _OPTIONS.get(scheme, {})
         return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        extra = _EXTRAS.get(scheme)
-        package = f"'millrace[{extra}]'" if extra else getattr(error, "name", None)
+        package = _PACKAGES.get(scheme, "the package that fsspec needs for it")
         raise StorageError(
-            f"{url} needs packages that are not installed ({describe_error(error)}): "
-            f"install {package or 'the client of fsspec for it'}."
+            f"{url} needs a package that is not installed: {describe_error(error)}. "
+            f"Install {package}."
         ) from error
     except ValueError as error:
         raise StorageError(f"{url} cannot be opened: {describe_error(error)}.") from error
