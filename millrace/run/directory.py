@@ -107,9 +107,8 @@ class RunDirectory:
         """Write the larger values to config.yml, once the run continues with them."""
         if self.extended_options:
             record = load_yaml(self.path / "config.yml") | self.extended_options
-            write_atomically(
-                self.path / "config.yml", yaml.safe_dump(record, sort_keys=False)
-            )
+            text = yaml.safe_dump(record, sort_keys=False)
+            write_atomically(self.path / "config.yml", text, private=True)
 
     def discard(self) -> None:
         """Undo opening a run that never began; a folder that existed before stays."""
@@ -290,7 +289,8 @@ def open_run_directory(
         directory.lock()
         _clear_files_without_results(path)
         plain = {"command": command} | as_plain(config)
-        write_atomically(record, yaml.safe_dump(plain, sort_keys=False))
+        # Options may be secrets, such as an address with a token.
+        write_atomically(record, yaml.safe_dump(plain, sort_keys=False), private=True)
     except OSError as error:
         raise _cannot_write(path, error) from error
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -448,6 +449,12 @@ def _execute(
 
 def _find_compile_cache(console: Console) -> Path | None:
     """Return the folder of compiled programs, unless others could put theirs there."""
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if chosen and "://" not in chosen and (reason := find_writers(Path(chosen))):
+        console.warning(
+            "Compiled programs in JAX_COMPILATION_CACHE_DIR may be those of others, "
+            f"because {reason}. They are used, because you chose the folder."
+        )
     folder = compile_cache_folder()
     if (reason := find_writers(folder)) is None:
         return folder

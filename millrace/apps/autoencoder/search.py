@@ -382,6 +382,6 @@ def _finish(
     record = run.directory.path / "config.yml"
     options = trials[chosen]._asdict() | {"search": None, "search_over": []}
     text = yaml.safe_dump(load_yaml(record) | options, sort_keys=False)
-    write_atomically(record, text)
+    write_atomically(record, text, private=True)
     shutil.rmtree(run.directory.path / _FOLDER, ignore_errors=True)
     return replace_options(config, **options)
