@@ -138,7 +138,7 @@ LAYERS = (
 
 CONFIG_MAY_IMPORT = {
     *("config", "data.layouts", "data.ratings.counts", "distributed.hardware", "plan"),
-    *("run.options", "run.saved"),
+    *("run.options", "run.saved", "storage.address"),
 }
 MODELS_MAY_IMPORT = {"config", "data", "nn", "plan", "program"}
 

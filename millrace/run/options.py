@@ -38,8 +38,8 @@ class RunOptions:
     )
 
     run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT | STORED)
-    """Folder for everything the run writes, on this machine or in object storage, such as
-    s3://BUCKET/RUN or gs://BUCKET/RUN (default: runs/APPLICATION-VERB-TIME)."""
+    """Folder of the run, or its address in object storage, such as s3://BUCKET/RUN
+    (default: runs/APPLICATION-VERB-TIME)."""
     resume: bool | Path = field(
         default=False, metadata=_MAY_CHANGE | TRANSIENT | STORED | {"bare": True}
     )
