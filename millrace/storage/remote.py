@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ _PERMANENT_NAMES = {
 
 _FIRST_DELAY_SECONDS = 0.5
 _ATTEMPTS = 5
+_ATTEMPTS_SECONDS = 30.0
 
 
 class FileInfo(NamedTuple):
@@ -65,11 +67,13 @@ def describe_error(error: BaseException) -> str:
 
 def attempt(action: Callable[[], T], attempts: int = _ATTEMPTS) -> T:
     """Call an action; repeat it after a temporary error, each time after a longer wait."""
+    deadline = time.monotonic() + _ATTEMPTS_SECONDS
     for number in range(attempts - 1):
         try:
             return action()
         except Exception as error:
-            if is_permanent(error):
+            # Some clients have then tried often enough already.
+            if is_permanent(error) or time.monotonic() > deadline:
                 raise
         # At random, so that many processes do not ask again at the same moment.
         time.sleep(_FIRST_DELAY_SECONDS * 2**number * random.uniform(0.5, 1.0))
@@ -81,6 +85,8 @@ def _get_file_system(url: str) -> tuple[Any, str]:
     try:
         fsspec = importlib.import_module("fsspec")
         options = _OPTIONS.get(scheme, {})
+        # It prints the tracebacks of errors that it raises as well.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         package = _PACKAGES.get(scheme, "the package that fsspec needs for it")

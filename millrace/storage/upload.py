@@ -46,7 +46,7 @@ _log = logging.getLogger("millrace")
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _ATTEMPTS = 2
 _STAGING = "uploading-"
-_REPLACED = ("summary.json", "report")
+_REPLACED = ("summary.json", "report", "tensorboard/")
 """Files of an earlier part of the run that a later one may delete."""
 
 
