@@ -38,8 +38,8 @@ class RunOptions:
     )
 
     run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT | STORED)
-    """Folder of the run, or its address in object storage, such as s3://BUCKET/RUN
-    (default: runs/APPLICATION-VERB-TIME)."""
+    """Folder for everything the run writes, here or at s3://BUCKET/RUN (default:
+    runs/APPLICATION-VERB-TIME)."""
     resume: bool | Path = field(
         default=False, metadata=_MAY_CHANGE | TRANSIENT | STORED | {"bare": True}
     )

@@ -1,6 +1,8 @@
+import importlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
 
@@ -302,7 +304,9 @@ def test_a_storage_that_cannot_be_written_is_an_error_at_once(monkeypatch):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    known = importlib.import_module("fsspec.registry")._registry  # imported already
+    monkeypatch.delitem(known, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(StorageError, match="Install s3fs, or millrace with its extra s3"):
         Remote("s3://bucket/run")
     with pytest.raises(StorageError, match="nonsense"):
