@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+AUDIT := .venv-audit
 INSTALLED := $(VENV)/.installed
 TEST_PYTHON := $(BIN)/python
 GPU_PROCESSES := 10
 
-.PHONY: demo test test-slow test-gpu chaos lint types format docs wheel clean
+.PHONY: demo test test-slow test-gpu chaos lint types format docs wheel locked lock sbom audit clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,5 +55,38 @@ docs: $(INSTALLED)  ## build the documentation: site/index.html
 wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel
 
+# The exact files of requirements.lock, verified by their hashes, as CI installs them.
+locked: pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes --only-binary :all: --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --editable .
+	@touch $(INSTALLED)
+
+$(AUDIT)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt 'cyclonedx-bom>=7' 'pip-audit>=2.9' uv
+	@touch $@
+
+lock: $(AUDIT)/.installed  ## write requirements.lock after a change of pyproject.toml or constraints.txt
+	$(AUDIT)/bin/uv pip compile pyproject.toml --quiet --extra dev --extra docs --extra images \
+	  --constraint constraints.txt --python-platform x86_64-manylinux_2_28 \
+	  --python-version 3.11.9 --generate-hashes --no-header --no-annotate \
+	  --no-emit-index-url --no-emit-find-links --output-file requirements.lock
+
+sbom: $(AUDIT)/.installed  ## list what an installation contains: dist/sbom.cdx.json
+	$(PYTHON) -m venv --clear $(AUDIT)/runtime
+	$(AUDIT)/runtime/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt .
+	mkdir -p dist
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-format JSON --output-file dist/sbom.cdx.json $(AUDIT)/runtime/bin/python
+	@echo "written to dist/sbom.cdx.json"
+
+audit: $(AUDIT)/.installed  ## look up known vulnerabilities of requirements.lock; needs a network
+	$(AUDIT)/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+
 clean:
-	rm -rf $(VENV) dist site
+	rm -rf $(VENV) $(AUDIT) dist site

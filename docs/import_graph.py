@@ -123,6 +123,7 @@ FOUNDATION = {
     "numbers": "formatting of numbers",
     "output": "output to lost terminals",
     "card": "how objects show themselves",
+    "storage": "runs in object storage",
     "trust": "who else could change a file",
     "user_code": "the user's line in a traceback",
     "versions": "versions of libraries",

@@ -19,7 +19,7 @@ PARTIAL = ".partial"
 
 @contextlib.contextmanager
 def replacing(
-    path: Path, *, binary: bool = False, newline: str | None = None
+    path: Path, *, binary: bool = False, newline: str | None = None, private: bool = False
 ) -> Iterator[IO[Any]]:
     """Open a file that replaces `path` atomically when the block ends.
 
@@ -30,12 +30,14 @@ def replacing(
         path: The file to replace; its folder must exist.
         binary: Whether to write bytes instead of text.
         newline: As in ``open``.
+        private: Whether only this user may read the file.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         options: dict[str, Any] = {"encoding": "utf-8", "newline": newline}
         mode, options = ("wb", {}) if binary else ("w", options)
-        with open(partial, mode, **options, opener=_create) as file:
+        opener = _create_private if private else _create
+        with open(partial, mode, **options, opener=opener) as file:
             yield file
             file.flush()
             # Before the rename: a new name must not point to data that is not on disk.
@@ -47,16 +49,20 @@ def replacing(
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of a file atomically."""
-    with replacing(path) as file:
+def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace the contents of a file atomically; only this user may read a private one."""
+    with replacing(path, private=private) as file:
         file.write(text)
 
 
-def _create(name: str, flags: int) -> int:
+def _create(name: str, flags: int, mode: int = 0o666) -> int:
     """Create a new file; never follow a link that somebody else has put there."""
     flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(name, flags, 0o666)
+    return os.open(name, flags, mode)
+
+
+def _create_private(name: str, flags: int) -> int:
+    return _create(name, flags, 0o600)
 
 
 def sync_file(path: Path) -> None:

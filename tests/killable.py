@@ -13,8 +13,8 @@ from millrace.loop.progress import TIMED
 SCRIPT = Path(__file__).with_name("killable_run.py")
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+def start(directory: Path | str, *arguments: str, **variables: str) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | variables
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(directory), *arguments],
         env=environment,

@@ -1,6 +1,7 @@
 """A small training run in its own process, for tests that kill it.
 
 usage: killable_run.py RUN_DIR [--resume] [--delay=SECONDS] [--note-finished=FILE]
+                       [--upload-timeout=SECONDS]
 
 Reading a batch takes SECONDS. FILE gets the update of each finished checkpoint. Every
 update logs sums over the ids of its samples, so that a skipped or repeated sample shows
@@ -109,7 +110,11 @@ if __name__ == "__main__":
     if file := option("note-finished", ""):
         note_finished(file)
     options = RunOptions(
-        run_dir=Path(sys.argv[1]), resume="--resume" in sys.argv, quiet=True, seed=5
+        run_dir=Path(sys.argv[1]),
+        resume="--resume" in sys.argv,
+        upload_timeout=float(option("upload-timeout", "60")),
+        quiet=True,
+        seed=5,
     )
     config = Config(run=options)
     sys.exit(run_command(work, config, command="killable", command_line="test"))

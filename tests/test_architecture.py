@@ -29,11 +29,12 @@ GRAPH = read_graph()
 
 MAY_IMPORT = {
     # Foundation: importable from everywhere, so it imports almost nothing.
-    "config": set(),
+    "config": {"storage"},
     "durable": set(),
     "numbers": set(),
     "output": set(),
     "card": set(),
+    "storage": {"durable", "trust"},
     "trust": set(),
     "user_code": set(),
     "versions": set(),
@@ -138,7 +139,7 @@ LAYERS = (
 
 CONFIG_MAY_IMPORT = {
     *("config", "data.layouts", "data.ratings.counts", "distributed.hardware", "plan"),
-    *("run.options", "run.saved"),
+    *("run.options", "run.saved", "storage.address"),
 }
 MODELS_MAY_IMPORT = {"config", "data", "nn", "plan", "program"}
 

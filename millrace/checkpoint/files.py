@@ -29,6 +29,7 @@ from millrace.checkpoint.manifest import (
     check_compatible,
     classify_read_errors,
     describe_arrays,
+    file_checksum,
     read_manifest,
     verify_files,
     write_manifest,
@@ -36,6 +37,8 @@ from millrace.checkpoint.manifest import (
 from millrace.distributed import coordination
 from millrace.durable import PARTIAL, discard, locked, make_folder, rename
 from millrace.program.ema import NUM_UPDATES
+from millrace.storage.address import StorageError
+from millrace.storage.download import download_arrays
 
 _AVERAGE = ".optimizer_state.average"
 """Path of a moving average of the weights; see ``millrace.program.ema``."""
@@ -160,11 +163,21 @@ def restore(path: Path, like: Any) -> Restored:
         path: A folder ``update-<n>``.
         like: A state with the expected structure, shapes and types.
     """
-    manifest = read_manifest(path)
-    verify_files(path, manifest)
+    manifest = _read_verified(path)
     check_compatible(path, manifest["arrays"], describe_arrays(like))
     with _damage_from_any_error(path):
         return Restored(read_arrays(path, manifest, like), manifest)
+
+
+def _read_verified(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files are all here and unchanged."""
+    manifest = read_manifest(path)
+    try:
+        download_arrays(path, manifest["files"], file_checksum)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    verify_files(path, manifest)
+    return manifest
 
 
 def restore_part(path: Path, like: Any) -> Restored:
@@ -177,8 +190,7 @@ def restore_part(path: Path, like: Any) -> Restored:
             whatever the optimizer was. If the run kept a moving average of the weights,
             ``params`` is the average.
     """
-    manifest = read_manifest(path)
-    verify_files(path, manifest)
+    manifest = _read_verified(path)
     names = [name for name in like._fields if getattr(like, name) is not None]
     prefixes = tuple(f".{name}" for name in names)
     expected = describe_arrays(like)

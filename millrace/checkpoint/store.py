@@ -72,6 +72,7 @@ class Checkpoints:
         path: The folder of the checkpoints.
         keep: Number of newest checkpoints to keep.
         best_by: The metric by which the best checkpoint is chosen, which is never deleted.
+        on_change: Called in the first process when a checkpoint was written or changed.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Checkpoints:
         *,
         keep: int = 3,
         best_by: BestMetric | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._path = path
         self._keep = keep
         self.best_by = best_by
+        self._on_change = on_change
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="millrace-checkpoint")
         self._writing: Future[None] | None = None
         # Importing orbax takes a second; do it while the program compiles.
@@ -139,6 +142,7 @@ class Checkpoints:
         path = self._path / checkpoint_name(update)
         if coordination.is_first() and has_manifest(path):
             update_manifest(path, metrics=scores, scores=scores)
+            self._on_change()
 
     def wait(self, *, raise_error: bool = True) -> None:
         """Wait until the checkpoint in progress is on disk.
@@ -254,6 +258,7 @@ class Checkpoints:
         if coordination.is_first():
             record_progress(update)
             self._prune()
+            self._on_change()
 
     def _prune(self) -> None:
         """Delete old checkpoints; called when the new one is on disk under its name."""

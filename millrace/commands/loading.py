@@ -8,6 +8,7 @@ from typing import Any
 from millrace.commands.registry import COMMANDS
 from millrace.run.options import Which
 from millrace.run.saved import SavedRun, announce, find_run, read_weights
+from millrace.storage.address import display
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +68,7 @@ class LoadedRun:
 
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         return (
-            f"LoadedRun({str(self.saved.path)!r}, {self.command or 'unknown command'}: "
+            f"LoadedRun({display(self.saved.path)!r}, {self.command or 'unknown command'}: "
             f"{self.title}; {count:,} parameters)"
         )
 
@@ -76,14 +77,15 @@ def load(run: Path | str, which: Which = "best", *, like: Any = None) -> LoadedR
     """Load a checkpoint of any run, including those of your own application.
 
     Args:
-        run: A run directory, its folder of checkpoints, or one checkpoint.
+        run: A run directory, its folder of checkpoints, or one checkpoint, on this machine
+            or in object storage, such as ``s3://bucket/run``.
         which: The best checkpoint, the last, or that after this number of updates. In a run
             without validation, the last one is the best.
         like: Weights of the structure that was saved, or a training state. It is needed
             only if they have classes that a checkpoint cannot rebuild: dictionaries, lists
             and tuples can be.
     """
-    saved = find_run(Path(run))
+    saved = find_run(run)
     command = COMMANDS.get(str(saved.options.get("command")).replace("-", " ", 1))
     best_by = None if command is None else command.load_best_metric()
     chosen = saved.choose(which, best_by=best_by)

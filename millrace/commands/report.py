@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config import writing
+from millrace.config import STORED, open_run, writing
 from millrace.numbers import format_duration, format_number
+from millrace.storage.address import find_url
 
 if TYPE_CHECKING:
     from millrace.report.record import RunRecord
@@ -21,7 +22,7 @@ class ReportConfig:
     """Write the report of a run again, compare several runs on one page, or follow a
     folder of runs in the browser while they train."""
 
-    run: list[Path] = field(default_factory=list, metadata={"positional": True})
+    run: list[Path] = field(default_factory=list, metadata={"positional": True, **STORED})
     """Run directories, or folders of run directories; a run may still be running."""
     out: Path | None = None
     """File for the page (default: report.html in the run directory, or comparison.html
@@ -52,6 +53,8 @@ class ReportConfig:
             raise ValueError("--out is for a page in a file: --serve writes none.")
         if len(self.run) > 1 or (self.run and self.serve != _FOLDER):
             raise ValueError("--serve shows one folder: give the one that has all runs.")
+        if any(find_url(run) is not None for run in self.run):
+            raise ValueError("--serve shows runs of this machine, not of object storage.")
         if self.port is not None and not 0 <= self.port < 65536:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}.")
 
@@ -62,6 +65,7 @@ def report(config: ReportConfig) -> None:
     from millrace.report.comparison import comparison_page
     from millrace.report.record import read_run
     from millrace.report.run_page import run_page, write_report
+    from millrace.storage.upload import publish
 
     if config.serve is not None:
         from millrace.report.serve import serve
@@ -71,7 +75,7 @@ def report(config: ReportConfig) -> None:
     several = len(runs) > 1
     if not several and config.out is None:
         with writing(runs[0] / "report.html"):
-            return print(write_report(runs[0]))
+            return print(publish(write_report(runs[0])))
     path = config.out or Path("comparison.html")
     records = [read_run(run) for run in runs]
     page = comparison_page(records) if several else run_page(records[0])
@@ -84,6 +88,7 @@ def report(config: ReportConfig) -> None:
 
 def _find_runs(path: Path) -> list[Path]:
     """Return a run directory itself, or the run directories in a folder."""
+    path = open_run(path)
     inside = sorted(config.parent for config in path.glob("*/config.yml"))
     return [path] if (path / "config.yml").exists() or not inside else inside
 

@@ -30,9 +30,11 @@ from millrace.config.checks import (
 from millrace.config.command_line import parse
 from millrace.config.files import load_named, load_yaml, writing
 from millrace.config.help import common_options, field_docs, format_help
+from millrace.config.runs import STORED, open_run
 from millrace.config.spelling import as_typed
 
 __all__ = [
+    "STORED",
     "ConfigurationError",
     "Defaults",
     "Option",
@@ -51,6 +53,7 @@ __all__ = [
     "load_yaml",
     "number",
     "one_of",
+    "open_run",
     "option_name",
     "option_value",
     "parse",

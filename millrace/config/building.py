@@ -20,7 +20,9 @@ from millrace.config.files import (
     load_yaml,
     read_named,
 )
+from millrace.config.runs import locate, open_run
 from millrace.config.values import convert
+from millrace.storage.address import display, is_url
 
 T = TypeVar("T")
 
@@ -109,10 +111,12 @@ def configure(
     if (check := getattr(config_type, "check_given", None)) is not None:
         check(given)
     name, path = given.pop("config", None), given.pop("config_path", named_configs)
+    name = str(open_run(name)) if is_url(name) else name
     named = _load_named_options(config_type, path, str(name), command) if name else {}
     if name and (start := getattr(config_type, "start_from_named", None)) is not None:
         named = start(named, given)
-    values = _separate_resume(_override(config_type, named, given))
+    values = _locate_runs(config_type, _override(config_type, named, given))
+    values = _separate_resume(values)
     if values.get("resume") is True and values.get("run_dir") is not None:
         saved = load_saved_options(config_type, Path(values["run_dir"]), command)
         values = saved | _normalize_given(config_type, values)
@@ -120,6 +124,17 @@ def configure(
     if defaults is not None:
         values = _override(config_type, defaults(values), values)
     return build(config_type, values), values
+
+
+def _locate_runs(config_type: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with working copies in place of addresses of runs."""
+    known = flat_options(config_type)
+    return {
+        name: locate(value, known[name].hint, known[name].metadata, flag(name))
+        if name in known
+        else value
+        for name, value in values.items()
+    }
 
 
 def _separate_resume(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +147,8 @@ def _separate_resume(values: Mapping[str, Any]) -> dict[str, Any]:
         return {**values, "resume": resume}
     if run_dir is not None and Path(run_dir) != resume:
         raise ConfigurationError(
-            f"--resume names the run {resume}, but --run-dir is {run_dir}. Give the run "
-            "once: --resume RUN."
+            f"--resume names the run {display(resume)}, but --run-dir is "
+            f"{display(Path(run_dir))}. Give the run once: --resume RUN."
         )
     return {**values, "resume": True, "run_dir": resume}
 
@@ -151,12 +166,12 @@ def load_saved_options(
         run: The run directory.
         command: The command, such as ``cnn-train``: a run of another one is refused.
     """
-    if not (path := run / "config.yml").is_file():
+    if not (path := open_run(run) / "config.yml").is_file():
         return {}
     saved = load_yaml(path)
     if command is not None and saved.get("command") != command:
         raise ConfigurationError(
-            f"{run} holds a run of {saved.get('command')}, not of {command}."
+            f"{display(run)} holds a run of {saved.get('command')}, not of {command}."
         )
     known = flat_options(config_type)
     named = {option_name(config_type, key): value for key, value in saved.items()}
@@ -317,7 +332,9 @@ def _convert_option(config_type: Any, key: str, value: Any) -> tuple[str, Any]:
     name = option_name(config_type, key)
     if name not in (known := flat_options(config_type)):
         raise ConfigurationError(f"Unknown option {name[:80]}.{did_you_mean(name, known)}")
-    return name, convert(known[name].hint, value, flag(name))
+    hint = known[name].hint
+    value = locate(value, hint, known[name].metadata, flag(name))
+    return name, convert(hint, value, flag(name))
 
 
 def option_value(config: Any, name: str) -> Any:
@@ -347,7 +364,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return str(value)
+    return display(value) if isinstance(value, Path) else str(value)
 
 
 def positional_name(name: str, option: Option) -> str | None:

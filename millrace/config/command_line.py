@@ -23,6 +23,7 @@ from millrace.config.files import exists, load_yaml
 from millrace.config.help import config_flags, format_help
 from millrace.config.spelling import record_spelling
 from millrace.config.values import choices, convert, type_name, without_none
+from millrace.storage.address import is_url
 
 T = TypeVar("T")
 
@@ -205,6 +206,8 @@ def _get_argparse_settings(hint: Any, option: str) -> dict[str, Any]:
 
     def converter(item_hint: Any) -> Callable[[str], Any]:
         def convert_argument(arg: str) -> Any:
+            if is_url(arg):
+                return arg  # converted later: not every option may be in object storage
             try:
                 return convert(item_hint, arg, option)
             except ConfigurationError as error:

@@ -56,12 +56,12 @@ def data_folder() -> Path:
     return Path(cache).expanduser() / "millrace"
 
 
-def check_trusted(folder: Path) -> None:
+def check_trusted(folder: Path, *, variable: str = "MILLRACE_DATA") -> None:
     """Raise if any user of this machine could change what is in a folder of downloads."""
     if (reason := find_writers(folder, trust_owner=True)) is not None:
         raise ConfigurationError(
             f"What is in {folder} is not used, because {reason}. Take that right away "
-            "(chmod o-w), or choose another folder with MILLRACE_DATA."
+            f"(chmod o-w), or choose another folder with {variable}."
         )
 
 
@@ -81,6 +81,14 @@ def find_downloaded(name: str) -> Path:
     folder = download_folder(name)
     if folder.exists():
         check_trusted(folder)
+    return folder
+
+
+def find_tfds_folder() -> Path:
+    """Return the folder of TensorFlow Datasets; raise if any user could change it."""
+    folder = tfds_folder()
+    if folder.exists():
+        check_trusted(folder, variable="TFDS_DATA_DIR")
     return folder
 
 

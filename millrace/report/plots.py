@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.config import ConfigurationError, did_you_mean
+from millrace.config import ConfigurationError, did_you_mean, open_run
 from millrace.drawing.html import page
 from millrace.drawing.style import COLORS, FIGURES
 from millrace.report.metrics import curve_figure, run_curves, run_throughput_figure
@@ -113,7 +113,7 @@ pictures = images
 
 
 def _read(run: Run) -> RunRecord:
-    return read_run(Path(getattr(run, "path", run)))
+    return read_run(open_run(getattr(run, "path", run)))
 
 
 def _plot_section(run: Run, name: str, what: str) -> Plot:

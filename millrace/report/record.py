@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import ConfigurationError, load_yaml
+from millrace.storage.address import display
 
 FOLDER, PHASES = "report", "phases.json"
 """The folder in a run directory with the data of its report, and a file in it."""
@@ -105,8 +106,8 @@ def read_run(path: Path) -> RunRecord:
     """Read a run directory; a run that is still running has its results so far."""
     if not (path / "config.yml").is_file():
         raise ConfigurationError(
-            f"{path} is not a run directory: it has no config.yml. Give the directory that "
-            "was --run-dir, or one of those in runs/."
+            f"{display(path)} is not a run directory: it has no config.yml. Give the "
+            "directory that was --run-dir, or one of those in runs/."
         )
     config = load_yaml(path / "config.yml")
     summary = read_summary(path)

@@ -33,6 +33,10 @@ from millrace.durable import (
 )
 from millrace.report.record import read_events
 from millrace.run.options import compare_options
+from millrace.storage.address import StorageError, display, to_local
+from millrace.storage.copy import RECORD
+from millrace.storage.download import refresh
+from millrace.storage.upload import Uploader, open_uploader
 
 _FILES_WITHOUT_RESULTS = {"config.yml", "summary.json", "report", "report.html"}
 """What a run leaves that ended before it had any results."""
@@ -62,6 +66,8 @@ class RunDirectory:
         self._metrics = path / "metrics.jsonl"
         self._num_events: int | None = None
         self._release_lock: weakref.finalize | None = None
+        self.uploader: Uploader | None = None
+        """Copies the directory to object storage; None for a run on this machine."""
 
     @property
     def path(self) -> Path:
@@ -79,11 +85,18 @@ class RunDirectory:
             descriptor = lock_folder(self.path)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"Another process is writing the run in {self.path}. Wait until it has "
-                "ended, or choose another --run-dir."
+                f"Another process is writing the run in {display(self.path)}. Wait until "
+                "it has ended, or choose another --run-dir."
             ) from error
         if descriptor is not None:
             self._release_lock = weakref.finalize(self, os.close, descriptor)
+
+    def start_upload(self) -> None:
+        """Begin to copy the directory to object storage, if it belongs there."""
+        try:
+            self.uploader = open_uploader(self.home)
+        except StorageError as error:
+            raise ConfigurationError(str(error)) from error
 
     def close(self) -> None:
         """Release the lock."""
@@ -94,12 +107,13 @@ class RunDirectory:
         """Write the larger values to config.yml, once the run continues with them."""
         if self.extended_options:
             record = load_yaml(self.path / "config.yml") | self.extended_options
-            write_atomically(
-                self.path / "config.yml", yaml.safe_dump(record, sort_keys=False)
-            )
+            text = yaml.safe_dump(record, sort_keys=False)
+            write_atomically(self.path / "config.yml", text)
 
     def discard(self) -> None:
         """Undo opening a run that never began; a folder that existed before stays."""
+        if self.uploader is not None:
+            self.uploader.discard()
         (self.path / "config.yml").unlink()
         if self.created:
             shutil.rmtree(self.path)
@@ -248,25 +262,26 @@ def open_run_directory(
         resume: Whether the directory must contain a run already.
     """
     is_unnamed = path is None
-    path = _create_unnamed(command) if path is None else path
+    path = _create_unnamed(command) if path is None else _refresh(path)
     directory = RunDirectory(path, created=is_unnamed or None)
     record = path / "config.yml"
     if resume:
         if not record.exists():
             raise ConfigurationError(
-                f"There is no run to resume in {path}: it has no config.yml."
+                f"There is no run to resume in {display(path)}: it has no config.yml."
             )
         directory.extended_options = compare_options(
             load_yaml(record), config, command=command, path=path
         )
         directory.lock()
         _clear_leftovers(path)
+        directory.start_upload()
         return directory
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--run-dir {path} is a file, not a directory.")
     if path.exists() and any(path.iterdir()) and not _has_no_results(path):
         raise ConfigurationError(
-            f"The run directory {path} exists and is not empty. Choose another "
+            f"The run directory {display(path)} exists and is not empty. Choose another "
             "--run-dir, or add --resume to continue the run in it."
         )
     try:
@@ -277,18 +292,34 @@ def open_run_directory(
         write_atomically(record, yaml.safe_dump(plain, sort_keys=False))
     except OSError as error:
         raise _cannot_write(path, error) from error
+    try:
+        directory.start_upload()
+    except ConfigurationError:
+        directory.discard()
+        raise
     return directory
+
+
+def _refresh(path: Path) -> Path:
+    """Return the folder of a run; a working copy is brought up to date."""
+    try:
+        folder = to_local(path)
+        refresh(folder, exact=True)
+        return folder
+    except StorageError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def has_begun(path: Path) -> bool:
     """Whether a folder has a run with something to continue."""
+    path = _refresh(path)
     return (path / "config.yml").exists() and not _has_no_results(path)
 
 
 def _has_no_results(path: Path) -> bool:
     """Whether a folder only has the files of a run that ended before it had results."""
     names = {entry.name for entry in path.iterdir()}
-    names -= {entry.name for entry in _leftovers(path)}
+    names -= {RECORD, *(entry.name for entry in _leftovers(path))}
     if not names:
         return True
     if not names <= _FILES_WITHOUT_RESULTS:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from millrace.config import (
+    STORED,
     ConfigurationError,
     as_plain,
     flat_options,
@@ -13,6 +14,7 @@ from millrace.config import (
     plain_defaults,
 )
 from millrace.plan import Batching, resolve_batching
+from millrace.storage.address import display
 
 _MAY_CHANGE = {"may_change": True}
 """Marks options that may change when a run is resumed: they do not affect results."""
@@ -35,10 +37,11 @@ class RunOptions:
         *("run_dir", "resume", "seed", "tensorboard", "quiet", "debug"),
     )
 
-    run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT)
-    """Folder for everything the run writes (default: runs/APPLICATION-VERB-TIME)."""
+    run_dir: Path | None = field(default=None, metadata=_MAY_DIFFER | TRANSIENT | STORED)
+    """Folder for everything the run writes, here or at s3://BUCKET/RUN (default:
+    runs/APPLICATION-VERB-TIME)."""
     resume: bool | Path = field(
-        default=False, metadata=_MAY_CHANGE | TRANSIENT | {"bare": True}
+        default=False, metadata=_MAY_CHANGE | TRANSIENT | STORED | {"bare": True}
     )
     """Continue this run, or the one in --run-dir, from its newest intact checkpoint. Its
     options are those of the run unless they are given again."""
@@ -51,6 +54,9 @@ class RunOptions:
     """Seconds without progress in training after which the run ends with an error that says
     what each process is doing; 0 for never (default: never for a single process, else 1800,
     or ten times the longest step so far)."""
+    upload_timeout: float = field(default=300.0, metadata=_MAY_DIFFER | TRANSIENT)
+    """Seconds without progress after which the end of a run no longer waits for its upload
+    to object storage."""
     deterministic: bool = False
     """Use only kernels that give the same bits in every run, so that a run can be repeated
     and resumed exactly. CPUs always do; on a GPU this costs some speed."""
@@ -108,6 +114,10 @@ class RunOptions:
             raise ValueError(
                 f"stuck_timeout must be 0 or more seconds, got {self.stuck_timeout:g}."
             )
+        if not 0 <= self.upload_timeout < math.inf:
+            raise ValueError(
+                f"upload_timeout must be 0 or more seconds, got {self.upload_timeout:g}."
+            )
         if not isinstance(self.resume, bool):
             raise ValueError("Set resume to True, and run_dir to the run to continue.")
         if self.resume and self.run_dir is None:
@@ -155,7 +165,7 @@ def compare_options(
     """
     if old.get("command") != command:
         raise ConfigurationError(
-            f"{path} holds a run of {old.get('command')}, not of {command}."
+            f"{display(path)} holds a run of {old.get('command')}, not of {command}."
         )
     # Older versions spelled some options differently. Options that did not exist when the
     # run was started had today's default.
@@ -181,9 +191,9 @@ def compare_options(
     ]
     if changed:
         raise ConfigurationError(
-            f"{path} belongs to another configuration: {'; '.join(changed)}. Leave out "
-            "these options to continue it as it was started, or start a new run with "
-            f"--config {path} and another --run-dir."
+            f"{display(path)} belongs to another configuration: {'; '.join(changed)}. "
+            "Leave out these options to continue it as it was started, or start a new run "
+            f"with --config {display(path)} and another --run-dir."
         )
     return extended
 

@@ -61,7 +61,8 @@ def _has_begun(path: Path) -> bool:
     from millrace.run.directory import has_begun
 
     # A file system may show the others an older state of the folder.
-    return coordination.broadcast("has-begun", has_begun(path))
+    own = coordination.is_first() and has_begun(path)
+    return coordination.broadcast("has-begun", own)
 
 
 def _fit_to_processes(config: Any) -> Any:

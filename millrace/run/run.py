@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,8 @@ from millrace.run.provenance import (
 from millrace.run.saved import choose_best, read_scores
 from millrace.run.stuck import watching_progress
 from millrace.run.writers import open_writers
+from millrace.storage.address import display
+from millrace.storage.upload import UploadError
 from millrace.trust import find_writers
 from millrace.versions import versions
 
@@ -152,7 +155,7 @@ class Run:
             **training,
             **extension_rows(self.directory.extended_options),
         }
-        self.console.table(rows | {"run directory": str(self.directory.home)})
+        self.console.table(rows | {"run directory": display(self.directory.home)})
         for warning in schedule.warnings if schedule else ():
             self.console.warning(warning)
 
@@ -178,11 +181,28 @@ class Run:
         """
         self._checkpoint_folder = folder or self.directory.checkpoints
         self.track_best(best, mode=mode)
-        checkpoints = Checkpoints(self._checkpoint_folder, keep=keep, best_by=self._best_by)
+        checkpoints = Checkpoints(
+            self._checkpoint_folder,
+            keep=keep,
+            best_by=self._best_by,
+            on_change=self.request_upload,
+        )
         try:
             yield checkpoints
         finally:
             checkpoints.close()
+
+    def request_upload(self) -> None:
+        """Upload what has changed in the background, if the run is in object storage."""
+        if self.directory.uploader is not None:
+            self.directory.uploader.request()
+
+    @property
+    def place(self) -> str:
+        """Where the results are: in object storage, or in a folder."""
+        uploader, home = self.directory.uploader, self.directory.home
+        is_elsewhere = uploader is not None and not uploader.is_done
+        return str(home) if is_elsewhere else display(home)
 
     def track_best(self, metric: str | None, *, mode: Mode | None = None) -> None:
         """Report the best value of a metric, as ``checkpoints`` takes it."""
@@ -429,6 +449,12 @@ def _execute(
 
 def _find_compile_cache(console: Console) -> Path | None:
     """Return the folder of compiled programs, unless others could put theirs there."""
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if chosen and "://" not in chosen and (reason := find_writers(Path(chosen))):
+        console.warning(
+            "Compiled programs in JAX_COMPILATION_CACHE_DIR may be those of others, "
+            f"because {reason}. They are used, because you chose the folder."
+        )
     folder = compile_cache_folder()
     if (reason := find_writers(folder)) is None:
         return folder
@@ -442,7 +468,7 @@ def _record_end(run: Run) -> None:
     if coordination.is_first():
         stopped = {} if run.summary["status"] == "completed" else _STOPPED
         run.directory.write_summary(run.summary | stopped)
-    run.console.line(f"interrupted; partial results are in {run.directory.home}")
+    run.console.line(f"interrupted; partial results are in {run.place}")
 
 
 @contextlib.contextmanager
@@ -457,7 +483,8 @@ def _stopping(console: Console) -> Iterator[None]:
 def _close(run: Run, status: int) -> int:
     """Write the results and release the directory; return the final exit status."""
     # Only the first process writes; all of them wait until it has.
-    for action in _closing_actions(run, status) if coordination.is_first() else ():
+    actions = _closing_actions(run, status) if coordination.is_first() else []
+    for action in [*actions, functools.partial(_finish_upload, run)]:
         try:
             action()
         except Exception as error:
@@ -492,6 +519,18 @@ def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
     ]
 
 
+def _finish_upload(run: Run) -> None:
+    """Wait until all results are in object storage, if they belong there."""
+    uploader = run.directory.uploader
+    if uploader is None or uploader.is_discarded:
+        return
+    try:
+        with interruptible():
+            uploader.finish(run.options.upload_timeout, run.console.line)
+    except KeyboardInterrupt:
+        raise UploadError(uploader.describe_missing()) from None
+
+
 def _report_failure(line: str, status: int, *, silent: bool = False) -> None:
     """Print an error once, even if all processes have it."""
     peers = start_heartbeat()
@@ -503,17 +542,16 @@ def _report_failure(line: str, status: int, *, silent: bool = False) -> None:
 
 
 def _print_result(run: Run) -> None:
-    path = run.directory.home
     if run.summary["status"] == "failed":
-        run.console.line(f"failed; partial results are in {path}")
+        run.console.line(f"failed; partial results are in {run.place}")
         return
     run.console.table(
         {
             **result_rows(run.summary),
             **run.closing_notes,
             **(time_and_memory_rows(run.summary) if run.console.verbose else {}),
-            "results": str(path),
-            "report": str(path / "report.html"),
+            "results": run.place,
+            "report": f"{run.place}/report.html",
         },
         result_styles(run.summary),
     )

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from millrace.checkpoint.best import BestMetric, read_best_metric
 from millrace.checkpoint.find import checkpoint_name, checkpoints_in, is_checkpoint
-from millrace.config import ConfigurationError, build, load_yaml, option_name
+from millrace.config import ConfigurationError, build, load_yaml, open_run, option_name
 from millrace.config.files import exists
 from millrace.numbers import format_number
 from millrace.report.record import as_number, read_events
 from millrace.run.options import Which
+from millrace.storage.address import display
 
 T = TypeVar("T")
 
@@ -84,7 +85,8 @@ class SavedRun(NamedTuple):
         """Raise an error unless this is a run of `command`, such as ``cnn-train``."""
         if (actual := self.options.get("command")) != command:
             raise ConfigurationError(
-                f"{self.directory or self.path} is a run of {actual}, not of {command}."
+                f"{display(self.directory or self.path)} is a run of {actual}, not of "
+                f"{command}."
             )
 
     def build_config(self, config_type: type[T], *, without: Iterable[str] = ()) -> T:
@@ -143,8 +145,8 @@ class SavedRun(NamedTuple):
     def _check_update(self, which: Which) -> None:
         if isinstance(which, int) and self.path.name != checkpoint_name(which):
             raise ConfigurationError(
-                f"{self.path} is one checkpoint, not that after update {which}. Give the "
-                "run directory."
+                f"{display(self.path)} is one checkpoint, not that after update {which}. "
+                "Give the run directory."
             )
 
     def _find_update(self, update: int) -> Path:
@@ -153,7 +155,7 @@ class SavedRun(NamedTuple):
                 return path
         kept = [int(path.name.removeprefix("update-")) for path in self.checkpoints]
         raise ConfigurationError(
-            f"{self.path} has no checkpoint after update {update}, only after "
+            f"{display(self.path)} has no checkpoint after update {update}, only after "
             f"{', '.join(map(str, kept))}."
         )
 
@@ -213,15 +215,17 @@ def choose_best(
 
 
 def find_run(
-    path: Path, *, command: str | None = None, needs_checkpoints: bool = True
+    path: Path | str, *, command: str | None = None, needs_checkpoints: bool = True
 ) -> SavedRun:
     """Find the run that a path belongs to.
 
     Args:
-        path: A run directory, its folder of checkpoints, or one checkpoint.
+        path: A run directory, its folder of checkpoints, or one checkpoint, on this
+            machine or in object storage.
         command: The command that writes such runs, named if nothing is found.
         needs_checkpoints: Whether a run without a checkpoint is an error.
     """
+    path = open_run(path)
     # From a checkpoint, the run directory is two levels up.
     folders = (path, *path.absolute().parents[:2])
     directory = next((folder for folder in folders if (folder / _CONFIG).is_file()), None)
@@ -229,9 +233,9 @@ def find_run(
     checkpoints = _find_checkpoints(path, options)
     if needs_checkpoints and not checkpoints:
         kind = f"a run of `millrace {command}`" if command else "a run"
-        missing = f"There are no checkpoints in {path}"
+        missing = f"There are no checkpoints in {display(path)}"
         if not exists(path):
-            missing = f"There is no {path}"
+            missing = f"There is no {display(path)}"
         raise ConfigurationError(
             f"{missing}. Give the directory of {kind} with checkpoints, or one of those."
         )

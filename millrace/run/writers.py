@@ -111,7 +111,7 @@ class _WandbLike:
         # A resumed run continues the same Weights & Biases run.
         id_path = facts.path / "wandb-id"
         run_id = id_path.read_text() if id_path.exists() else secrets.token_hex(8)
-        write_atomically(id_path, run_id)
+        write_atomically(id_path, run_id, private=True)
         run = package.init(
             project=facts.project,
             name=facts.name,
@@ -171,7 +171,7 @@ class _Mlflow:
         )
         run = self._client.create_run(experiment, run_name=facts.name)
         self._run_id = run.info.run_id
-        write_atomically(id_path, self._run_id)
+        write_atomically(id_path, self._run_id, private=True)
         for name, value in facts.config.items():
             self._client.log_param(self._run_id, name, str(value)[:_MAX_MLFLOW_TEXT])
 

@@ -24,6 +24,7 @@ from millrace.exports.folder import (
     write_model,
 )
 from millrace.run.saved import find_run
+from millrace.storage.upload import publish
 
 _COLUMN_IDS = "column_ids.json"
 
@@ -52,7 +53,7 @@ def export(config: ExportConfig) -> None:
         endings = {file.suffix for file in files}
         write_atomically(folder / CARD, format_card(facts, endings))
     for file in (*files, folder / CARD):
-        print(file)
+        print(publish(file))
 
 
 def build_export(recommender: Recommender, facts: dict[str, Any]) -> Model:

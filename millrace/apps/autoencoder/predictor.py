@@ -60,6 +60,7 @@ from millrace.program.mixed_precision import narrow
 from millrace.program.step import Weights
 from millrace.run.options import Which
 from millrace.run.saved import announce, find_run
+from millrace.storage.address import display
 
 RMSE = "validation_rmse"
 BEST_BY = BestMetric(RMSE, "min")
@@ -341,12 +342,12 @@ def load_recommender(
         which: The best checkpoint, the last, or that after this number of updates.
         announce: Called with a line about the checkpoint.
     """
-    path = Path(path)
     saved = find_run(path, command="autoencoder train")
     folder = saved.directory
     if folder is None or not (folder / ITEMS).is_file():
         raise ConfigurationError(
-            f"{path} is not a run of `millrace autoencoder train`: it has no {ITEMS}."
+            f"{display(saved.path)} is not a run of `millrace autoencoder train`: it has "
+            f"no {ITEMS}."
         )
     saved.check_command("autoencoder-train")
     # The run may have been given paths relative to another working directory.

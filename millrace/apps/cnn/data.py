@@ -30,7 +30,12 @@ from millrace.apps.cnn.models.spec import has_small_images
 from millrace.commands.fetch import fetch_missing, may_fetch
 from millrace.config import ConfigurationError
 from millrace.data import augment, cifar, mnist
-from millrace.data.catalog import CATALOG, DatasetNotFound, find_downloaded, tfds_folder
+from millrace.data.catalog import (
+    CATALOG,
+    DatasetNotFound,
+    find_downloaded,
+    find_tfds_folder,
+)
 from millrace.data.decoding import Crop
 from millrace.data.image_source import ImageSource, ImageStream, num_cores
 from millrace.data.imagenet import load_imagenet, load_images
@@ -209,7 +214,7 @@ def _find(name: str, config: CnnConfig, load_from: Callable[[Path], T]) -> tuple
     except DatasetNotFound as error:
         # Graphcore's commands give the parent of imagenet-data.
         inside = [given / "imagenet-data"] if name == "imagenet" else []
-        for folder in (*inside, find_downloaded(name), tfds_folder()):
+        for folder in (*inside, find_downloaded(name), find_tfds_folder()):
             with contextlib.suppress(DatasetNotFound):
                 return load_from(folder), folder
         if not may_fetch(config.data.fetch):

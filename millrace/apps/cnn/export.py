@@ -29,6 +29,7 @@ from millrace.exports.folder import (
     write_model,
 )
 from millrace.run.saved import find_run
+from millrace.storage.upload import publish
 
 _FOLDER = "export"
 
@@ -42,7 +43,7 @@ def export(config: ExportConfig) -> None:
     folder = config.output or directory / _FOLDER
     facts = describe_model(trained, config.names, read_manifest(trained.checkpoint))
     for file in write_folder(folder, trained, facts, config):
-        print(file)
+        print(publish(file))
 
 
 def write_folder(

@@ -165,7 +165,7 @@ def load_trained(
         which: The best checkpoint, the last, or that after this number of updates.
         announce: Called with a line about the checkpoint.
     """
-    saved = find_run(Path(path), command="cnn train")
+    saved = find_run(path, command="cnn train")
     saved.check_command("cnn-train")
     config = saved.build_config(CnnConfig)
     chosen = saved.choose(which, best_by=BEST_BY)

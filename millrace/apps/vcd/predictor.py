@@ -91,7 +91,7 @@ def load_generator(
         dataset_path: Where the dataset is now; by default, where it was in training.
         announce: Called with a line about the checkpoint.
     """
-    saved = find_run(Path(path), command="vcd train")
+    saved = find_run(path, command="vcd train")
     saved.check_command("vcd-train")
     config = saved.build_config(VcdConfig, without=("results_dir",))
     if dataset_path is not None:

@@ -201,12 +201,12 @@ def test_options_depend_on_the_size_of_the_ratings(folder):
     assert middle["batch_size"] == 64 and middle["weight_decay"] == pytest.approx(5.5e-4)
 
 
-def test_few_of_many_ratings_are_held_out(folder, monkeypatch):
+def test_of_many_ratings_few_are_held_out_for_a_wide_network(folder, monkeypatch):
     counts = Counts(users=6000, items=3700, ratings=900_000)
     monkeypatch.setattr(recipe, "count_file", lambda *_, **__: counts)
-    assert choose(folder)["validation_fraction"] == pytest.approx(
-        30_000 / 900_000, rel=0.01
-    )
+    chosen = choose(folder)
+    assert chosen["size"] == 256 and choose(folder, rows="users")["size"] == 128
+    assert chosen["validation_fraction"] == pytest.approx(30_000 / 900_000, rel=0.01)
 
 
 def test_given_options_are_kept(folder):

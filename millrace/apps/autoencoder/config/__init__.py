@@ -11,7 +11,7 @@ from millrace.apps.autoencoder.config.data import DataOptions
 from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.config.search import SEARCHED, Searched
 from millrace.apps.autoencoder.config.training import ModelOptions, TrainingOptions
-from millrace.config import ConfigurationError, build
+from millrace.config import STORED, ConfigurationError, build
 from millrace.plan import Plan, resolve_precision
 from millrace.run.options import TRANSIENT, RunOptions
 
@@ -195,7 +195,7 @@ class AutoencoderConfig(TrainingConfig):
     """Create the run directory in this folder, named after batch size, model size and
     time."""
     testing_on_checkpoint: Path | None = field(
-        default=None, metadata=_MAY_CHANGE | TRANSIENT
+        default=None, metadata=_MAY_CHANGE | TRANSIENT | STORED
     )
     """Do not train; validate the newest checkpoint of this run."""
 

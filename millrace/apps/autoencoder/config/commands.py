@@ -18,7 +18,7 @@ from millrace.apps.autoencoder.config import (
     choose_example,
 )
 from millrace.apps.autoencoder.config.training import Hyperparameters, parse_numbers
-from millrace.config import ConfigurationError
+from millrace.config import STORED, ConfigurationError
 from millrace.run.options import ShortRunOptions, Which
 
 ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
@@ -249,7 +249,7 @@ class SweepConfig(TrainingConfig):
 class ValidateConfig:
     """Measure how well a trained recommender predicts ratings and ranks items."""
 
-    checkpoint: Path = field(metadata={"positional": "RUN"})
+    checkpoint: Path = field(metadata={"positional": "RUN", **STORED})
     """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
     """Checkpoint of the run to use: the best by validation, the last, or the one after
@@ -277,7 +277,7 @@ class ValidateConfig:
 class RecommendConfig:
     """List the unrated items that users are likely to rate highest."""
 
-    checkpoint: Path = field(metadata={"positional": "RUN"})
+    checkpoint: Path = field(metadata={"positional": "RUN", **STORED})
     """Directory of a training run, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
     """Checkpoint of the run to use: the best by validation, the last, or the one after
@@ -336,7 +336,7 @@ class ExportConfig:
     onnx: model.onnx, the same program for ONNX Runtime and others.
     """
 
-    run: Path = field(metadata={"positional": True})
+    run: Path = field(metadata={"positional": True, **STORED})
     """Directory of a run of autoencoder train, or one of its checkpoints."""
     format: list[ExportFormat] = field(default_factory=lambda: ["safetensors"])
     """Formats: safetensors, torch, stablehlo, onnx."""

@@ -29,6 +29,10 @@ _BATCHES_PER_EPOCH = 10
 _FEW_RATINGS, _FEW_RATINGS_DECAY = 100_000, 3e-3
 """The weight decay for this many ratings; it falls with the root of their number."""
 _DECAY_RANGE = (3e-4, 1e-2)
+_MANY_RATINGS, _WIDE = 300_000, 256
+"""Above this many ratings, rows of items train a wider network. It lowers the test RMSE of
+MovieLens-1M by 0.004 and of half of its users by 0.002, for about twice the time; of a sixth
+of them, it raises it by 0.001."""
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 30_000
 """Fraction and largest number of the ratings that validate the model without a file. 90,000
 of MovieLens-1M, which are then not trained on, cost 0.002 of test RMSE."""
@@ -118,6 +122,8 @@ def _choose_settings(values: Values, counts: Counts) -> Values:
         return _RANKING | (_MANY_RANKED if many_users else {}) | choices
     rows = values.get("rows") or ("users" if many_users else "items")
     settings = _MODERN | _BY_ROWS[rows] | {"rows": rows}
+    if rows == "items" and counts.ratings > _MANY_RATINGS:
+        settings["size"] = _WIDE
     return settings | (_FOR_MANY_USERS if rows == "users" and many_users else {})
 
 

@@ -13,10 +13,17 @@ from millrace.apps.cnn.config.data import DataOptions, DatasetName, find_dataset
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions, expand_options
 from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.training import WorkflowOptions
-from millrace.config import ConfigurationError, flat_options, option_value
+from millrace.config import (
+    STORED,
+    ConfigurationError,
+    flat_options,
+    open_run,
+    option_value,
+)
 from millrace.plan import HalfType, Plan, PrecisionName
 from millrace.run.options import RunOptions, ShortRunOptions, Which
 from millrace.run.saved import find_run
+from millrace.storage.address import display
 
 ExportFormat = Literal["safetensors", "torch", "stablehlo", "onnx"]
 
@@ -68,7 +75,8 @@ class ValidateConfig:
     fold_batch_norm: bool = True
     """Fold batch norm into the preceding convolutions."""
     checkpoint_dir: Path | None = field(
-        default=None, metadata={"aliases": ("--restore-path",), "positional": "RUN"}
+        default=None,
+        metadata={"aliases": ("--restore-path",), "positional": "RUN", **STORED},
     )
     """Directory of the run that trained the model, its folder of checkpoints, or one
     checkpoint; options of the model and the data default to those of the run (default:
@@ -147,10 +155,10 @@ def _options_of_run(path: Path | None) -> dict[str, Any]:
     """Return the model and data options of the run that a checkpoint belongs to."""
     if path is None:
         return {}
-    if not path.exists():
+    if not open_run(path).exists():
         raise ConfigurationError(
-            f"There is no {path}. Give the directory of a run of `millrace cnn train`, or "
-            "one of its checkpoints."
+            f"There is no {display(path)}. Give the directory of a run of `millrace cnn "
+            "train`, or one of its checkpoints."
         )
     saved = find_run(path, command="cnn train", needs_checkpoints=False)
     if saved.directory is None:
@@ -267,7 +275,7 @@ class PredictConfig:
     that cannot be read are named and left out, and the exit status is then 1.
     """
 
-    run: Path = field(metadata={"positional": True})
+    run: Path = field(metadata={"positional": True, **STORED})
     """Directory of a run of cnn train, or one of its checkpoints."""
     images: list[str] = field(metadata={"positional": True})
     """Image files, folders or patterns."""
@@ -320,7 +328,7 @@ class ExportConfig:
     onnx: model.onnx, the same program for ONNX Runtime and others.
     """
 
-    run: Path = field(metadata={"positional": True})
+    run: Path = field(metadata={"positional": True, **STORED})
     """Directory of a run of cnn train, or one of its checkpoints."""
     which: Which = "best"
     """Checkpoint of the run to use: the best by validation accuracy, the last, or the one

@@ -16,7 +16,7 @@ from millrace.apps.vcd.config.sections import (
     check_at_least_one,
     named,
 )
-from millrace.config import ConfigurationError
+from millrace.config import STORED, ConfigurationError
 from millrace.run.options import RunOptions, ShortRunOptions, Which
 
 _CHECKPOINTS_PER_RUN = 20
@@ -107,7 +107,9 @@ def _new_run_dir(values: dict[str, Any]) -> Path:
 class SavedModelConfig:
     """Trained model and images."""
 
-    checkpoint_dir: Path = field(metadata=named("--results-dir", "-r", positional="RUN"))
+    checkpoint_dir: Path = field(
+        metadata=named("--results-dir", "-r", positional="RUN", **STORED)
+    )
     """Run directory of the training, its folder of checkpoints, or one checkpoint."""
     which: Which = "best"
     """Checkpoint of the run to use: the best by validation ELBO, the last, or the one after
