@@ -31,7 +31,7 @@ _FEW_RATINGS, _FEW_RATINGS_DECAY = 100_000, 3e-3
 _DECAY_RANGE = (3e-4, 1e-2)
 _MANY_RATINGS, _WIDE = 300_000, 256
 """Above this many ratings, rows of items train a wider network: the test RMSE is lower by
-0.004 on MovieLens-1M and by 0.002 on half of its users, for about twice the time. On a sixth
+0.004 on MovieLens-1M and by 0.002 on half of its users, for twice the time. On a sixth
 of them, it would be higher by 0.001."""
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 30_000
 """Fraction and largest number of the ratings that validate the model without a file. 90,000
