@@ -20,6 +20,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,6 +38,8 @@ from chaos.faults import FAULTS, LONGEST_END, Attempt, Disk
 _LEAST_WAIT = 0.3
 _MOST_FAULTS = 8
 """Faults that a run meets before it may end in peace."""
+_MOST_PROBLEMS = 5
+"""Problems after which a campaign ends early."""
 _LEFT_BEHIND = 35.0
 """Seconds after which no process of an ended command may be left: when a launcher is
 killed, the others save a checkpoint first."""
@@ -121,6 +124,14 @@ def find_differences(found: dict[str, Any], expected: dict[str, Any]) -> list[st
     return differences
 
 
+def describe_threads(pid: int) -> str:
+    """Return what the threads of a process do, if py-spy is installed to see it."""
+    if shutil.which("py-spy") is None:
+        return f"process {pid} is there\n"
+    words = ["py-spy", "dump", "--pid", str(pid)]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
 def train_undisturbed(name: str, command: list[str], folder: Path) -> Subject:
     """Run a command twice, and return what it gives; the second time nothing compiles."""
     for number in range(2):
@@ -182,7 +193,9 @@ class DisturbedRun:
         with self._findings.lock:
             self._findings.faults[name] += 1
         if must_end and not attempt.wait(LONGEST_END):
-            self._complain(f"has not ended {LONGEST_END:.0f} s after: {name}", attempt)
+            doing = "".join(map(describe_threads, attempt.find_processes()))
+            problem = f"has not ended {LONGEST_END:.0f} s after: {name}\n{doing}"
+            self._complain(problem, attempt)
             attempt.signal_all(signal.SIGKILL)
             attempt.process.wait()
         if must_end:
@@ -241,7 +254,7 @@ def disturb(
 
     def work() -> None:
         for number in numbers:
-            if time.monotonic() > end or findings.problems:
+            if time.monotonic() > end or len(findings.problems) >= _MOST_PROBLEMS:
                 return
             place = folder / f"run-{number}"
             disk = Disk(place)
