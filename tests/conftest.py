@@ -4,6 +4,7 @@ import importlib.metadata
 import inspect
 import os
 import shutil
+import signal
 import tempfile
 
 import hypothesis
@@ -41,6 +42,10 @@ if _created is not None:
     os.environ[_CACHE] = _created
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# nohup and background jobs of a shell ignore these, and so would every process of a test.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The time of an example depends on who else uses the machine.
 hypothesis.settings.register_profile("any machine", deadline=None)

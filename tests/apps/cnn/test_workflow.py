@@ -234,11 +234,14 @@ def test_averaging_a_single_checkpoint_is_a_warning(options, warns, tmp_path, ca
     assert ("Only one checkpoint is written" in output) == warns
 
 
-@pytest.mark.parametrize("folder", ["nowhere", "."])
-def test_a_folder_without_checkpoints_is_an_error(folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("nowhere", "There is no {}/nowhere"), (".", "There are no checkpoints in {}")],
+)
+def test_a_folder_without_checkpoints_is_an_error(folder, message, tmp_path, capsys):
     options = {"training": False, "checkpoint_dir": tmp_path / folder, "quiet": True}
     assert run(tmp_path / "run", **options) == (2, None)
-    assert "There are no checkpoints in" in capsys.readouterr().err
+    assert message.format(tmp_path) in capsys.readouterr().err
 
 
 def test_checkpoints_of_an_earlier_run_are_an_error(trained, tmp_path, capsys):
