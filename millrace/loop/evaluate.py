@@ -14,7 +14,7 @@ from millrace.data.stream import EvaluationBatches
 from millrace.distributed import coordination
 from millrace.feeds.infeed import Infeed
 from millrace.loop.activity import report_progress, run_stoppable
-from millrace.loop.pace import Pace
+from millrace.loop.pace import AgreedLength, Pace
 from millrace.program.evaluate import EvaluationProgram
 
 _MAX_CHUNK_BYTES = 64 << 20
@@ -55,7 +55,8 @@ def evaluate(
         step = coordination.num_processes()
         batches = batches.every(step, first=coordination.process_id())
     capacity = max(1, min(len(batches), _MAX_CHUNK_BYTES // batch_bytes, _MAX_BATCHES))
-    sums = _sum_metrics(program, program.validate_state(state), batches, capacity)
+    placed = program.validate_state(state)
+    sums = _sum_metrics(program, placed, batches, capacity, is_local=is_local)
     if is_local:
         assert sums["count"] == batches.num_valid, f"{sums} of {batches.num_valid} samples"
         if not single_process:
@@ -67,17 +68,23 @@ def evaluate(
 
 
 def _sum_metrics(
-    program: EvaluationProgram, state: Any, batches: EvaluationBatches, capacity: int
+    program: EvaluationProgram,
+    state: Any,
+    batches: EvaluationBatches,
+    capacity: int,
+    *,
+    is_local: bool,
 ) -> dict[str, float]:
     """Return the sums over all batches, which are added one by one in their order."""
     sums: dict[str, float] = {"count": 0.0}
     done, pace = 0, Pace()
+    agreed = AgreedLength(pace, "batches-per-call")
     with Infeed(batches) as infeed:
         while (chunk := infeed.chunk(capacity, program.chunk_sharding)) is not None:
             report_progress(done, len(batches))
             part, count = None, chunk.stop - chunk.start
             if program.runs_parts:
-                count = min(count, pace.updates)
+                count = min(count, pace.updates if is_local else agreed.next())
                 part = chunk.start, count
             pace.start()
             call = functools.partial(program.sum_batches, state, chunk.data, part)

@@ -2,6 +2,8 @@
 
 import time
 
+from millrace.distributed import coordination
+
 _CALL_SECONDS = 0.2
 """What a call should take. Its overhead on the host, 0.1 to 0.3 ms, is then 0.1 %, a
 progress bar moves five times per second, and a signal is answered at once."""
@@ -64,3 +66,30 @@ class Pace:
         else:
             self._per_update = _SMOOTHING * seconds + (1 - _SMOOTHING) * before
         self.updates = min(self.updates_wanted, _MAX_GROWTH * self.updates)
+
+
+class AgreedLength:
+    """The lengths of calls that several processes make together.
+
+    Each process measures times of its own, so process 0 chooses; ever more rarely, because
+    the processes have to wait for it.
+
+    Args:
+        pace: Chooses the length.
+        name: Matches the calls of the processes.
+    """
+
+    def __init__(self, pace: Pace, name: str) -> None:
+        self._pace = pace
+        self._name = name
+        self._num_calls = 0
+        self._agreed = 1
+
+    def next(self) -> int:
+        """Return the length of the next call; all processes must ask equally often."""
+        if coordination.num_processes() == 1:
+            return self._pace.updates
+        self._num_calls += 1
+        if self._num_calls & (self._num_calls - 1) == 0:  # 1, 2, 4, 8, ... calls
+            self._agreed = coordination.broadcast(self._name, self._pace.updates)
+        return self._agreed

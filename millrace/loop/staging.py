@@ -20,7 +20,7 @@ from millrace.distributed.progress import count_step
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.stager import Chunk
 from millrace.loop.activity import ActivityStopped, run_stoppable
-from millrace.loop.pace import Pace
+from millrace.loop.pace import AgreedLength, Pace
 from millrace.program.compiling import tree_bytes
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
@@ -84,7 +84,7 @@ class Calls:
         """Updates of the chunks up to the next end of an execution."""
         self._number = 0
         self._num_calls = 0
-        self._agreed = 1
+        self._agreed = AgreedLength(self.pace, "updates-per-call")
 
     @property
     def max_in_flight(self) -> int:
@@ -135,7 +135,7 @@ class Calls:
         available = (chunk.stop - chunk.start) // self._micro_batches
         self._num_calls += 1
         if self._by_parts:
-            updates = min(available, at_most, self._agree_on_length())
+            updates = min(available, at_most, self._agreed.next())
             first = chunk.start // self._micro_batches
             state, info = self._program.run(state, chunk.data, (first, updates))
             call = Call(updates, True, info)
@@ -155,14 +155,6 @@ class Calls:
     @property
     def _micro_batches(self) -> int:
         return self._program.plan.batching.gradient_accumulation_count
-
-    def _agree_on_length(self) -> int:
-        """Return the length of the next call, the same in all processes."""
-        if coordination.num_processes() == 1:
-            return self.pace.updates
-        if self._num_calls & (self._num_calls - 1) == 0:  # 1, 2, 4, 8, ... calls
-            self._agreed = coordination.broadcast("updates-per-call", self.pace.updates)
-        return self._agreed
 
     def _advance(self, state: TrainState, done: int) -> bool:
         """Choose the calls after `done` updates; return whether an execution has ended."""
