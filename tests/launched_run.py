@@ -84,6 +84,7 @@ class SlowStream(Stream):
 
 
 def read_from_a_file_server_that_is_gone():
+    print("stuck from now on", flush=True)
     threading.Event().wait()
 
 
@@ -171,6 +172,7 @@ def work(config, run):
     def validate(state):
         hangs = config.hang_in == coordination.process_id()
         if hangs and config.hang_while == "waiting":
+            print("stuck from now on", flush=True)
             coordination.barrier("of nobody else")
         return evaluate(judge, judge.place_state(state), samples(VALIDATION), 8)
 

@@ -304,8 +304,10 @@ class Launcher:
         _wait_for_exit([child], _REPORT_SECONDS)
         if status := child.process.poll():
             return _get_failure(child, status, was_asked=bool(self._num_signals))
+        # It is suspended, and would not read that it should stop.
+        _signal_group(child, signal.SIGKILL)
         text = f"(pid {child.process.pid}) did not answer"
-        return Failure(child.number, child.slot, FAILED, text)
+        return Failure(child.number, child.slot, FAILED, text, was_killed=True)
 
     def _make_room_for_returning(self) -> None:
         """Ask all processes to save a checkpoint and stop, when absent ones may return."""
@@ -397,13 +399,18 @@ def _wait_for_exit(children: Sequence[Child], seconds: float) -> None:
 
 def _kill(child: Child) -> None:
     """Kill a process if it still runs, and print the rest of its output."""
-    # SIGKILL also ends a suspended process. The group includes what the process started.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, signal.SIGKILL)
+    # SIGKILL also ends a suspended process.
+    _signal_group(child, signal.SIGKILL)
     child.process.wait()
     for reader in child.readers:
         reader.join(timeout=2)
     os.close(child.pipe)
+
+
+def _signal_group(child: Child, number: int) -> None:
+    """Send a signal to a process and to what it has started, if they still run."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, number)
 
 
 def _resolve_command(command: Sequence[str]) -> list[str]:

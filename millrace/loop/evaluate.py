@@ -12,6 +12,7 @@ import numpy as np
 from millrace.data.source import DatasetError, Source
 from millrace.data.stream import EvaluationBatches
 from millrace.distributed import coordination
+from millrace.distributed.progress import count_step
 from millrace.feeds.infeed import Infeed
 from millrace.loop.activity import report_progress, run_stoppable
 from millrace.loop.pace import AgreedLength, Pace
@@ -86,6 +87,8 @@ def _sum_metrics(
             if program.runs_parts:
                 count = min(count, pace.updates if is_local else agreed.next())
                 part = chunk.start, count
+            if not is_local:
+                count_step()
             pace.start()
             call = functools.partial(program.sum_batches, state, chunk.data, part)
             # The first call compiles, which may take long.

@@ -51,6 +51,7 @@ def build_commands(images: Path) -> dict[str, list[str]]:
     """Return the commands to disturb, without run directories."""
     cnn = ["cnn", "train", "--quiet", "--model", "cifar_resnet8", "--image-size", "32"]
     cnn += ["--dataset-path", str(images), "--batch-size", "8", "--num-workers", "2"]
+    cnn += ["--stuck-timeout", "15"]
     digits = ["cnn", "train", "--quiet", "--config", "digits_demo", "--num-epochs", "40"]
     launch = ["launch", "--num-instances", "2", "--num-replicas", "2", "--"]
     return {

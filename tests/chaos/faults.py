@@ -221,6 +221,18 @@ def _stop_for_a_while(attempt: Attempt, chance: random.Random) -> bool:
     return False
 
 
+def _stop_for_good(attempt: Attempt, chance: random.Random) -> bool:
+    """Stop a launched process, or all data workers, so that the others must notice."""
+    launched = attempt.find("worker")
+    stopped = [chance.choice(launched)] if launched else attempt.find("data")
+    if not stopped:
+        raise LookupError("no process that another one watches")
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    return True
+
+
 def _lose_terminal(attempt: Attempt, chance: random.Random) -> bool:
     attempt.hang_up()
     return True
@@ -264,6 +276,7 @@ FAULTS: dict[str, Fault] = {
     "Ctrl-C": _press(signal.SIGINT),
     "SIGTERM": _press(signal.SIGTERM),
     "a process stopped for a while": _stop_for_a_while,
+    "processes stopped for good": _stop_for_good,
     "terminal lost": _lose_terminal,
     "disk full for a while": _fill_disk,
     "power cut": _cut_power,

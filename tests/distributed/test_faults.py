@@ -112,7 +112,8 @@ def test_processes_that_wait_for_one_another_are_restarted(tmp_path, undisturbed
     process = start(launched(directory, 2, *own, options=("--max-restarts", "1")))
     output = finish(process, 1)  # they do so again after the restart
     assert output.count("restarting all processes") == 1
-    assert "they wait for one another (0 validating after update" in output
+    named = r"waiting for Process 1 \(pid \d+ on .*\): validating after update"
+    assert re.search(named, output)
     assert "in _sum_metrics" in (directory / "stuck-process-0.txt").read_text()
     assert "in barrier" in (directory / "stuck-process-1.txt").read_text()
     run(launched(directory, 2, "--resume"))

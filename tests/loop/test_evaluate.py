@@ -10,6 +10,7 @@ from several_processes import as_processes
 from millrace.data.source import ArraySource
 from millrace.data.stream import EvaluationBatches
 from millrace.distributed import coordination
+from millrace.distributed.progress import own_activity
 from millrace.loop.evaluate import _sum_metrics
 from millrace.plan import Plan
 from millrace.program.evaluate import EvaluationProgram
@@ -42,6 +43,9 @@ def test_processes_that_share_a_program_make_calls_of_the_same_length():
         sums = _sum_metrics(program, weights, batches, 20, is_local=False)
         return program.parts, sums
 
+    before = own_activity().steps
     (parts, sums), (other_parts, other_sums) = as_processes(2, work)
     assert parts == other_parts and len(parts) < 20
+    # Whoever waits for data has staged fewer parts than the others, and is named.
+    assert own_activity().steps == before + 2 * len(parts)
     assert sums == other_sums == {"count": 40, "x": 2 * sum(range(40))}
