@@ -408,7 +408,7 @@ class Runner:
         self._console.status("training")
 
     def _send_saved(self) -> None:
-        is_done = self._checkpoints is not None and not self._checkpoints.is_writing
+        is_done = self._checkpoints is not None and self._checkpoints.is_written
         self._callbacks.send_saved(is_done=is_done)
 
     def _pending_scores(self, done: int) -> Callable[[], dict[str, Any]] | None:

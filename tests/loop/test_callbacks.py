@@ -6,6 +6,7 @@ import pytest
 from small_runner import batches, make_runner
 
 import millrace as mr
+from millrace.checkpoint.store import CheckpointError, Checkpoints
 from millrace.commands.calling import call_command
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
@@ -80,6 +81,26 @@ def test_after_an_error_in_a_callback_the_run_can_be_resumed(tmp_path):
     np.testing.assert_array_equal(resumed.state.params["w"], whole.state.params["w"])
     updates = [event["update"] for event in directory.read_metrics()]
     assert updates == [6, 6, 12, 12]
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_announced(tmp_path, monkeypatch):
+    class Saves(mr.Callback):
+        def on_save(self, update, path):
+            saved.append(update)
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("no space left on device")
+
+    def save_and_wait(self, *args, **kwargs):
+        save(self, *args, **kwargs)
+        self.wait(raise_error=False)  # it has failed when the loop looks at it next
+
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr("millrace.checkpoint.store.write_checkpoint", fail)
+    monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+    with pytest.raises(CheckpointError, match="no space left on device"):
+        train(tmp_path / "r", Saves())
+    assert saved == []
 
 
 def test_only_the_first_process_calls_callbacks(tmp_path, monkeypatch):
