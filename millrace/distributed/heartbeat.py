@@ -211,7 +211,7 @@ class Heartbeat:
             self.say_goodbye(num_lost)
             # sys.exit would end this thread only, while the main thread is in C++. It
             # would also run the exit handler of JAX, which waits for the lost process.
-            os._exit(LOST)
+            progress.exit_now(LOST)
 
     def _report(self, line: str, *, silently: bool) -> None:
         problem = None
@@ -303,7 +303,7 @@ def _shut_down(heartbeat: Heartbeat) -> None:
     heartbeat.close()
     if heartbeat.failure_status is not None:
         heartbeat.say_goodbye()
-        os._exit(heartbeat.failure_status)
+        progress.exit_now(heartbeat.failure_status)
 
 
 def _report_uncaught(
