@@ -169,6 +169,7 @@ class Launcher:
         self._children = []
         self._are_started = False
         env.pop_cause(folder)  # of an earlier start
+        env.forget_starts(folder)
         try:
             self._start_all(folder)
             self._are_started = True
