@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -78,6 +79,46 @@ def test_with_fewer_than_the_least_the_run_fails(tmp_path):
     output = run(launched(directory, 1, *own, options=("--elastic", "2:4")), status=1)
     assert "The device is gone." in output
     assert "1 process are left" in output or "less than 2" in output
+
+
+SAVES_SLOWLY = """
+import os, signal, threading, time
+
+def end_with_the_launcher():
+    with open(int(os.environ["MILLRACE_LAUNCHER_PIPE"])) as pipe:
+        for _ in pipe:
+            os._exit(1)
+
+def stop(*_):
+    signals.append(1)
+    if len(signals) > 1:
+        os._exit(130)
+    print("saving", flush=True)
+    time.sleep(1.0)
+    print("saved", flush=True)
+    os._exit(130)
+
+if os.environ["MILLRACE_SLOT"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signals = []
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+threading.Thread(target=end_with_the_launcher, daemon=True).start()
+time.sleep(30)
+"""
+
+
+def test_an_interrupt_while_lost_processes_are_about_to_return_ends_the_run():
+    options = ("--elastic", "1:2", "--num-replicas", "2", "--return-after", "1")
+    launcher = (sys.executable, "-u", "-m", "millrace", "launch", *options)
+    process = start([*launcher, "--", sys.executable, "-c", SAVES_SLOWLY])
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "[0] saving\n":
+            break
+    process.send_signal(signal.SIGINT)
+    output = finish(process, status=130)
+    assert output == "[0] saved\n"  # and nothing is started again
 
 
 def fit(config, present, all_processes, monkeypatch):
