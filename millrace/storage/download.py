@@ -9,12 +9,11 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.durable import PARTIAL, discard, lock_folder
+from millrace.durable import PARTIAL, discard, locked
 from millrace.storage.address import StorageError, display, find_url, working_copies
 from millrace.storage.copy import (
     MANIFEST,
@@ -112,23 +111,15 @@ def _find_run(path: Path) -> tuple[Path, Remote]:
 @contextlib.contextmanager
 def _locking(folder: Path) -> Iterator[None]:
     """Keep other processes from changing a working copy; wait for them to finish."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
+    with contextlib.ExitStack() as stack:
         try:
-            descriptor = lock_folder(folder)
-            break
+            stack.enter_context(locked(folder, patience=_LOCK_SECONDS))
         except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"Another process is using {folder}, the working copy of "
-                    f"{display(folder)}. Wait until it has ended."
-                ) from error
-            time.sleep(0.1)
-    try:
+            raise StorageError(
+                f"Another process is using {folder}, the working copy of "
+                f"{display(folder)}. Wait until it has ended."
+            ) from error
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _set_aside(folder: Path, listing: Mapping[str, FileInfo]) -> None:
