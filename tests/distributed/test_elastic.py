@@ -22,6 +22,7 @@ from launched import (
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.vcd.config import VcdConfig
 from millrace.config import ConfigurationError, build
 from millrace.distributed import environment
@@ -143,6 +144,11 @@ def test_fewer_processes_keep_the_global_batch(config_type, options, monkeypatch
     assert fewer.plan.batching.num_replicas == 2
     assert fewer.plan.batching.global_batch_size == size
     assert fit(config, 4, 4, monkeypatch) is config
+
+
+def test_fewer_processes_may_run_what_has_no_plan(monkeypatch):
+    config = build(ValidateConfig, {})
+    assert fit(config, 1, 2, monkeypatch) is config
 
 
 def test_what_cannot_be_divided_is_an_error_that_the_launcher_sees(tmp_path, monkeypatch):
