@@ -109,7 +109,7 @@ class Runner:
         self._non_finite_check: NonFiniteCheck | None = None
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
-        self._stop = StopRequest()
+        self._stop = StopRequest(saves=checkpoints is not None)
         self._callbacks = Callbacks(callbacks, self._stop.request_here)
         self._validation_skipped = False
 
