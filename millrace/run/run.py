@@ -545,13 +545,14 @@ def _print_result(run: Run) -> None:
     if run.summary["status"] == "failed":
         run.console.line(f"failed; partial results are in {run.place}")
         return
+    has_report = (run.directory.home / "report.html").exists()  # a disk may be full
     run.console.table(
         {
             **result_rows(run.summary),
             **run.closing_notes,
             **(time_and_memory_rows(run.summary) if run.console.verbose else {}),
             "results": run.place,
-            "report": f"{run.place}/report.html",
+            **({"report": f"{run.place}/report.html"} if has_report else {}),
         },
         result_styles(run.summary),
     )
