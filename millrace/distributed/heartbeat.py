@@ -150,7 +150,8 @@ class Heartbeat:
                 self._beats = {rank: (text, now) for rank, (text, _) in self._beats.items()}
             before = now
             own = coordination.process_id()
-            failures = {r: text for r, text in self._failures.items() if r != own}
+            # Copied at once: the other thread may add to it meanwhile.
+            failures = {r: text for r, text in [*self._failures.items()] if r != own}
             if failures and self.failure_status is None:
                 rank, message = min(failures.items())
                 self._exit(f"{self._name(rank)} failed: {message}", cause=rank)
