@@ -257,7 +257,8 @@ def pop_cause(folder: str) -> int | None:
 def record_start(process_id: int) -> None:
     """Tell the other processes of a launcher that this one is about to join them."""
     if (folder := os.environ.get(LAUNCH_DIR)) is not None:
-        (Path(folder) / f"{_STARTED}-{process_id}").touch()
+        with contextlib.suppress(OSError):
+            (Path(folder) / f"{_STARTED}-{process_id}").touch()
 
 
 def find_missing(num_processes: int) -> list[int]:
