@@ -20,14 +20,18 @@ from millrace.commands.usage import (
     format_usage,
 )
 from millrace.config import ConfigurationError, as_typed, parse
-from millrace.distributed.environment import add_launcher_replicas, is_follower
+from millrace.distributed.environment import (
+    StartError,
+    add_launcher_replicas,
+    is_follower,
+)
 from millrace.distributed.signals import (
     INTERRUPTED,
     end_if_unanswered,
     exit_on_signals,
     interruptible,
 )
-from millrace.output import drop_lost_output
+from millrace.output import drop_lost_output, error_line
 
 
 def script() -> None:
@@ -61,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not is_follower():  # process 0 reports for all
             print(f"millrace: {as_typed(str(error))}", file=sys.stderr)
         status = 2
+    except StartError as error:
+        error_line(str(error))
+        status = 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

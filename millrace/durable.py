@@ -9,12 +9,15 @@ import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written or deleted."""
+
+_RETRY_SECONDS = 0.1
 
 
 @contextlib.contextmanager
@@ -171,9 +174,25 @@ def lock_folder(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock a folder while it is being written."""
-    descriptor = lock_folder(path)
+def locked(path: Path, *, patience: float = 0.0) -> Iterator[None]:
+    """Lock a folder while it is being written.
+
+    Args:
+        path: The folder.
+        patience: Seconds to wait for another process that has locked it.
+
+    Raises:
+        BlockingIOError: Another process has it still locked.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            descriptor = lock_folder(path)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
     try:
         yield
     finally:

@@ -160,9 +160,10 @@ class Checkpoints:
         writing.result()
 
     @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is in progress."""
-        return self._writing is not None and not self._writing.done()
+    def is_written(self) -> bool:
+        """Whether the newest checkpoint is on disk: neither in progress nor failed."""
+        writing = self._writing
+        return writing is None or (writing.done() and writing.exception() is None)
 
     def path_after(self, update: int) -> Path:
         """Return the folder of the checkpoint after `update` updates."""

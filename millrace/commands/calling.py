@@ -12,7 +12,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from millrace.card import Card, format_html, format_text
 from millrace.commands.registry import COMMANDS, Command
 from millrace.config import ConfigurationError, parse
-from millrace.distributed.environment import add_launcher_replicas, is_follower
+from millrace.distributed.environment import (
+    StartError,
+    add_launcher_replicas,
+    is_follower,
+)
 from millrace.output import drop_lost_output
 from millrace.report.record import read_events
 
@@ -270,3 +274,6 @@ def run_as_command(
         if not is_follower():  # process 0 reports for all
             print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+    except StartError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(1)

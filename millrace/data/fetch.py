@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import http.client
 import lzma
+import math
 import os
 import shutil
 import stat
@@ -18,11 +19,12 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from millrace.data.catalog import DataFile, Dataset, check_trusted
+from millrace.durable import locked
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a file, the bytes received, and its size."""
@@ -50,6 +52,8 @@ def fetch(
 ) -> list[Path]:
     """Download the missing files of a dataset, and unpack archives.
 
+    If another process is doing the same, this one waits for it.
+
     Args:
         dataset: Names the files and their checksums.
         folder: The folder to download to; created if missing.
@@ -63,12 +67,19 @@ def fetch(
     assert source is not None, "checked by FetchConfig"
     check_trusted(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, patience=math.inf):
+        return _fetch_missing(dataset.files, source.rstrip("/"), folder, progress)
+
+
+def _fetch_missing(
+    files: Iterable[DataFile], source: str, folder: Path, progress: Progress
+) -> list[Path]:
     downloaded = []
-    for file in dataset.files:
+    for file in files:
         target = folder / file.name
         is_present = target.is_file() and digest(target, file) == expected_digest(file)
         if not is_present:
-            _download(file, f"{source.rstrip('/')}/{file.name}", target, progress)
+            _download(file, f"{source}/{file.name}", target, progress)
             downloaded.append(target)
         if file.name.endswith(_ARCHIVES) and (not is_present or not _has_folders(folder)):
             unpack(target, folder)

@@ -21,7 +21,14 @@ import jax
 from millrace.config import ConfigurationError, as_plain, flat_options, option_value
 from millrace.distributed import coordination
 from millrace.distributed.addresses import choose_address, find_address_toward
-from millrace.distributed.environment import ProcessInfo, record_port_conflict
+from millrace.distributed.environment import (
+    ProcessInfo,
+    StartError,
+    find_missing,
+    record_cause,
+    record_port_conflict,
+    record_start,
+)
 from millrace.distributed.hardware import get_port_error, visible_gpus
 from millrace.versions import versions
 
@@ -38,6 +45,10 @@ _JAX_SETTINGS = (
 """Settings that change the compiled program."""
 _NO_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 """A week: waiting ends earlier, when ``heartbeat`` finds that a process is lost."""
+_START_SECONDS = 300
+"""How long a process waits for the others to start."""
+_JAX_START_SECONDS = 330
+"""When JAX would abort this process without saying why."""
 
 # A key of the store can be set only once, so calls with the same name are numbered. They
 # come from several threads.
@@ -73,8 +84,10 @@ def join(info: ProcessInfo | None) -> bool:
     if info.process_id == 0 and info.coordinator is not None:
         option = "JAX_COORDINATOR_PORT" if info.cluster == "Slurm" else "--coordinator"
         _check_port(bind or f"0.0.0.0:{info.coordinator.rpartition(':')[2]}", option)
+    if info.process_id is not None:
+        record_start(info.process_id)
     try:
-        _call_in_thread(
+        has_joined = _call_in_thread(
             jax.distributed.initialize,
             info.coordinator,
             info.num_processes,
@@ -82,6 +95,7 @@ def join(info: ProcessInfo | None) -> bool:
             coordinator_bind_address=bind,
             local_device_ids=_own_gpus() if info.has_own_gpus else None,
             cluster_detection_method=None if info.cluster else "deactivate",
+            initialization_timeout=_JAX_START_SECONDS,
         )
     except ValueError as error:
         advice = " (pip install 'jax[k8s]')" if info.cluster == "Kubernetes" else ""
@@ -89,7 +103,23 @@ def join(info: ProcessInfo | None) -> bool:
             f"JAX cannot find the processes started by {info.cluster}{advice}: {error} "
             "Pass --coordinator, --process-id and --num-processes."
         ) from error
+    if not has_joined:
+        raise _describe_missing(info)
     return num_processes() > 1
+
+
+def _describe_missing(info: ProcessInfo) -> StartError:
+    """Return an error about the processes that have not started; tell the launcher."""
+    missing = find_missing(info.num_processes or 1)
+    if missing:
+        record_cause(missing[0])
+        who = "Process {} has" if len(missing) == 1 else "Processes {} have"
+        numbers = ", ".join(map(str, missing))
+        return StartError(f"{who.format(numbers)} not started within {_START_SECONDS} s.")
+    return StartError(
+        f"The processes of this run have not found one another within {_START_SECONDS} s. "
+        f"Have all been started, and do they reach {info.coordinator or 'process 0'}?"
+    )
 
 
 def _own_gpus() -> list[int] | None:
@@ -97,10 +127,11 @@ def _own_gpus() -> list[int] | None:
     return list(range(len(visible_gpus(os.environ)))) or None
 
 
-def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Call `function` in another thread, so that the main thread can handle signals.
 
     JAX waits minutes for the other processes in C++, where Python runs no signal handler.
+    Returns whether the call has ended in time.
     """
     errors: list[Exception] = []
 
@@ -112,9 +143,10 @@ def _call_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     thread = threading.Thread(target=call, name="millrace-join", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(_START_SECONDS)
     if errors:
         raise errors[0]
+    return not thread.is_alive()
 
 
 def _check_port(address: str, option: str) -> None:

@@ -41,7 +41,12 @@ _PORT_CONFLICT = "port-taken"
 _INDIVISIBLE = "indivisible"
 _PROGRESS = "progress"
 _CAUSE = "cause"
+_STARTED = "started"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class StartError(RuntimeError):
+    """The other processes of a run have not started in time."""
 
 
 class ProcessInfo(NamedTuple):
@@ -247,6 +252,27 @@ def pop_cause(folder: str) -> int | None:
     text = record.read_text() if record.exists() else ""
     record.unlink(missing_ok=True)
     return int(text) if text else None
+
+
+def record_start(process_id: int) -> None:
+    """Tell the other processes of a launcher that this one is about to join them."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is not None:
+        with contextlib.suppress(OSError):
+            (Path(folder) / f"{_STARTED}-{process_id}").touch()
+
+
+def find_missing(num_processes: int) -> list[int]:
+    """Return the processes of a launcher that have not started; empty without one."""
+    if (folder := os.environ.get(LAUNCH_DIR)) is None:
+        return []
+    found = {path.name for path in Path(folder).glob(f"{_STARTED}-*")}
+    return [rank for rank in range(num_processes) if f"{_STARTED}-{rank}" not in found]
+
+
+def forget_starts(folder: str) -> None:
+    """Forget which processes have started, before they start again."""
+    for record in Path(folder).glob(f"{_STARTED}-*"):
+        record.unlink()
 
 
 def record_indivisible() -> None:

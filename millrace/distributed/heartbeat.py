@@ -150,7 +150,8 @@ class Heartbeat:
                 self._beats = {rank: (text, now) for rank, (text, _) in self._beats.items()}
             before = now
             own = coordination.process_id()
-            failures = {r: text for r, text in self._failures.items() if r != own}
+            # Copied at once: the other thread may add to it meanwhile.
+            failures = {r: text for r, text in [*self._failures.items()] if r != own}
             if failures and self.failure_status is None:
                 rank, message = min(failures.items())
                 self._exit(f"{self._name(rank)} failed: {message}", cause=rank)
@@ -211,7 +212,7 @@ class Heartbeat:
             self.say_goodbye(num_lost)
             # sys.exit would end this thread only, while the main thread is in C++. It
             # would also run the exit handler of JAX, which waits for the lost process.
-            os._exit(LOST)
+            progress.exit_now(LOST)
 
     def _report(self, line: str, *, silently: bool) -> None:
         problem = None
@@ -303,7 +304,7 @@ def _shut_down(heartbeat: Heartbeat) -> None:
     heartbeat.close()
     if heartbeat.failure_status is not None:
         heartbeat.say_goodbye()
-        os._exit(heartbeat.failure_status)
+        progress.exit_now(heartbeat.failure_status)
 
 
 def _report_uncaught(

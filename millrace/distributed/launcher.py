@@ -115,7 +115,8 @@ class Launcher:
 
     def _may_restart(self, failure: Failure, number: int, made_progress: bool) -> bool:
         """Decide with which processes to start again, if at all."""
-        if self._is_returning and failure.status == INTERRUPTED:
+        is_stopped = self._is_returning and failure.status == INTERRUPTED
+        if is_stopped and not self._num_signals:
             returned = self._membership.return_absent()
             self._report(f"trying again with {_list_processes(returned)}")
             self._is_returning = False
@@ -169,6 +170,7 @@ class Launcher:
         self._children = []
         self._are_started = False
         env.pop_cause(folder)  # of an earlier start
+        env.forget_starts(folder)
         try:
             self._start_all(folder)
             self._are_started = True
@@ -344,6 +346,8 @@ class Launcher:
             self._num_signals += 1
             if self._num_signals == 2:
                 self._kill_time = time.monotonic() + _GRACE_SECONDS
+            if self._is_returning and self._num_signals == 1:
+                return  # they have been asked to stop, and a second signal is for killing
             self._unsent.append(number)
             if self._are_started:
                 self._send_signals()

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _NOISE = re.compile(
-    r"[EF]\d{4} .*(coordination_service|/client\.h|client\.h:)"
+    r"[EFW]\d{4} .*(coordination_service|/client\.h|client\.h:)"
     r"|\*\*\* Check failure stack trace|    @ +0x|Additional GRPC error|:UNKNOWN:Error"
+    r"|Original error: |RPC: /xla"
 )
 """Lines that JAX and gRPC print when process 0 is gone. The launcher reports it better."""
 _GREETING = "[Gloo] Rank "

@@ -154,7 +154,8 @@ class Pass:
         return None
 
     def _keep_state(self) -> None:
-        if self._get_state is not None:
+        # Skipped elements may be many, and nothing continues from them.
+        if self._get_state is not None and self.index >= self.start:
             self._states.append((self.index, copy.deepcopy(self._get_state())))
 
     def state_at(self, position: int) -> Any:

@@ -109,7 +109,7 @@ class Runner:
         self._non_finite_check: NonFiniteCheck | None = None
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
-        self._stop = StopRequest()
+        self._stop = StopRequest(saves=checkpoints is not None)
         self._callbacks = Callbacks(callbacks, self._stop.request_here)
         self._validation_skipped = False
 
@@ -408,7 +408,7 @@ class Runner:
         self._console.status("training")
 
     def _send_saved(self) -> None:
-        is_done = self._checkpoints is not None and not self._checkpoints.is_writing
+        is_done = self._checkpoints is not None and self._checkpoints.is_written
         self._callbacks.send_saved(is_done=is_done)
 
     def _pending_scores(self, done: int) -> Callable[[], dict[str, Any]] | None:

@@ -13,9 +13,14 @@ _log = logging.getLogger("millrace")
 
 
 class StopRequest:
-    """Whether a run should end at its next stop point, with a checkpoint."""
+    """Whether a run should end at its next stop point.
 
-    def __init__(self) -> None:
+    Args:
+        saves: Whether it then saves a checkpoint.
+    """
+
+    def __init__(self, *, saves: bool = True) -> None:
+        self._next = ", then saving a checkpoint" if saves else ""
         self.signal: int | None = None
         """The signal that ends the run, if one does."""
         self._is_requested = False
@@ -68,9 +73,9 @@ class StopRequest:
                 raise KeyboardInterrupt
             self.signal = number
             _log.warning(
-                "%s: finishing the current execution, then saving a checkpoint. "
-                "Repeat it to stop immediately.",
+                "%s: finishing the current execution%s. Repeat it to stop immediately.",
                 signal.Signals(number).name,
+                self._next,
             )
 
         return handle_signals(handle)

@@ -38,7 +38,9 @@ from millrace.storage.copy import RECORD
 from millrace.storage.download import refresh
 from millrace.storage.upload import Uploader, open_uploader
 
-_FILES_WITHOUT_RESULTS = {"config.yml", "summary.json", "report", "report.html"}
+_FILES_WITHOUT_RESULTS = {
+    *("config.yml", "launch.log", "summary.json", "report", "report.html"),
+}
 """What a run leaves that ended before it had any results."""
 
 _SCRATCH_PREFIX = "millrace-process-"

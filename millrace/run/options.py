@@ -147,6 +147,8 @@ class ShortRunOptions(RunOptions):
         if self.may_resume:
             option = "--resume" if self.resume else "--auto-resume"
             raise ValueError(f"Only training can be resumed; leave out {option}.")
+        if self.stuck_timeout is not None:
+            raise ValueError("Only training is watched; leave out --stuck-timeout.")
         super().__post_init__()
 
 

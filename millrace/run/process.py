@@ -74,21 +74,21 @@ def _fit_to_processes(config: Any) -> Any:
     from millrace.distributed.environment import get_present_share, record_indivisible
 
     present, all_processes = get_present_share()
-    if present == all_processes:
+    batching = getattr(getattr(config, "plan", None), "batching", None)
+    if present == all_processes or batching is None:
         return config
     known = flat_options(type(config))
     changes = {}
     replicas = option_value(config, "num_replicas")
     changes["num_replicas"] = replicas * present // all_processes
     if "gradient_accumulation_count" in known:
-        batching = config.plan.batching
         count = batching.gradient_accumulation_count * all_processes
         if option_value(config, "global_batch_size") is None and count % present == 0:
             changes["gradient_accumulation_count"] = count // present
     try:
         changed = replace_options(config, **changes)
         size = changed.plan.batching.global_batch_size
-        if size == config.plan.batching.global_batch_size:
+        if size == batching.global_batch_size:
             return changed
         reason = f"its updates would have {size} samples"
     except ConfigurationError as error:
@@ -96,7 +96,7 @@ def _fit_to_processes(config: Any) -> Any:
     record_indivisible()
     raise ConfigurationError(
         f"{present} of {all_processes} processes cannot share the global batch of "
-        f"{config.plan.batching.global_batch_size} samples: {reason}"
+        f"{batching.global_batch_size} samples: {reason}"
     )
 
 

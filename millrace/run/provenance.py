@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from millrace.config import as_plain, plain_defaults
+from millrace.config import as_plain, flat_options, plain_defaults
 from millrace.durable import make_folder, write_atomically
 from millrace.program.compiling import peak_bytes
 from millrace.report.record import FOLDER, PHASES, read_phases
@@ -24,9 +24,6 @@ _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 """Environment variables that change what is computed, or where."""
 
 _MIN_PHASE_SECONDS = 1e-3
-
-_SKIPPED_OPTIONS = {"run_dir", "resume"}
-"""Options about where a run is written, not about what it does."""
 
 
 def run_metadata(
@@ -85,12 +82,15 @@ def write_phases(run: Path, phases: Sequence[Phase], *, resumed: bool) -> None:
 
 
 def get_changed_options(options: Any) -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
-    defaults = _get_defaults(type(options))
+    """Return the options that differ from their defaults.
+
+    Options about one start of the run, such as where it is written, are left out.
+    """
+    defaults, known = _get_defaults(type(options)), flat_options(type(options))
     return {
         name: value
         for name, value in as_plain(options).items()
-        if name not in _SKIPPED_OPTIONS
+        if not known[name].metadata.get("transient")
         and (name not in defaults or defaults[name] != value)
     }
 

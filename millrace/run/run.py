@@ -109,7 +109,9 @@ class Run:
         self.closing_notes: dict[str, str] = {}
         """Rows that the application adds to the table at the end of the run."""
         self.callbacks: list[Callback] = []
-        """Called between executions; closed at the end of the run."""
+        """Called between executions of every training; closed at the end of the run."""
+        self.closed_at_end: list[Callback] = []
+        """Callbacks of a single training."""
         self.signal: int | None = None
         """The signal that ended training, if one did."""
         self._runner: Runner | None = None
@@ -266,7 +268,8 @@ class Run:
             callbacks: Called after log events, validations and checkpoints, after those in
                 ``run.callbacks``.
         """
-        self.callbacks += check_callbacks(callbacks)
+        own = check_callbacks(callbacks)
+        self.closed_at_end += [each for each in own if each not in self.closed_at_end]
         trace = self._make_trace(program)
         self._runner = runner = Runner(
             program,
@@ -279,7 +282,7 @@ class Run:
             validate=validate,
             stop_on_divergence=stop_on_divergence,
             on_compiled=on_compiled,
-            callbacks=self.callbacks,
+            callbacks=[*self.callbacks, *own],
             trace=trace,
         )
         try:
@@ -501,7 +504,7 @@ def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
     """Return what is left to do; each action is tried even if another one fails."""
     directory, resumed = run.directory, bool(run.options.resume)
     actions: list[Callable[[], Any]] = [
-        each.close for each in (*run.callbacks, *run.writers)
+        each.close for each in (*run.callbacks, *run.closed_at_end, *run.writers)
     ]
     nothing_ran = not directory.metrics_path.exists() and not resumed
     if status == _USAGE_ERROR and nothing_ran:
@@ -545,13 +548,14 @@ def _print_result(run: Run) -> None:
     if run.summary["status"] == "failed":
         run.console.line(f"failed; partial results are in {run.place}")
         return
+    has_report = (run.directory.home / "report.html").exists()  # a disk may be full
     run.console.table(
         {
             **result_rows(run.summary),
             **run.closing_notes,
             **(time_and_memory_rows(run.summary) if run.console.verbose else {}),
             "results": run.place,
-            "report": f"{run.place}/report.html",
+            **({"report": f"{run.place}/report.html"} if has_report else {}),
         },
         result_styles(run.summary),
     )

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from millrace.checkpoint.best import BestMetric, read_best_metric
 from millrace.checkpoint.find import checkpoint_name, checkpoints_in, is_checkpoint
-from millrace.config import ConfigurationError, build, load_yaml, open_run, option_name
+from millrace.config import (
+    ConfigurationError,
+    build,
+    flat_options,
+    load_yaml,
+    open_run,
+    option_name,
+)
 from millrace.config.files import exists
 from millrace.numbers import format_number
 from millrace.report.record import as_number, read_events
@@ -17,8 +24,6 @@ from millrace.storage.address import display
 T = TypeVar("T")
 
 _CONFIG = "config.yml"
-_SKIPPED_OPTIONS = ("run_dir", "resume")
-"""Options about where a run was written, not about what it did."""
 
 
 class ScoredCheckpoint(NamedTuple):
@@ -90,13 +95,15 @@ class SavedRun(NamedTuple):
             )
 
     def build_config(self, config_type: type[T], *, without: Iterable[str] = ()) -> T:
-        """Return the configuration of the run, without where it was written.
+        """Return the configuration of the run, without options about one start of it.
 
         Args:
             config_type: The configuration class of its command.
             without: More options to leave out.
         """
-        skipped = {"command", *_SKIPPED_OPTIONS, *without}
+        known = flat_options(config_type)
+        starting = {n for n, option in known.items() if option.metadata.get("transient")}
+        skipped = {"command", *starting, *without}
         named = {option_name(config_type, key): v for key, v in self.options.items()}
         kept = {name: v for name, v in named.items() if name not in skipped}
         return build(config_type, kept, expand=False)

@@ -1,13 +1,12 @@
 """End a run that makes no progress, after writing what it is doing."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from millrace.distributed import coordination
 from millrace.distributed.heartbeat import LOST, end_anyway
-from millrace.distributed.progress import Watch, watched, write_stacks
+from millrace.distributed.progress import Watch, exit_now, watched, write_stacks
 from millrace.output import error_line
 from millrace.program.compiling import is_compiling
 
@@ -35,7 +34,7 @@ def watching_progress(
             error_line(f"{line} What its threads do is in {path}." if path else line)
 
         end_anyway(report)
-        os._exit(LOST)  # the main thread may be in C++, or blocked by its output
+        exit_now(LOST)  # the main thread may be in C++, or blocked by its output
 
     with watched(timeout, folder, is_compiling):
         is_alone = coordination.num_processes() == 1 and timeout

@@ -9,12 +9,11 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.durable import PARTIAL, discard, lock_folder
+from millrace.durable import PARTIAL, discard, locked
 from millrace.storage.address import StorageError, display, find_url, working_copies
 from millrace.storage.copy import (
     MANIFEST,
@@ -112,23 +111,15 @@ def _find_run(path: Path) -> tuple[Path, Remote]:
 @contextlib.contextmanager
 def _locking(folder: Path) -> Iterator[None]:
     """Keep other processes from changing a working copy; wait for them to finish."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
+    with contextlib.ExitStack() as stack:
         try:
-            descriptor = lock_folder(folder)
-            break
+            stack.enter_context(locked(folder, patience=_LOCK_SECONDS))
         except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"Another process is using {folder}, the working copy of "
-                    f"{display(folder)}. Wait until it has ended."
-                ) from error
-            time.sleep(0.1)
-    try:
+            raise StorageError(
+                f"Another process is using {folder}, the working copy of "
+                f"{display(folder)}. Wait until it has ended."
+            ) from error
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _set_aside(folder: Path, listing: Mapping[str, FileInfo]) -> None:
@@ -225,7 +216,7 @@ def _remove_empty(folder: Path) -> None:
 def download_arrays(
     folder: Path, files: Mapping[str, Any], checksum: Callable[[Path], str]
 ) -> None:
-    """Download the files of a checkpoint that are not here yet, and verify them.
+    """Download the files of a checkpoint that are missing or damaged here.
 
     Files that storage does not have, or has in another version, are left to the caller.
 
@@ -237,19 +228,27 @@ def download_arrays(
     Raises:
         StorageError: The storage cannot be read.
     """
-    url = find_url(folder)
-    missing = {name: entry for name, entry in files.items() if not (folder / name).exists()}
-    if url is None or not missing:
+    if (url := find_url(folder)) is None:
+        return
+
+    def is_intact(name: str) -> bool:
+        path, (size, digest) = folder / name, files[name]
+        with contextlib.suppress(OSError):
+            return path.stat().st_size == size and checksum(path) == digest
+        return False
+
+    if not (wanted := [name for name in files if not is_intact(name)]):
         return
     with storage_errors(url, "read"):
         remote = Remote(url)
-        for name, (size, digest) in missing.items():
+        for name in wanted:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(2):  # once more, if it was damaged on its way
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     attempt(lambda n=name, p=path: _replace(remote, n, p))
-                is_whole = path.is_file() and path.stat().st_size == size
-                if is_whole and checksum(path) == digest:
+                except FileNotFoundError:
                     break
-                path.unlink(missing_ok=True)
+                if is_intact(name):
+                    break
+                path.unlink()

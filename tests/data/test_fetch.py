@@ -7,6 +7,7 @@ import os
 import socketserver
 import tarfile
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -119,6 +120,30 @@ def test_files_are_downloaded_once(server, tmp_path):
     assert sorted(os.listdir(folder)) == ["one", "two"]  # nothing else remains
     assert fetched(known, folder)[0] == []
     assert len(server.requested) == 2
+
+
+def test_two_processes_that_need_the_same_files_download_them_once(server, tmp_path):
+    """Both would append to the same part of a file."""
+    known, answer, errors = dataset(server, one=CONTENT), server.answer, []
+
+    def answer_slowly(request):
+        time.sleep(0.3)
+        answer(request)
+
+    def fetch_one():
+        try:
+            fetched(known, tmp_path)
+        except FetchError as error:
+            errors.append(error)
+
+    server.answer = answer_slowly
+    threads = [threading.Thread(target=fetch_one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (errors, len(server.requested)) == ([], 1)
+    assert (tmp_path / "one").read_bytes() == CONTENT
 
 
 def test_a_wrong_file_is_replaced(server, tmp_path):

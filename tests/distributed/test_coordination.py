@@ -1,6 +1,7 @@
 """How processes agree through a key-value store that they share."""
 
 import collections
+import re
 import threading
 import time
 import types
@@ -9,9 +10,9 @@ import jax
 import pytest
 
 from millrace.config import ConfigurationError
-from millrace.distributed import addresses, coordination
+from millrace.distributed import addresses, coordination, environment
 from millrace.distributed.coordination import CoordinatedStop
-from millrace.distributed.environment import ProcessInfo
+from millrace.distributed.environment import ProcessInfo, StartError
 
 
 class Store:
@@ -129,6 +130,27 @@ def test_signals_are_handled_while_waiting_for_other_processes(monkeypatch):
     )
     assert coordination.join(ProcessInfo("127.0.0.1:5", 1, 2))
     assert threads != [threading.main_thread()] and len(threads) == 1
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_processes_that_do_not_start_in_time_are_named(is_launched, tmp_path, monkeypatch):
+    """JAX would abort this process, with a message about remote procedure calls."""
+    release = threading.Event()
+    monkeypatch.setattr(coordination, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(coordination, "_state", lambda: types.SimpleNamespace(client=None))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: release.wait(30))
+    if is_launched:
+        monkeypatch.setenv(environment.LAUNCH_DIR, str(tmp_path))
+    named = "Processes 0, 2 have not started" if is_launched else "do they reach far:5?"
+    try:
+        with pytest.raises(StartError, match=re.escape(named)):
+            coordination.join(ProcessInfo("far:5", 1, 3))
+    finally:
+        release.set()
+    if is_launched:
+        assert environment.pop_cause(str(tmp_path)) == 0
+        environment.forget_starts(str(tmp_path))  # as before a restart
+        assert environment.find_missing(3) == [0, 1, 2]
 
 
 def test_an_error_of_a_cluster_is_reported(monkeypatch):

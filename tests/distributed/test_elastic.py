@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from launched import (
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.vcd.config import VcdConfig
 from millrace.config import ConfigurationError, build
 from millrace.distributed import environment
@@ -80,6 +82,46 @@ def test_with_fewer_than_the_least_the_run_fails(tmp_path):
     assert "1 process are left" in output or "less than 2" in output
 
 
+SAVES_SLOWLY = """
+import os, signal, threading, time
+
+def end_with_the_launcher():
+    with open(int(os.environ["MILLRACE_LAUNCHER_PIPE"])) as pipe:
+        for _ in pipe:
+            os._exit(1)
+
+def stop(*_):
+    signals.append(1)
+    if len(signals) > 1:
+        os._exit(130)
+    print("saving", flush=True)
+    time.sleep(1.0)
+    print("saved", flush=True)
+    os._exit(130)
+
+if os.environ["MILLRACE_SLOT"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signals = []
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+threading.Thread(target=end_with_the_launcher, daemon=True).start()
+time.sleep(30)
+"""
+
+
+def test_an_interrupt_while_lost_processes_are_about_to_return_ends_the_run():
+    options = ("--elastic", "1:2", "--num-replicas", "2", "--return-after", "1")
+    launcher = (sys.executable, "-u", "-m", "millrace", "launch", *options)
+    process = start([*launcher, "--", sys.executable, "-c", SAVES_SLOWLY])
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "[0] saving\n":
+            break
+    process.send_signal(signal.SIGINT)
+    output = finish(process, status=130)
+    assert output == "[0] saved\n"  # and nothing is started again
+
+
 def fit(config, present, all_processes, monkeypatch):
     monkeypatch.setenv(environment.ELASTIC, f"{present}/{all_processes}")
     return _fit_to_processes(config)
@@ -102,6 +144,11 @@ def test_fewer_processes_keep_the_global_batch(config_type, options, monkeypatch
     assert fewer.plan.batching.num_replicas == 2
     assert fewer.plan.batching.global_batch_size == size
     assert fit(config, 4, 4, monkeypatch) is config
+
+
+def test_fewer_processes_may_run_what_has_no_plan(monkeypatch):
+    config = build(ValidateConfig, {})
+    assert fit(config, 1, 2, monkeypatch) is config
 
 
 def test_what_cannot_be_divided_is_an_error_that_the_launcher_sees(tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """Progress: the process for which the others wait, and a run in which nothing moves."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from small_runner import batches, make_runner
@@ -186,6 +189,43 @@ def test_the_file_has_all_threads_and_children(tmp_path):
         release.set()
         thread.join()
         child.communicate()
+
+
+ENDS_WITH_CHILDREN = """
+import os, signal, subprocess, sys
+from millrace.distributed.progress import exit_now
+
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+children[0].send_signal(signal.SIGSTOP)
+os.waitid(os.P_PID, children[0].pid, os.WSTOPPED | os.WNOWAIT)
+print(*(child.pid for child in children), flush=True)
+exit_now(7)
+"""
+
+
+def test_a_process_that_ends_at_once_leaves_no_suspended_child():
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS_WITH_CHILDREN],
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # otherwise, the kernel may end it
+    )
+    assert process.stdout is not None
+    suspended, busy = (int(pid) for pid in process.stdout.readline().split())
+    assert process.wait(30) == 7
+    process.stdout.close()
+    os.kill(busy, signal.SIGTERM)  # raises an error if it is gone
+    deadline = time.monotonic() + 10
+    while _is_alive(suspended) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(suspended)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return "State:\tZ" not in status
 
 
 def test_outside_of_training_nobody_is_watched(tmp_path):

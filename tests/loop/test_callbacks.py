@@ -1,14 +1,20 @@
 """Callbacks receive events on the host, may end training, and fail with the user's line."""
 
 import jax
+import jax.numpy as jnp
+import killable_run
 import numpy as np
+import optax
 import pytest
-from small_runner import batches, make_runner
+from small_runner import batches, loss_fn, make_runner
 
 import millrace as mr
+from millrace.checkpoint.store import CheckpointError, Checkpoints
 from millrace.commands.calling import call_command
 from millrace.config import ConfigurationError
 from millrace.distributed import coordination
+from millrace.loop.event_schedule import schedule_events
+from millrace.run.run import run_command
 
 
 class Recorder(mr.Callback):
@@ -80,6 +86,51 @@ def test_after_an_error_in_a_callback_the_run_can_be_resumed(tmp_path):
     np.testing.assert_array_equal(resumed.state.params["w"], whole.state.params["w"])
     updates = [event["update"] for event in directory.read_metrics()]
     assert updates == [6, 6, 12, 12]
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_announced(tmp_path, monkeypatch):
+    class Saves(mr.Callback):
+        def on_save(self, update, path):
+            saved.append(update)
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("no space left on device")
+
+    def save_and_wait(self, *args, **kwargs):
+        save(self, *args, **kwargs)
+        self.wait(raise_error=False)  # it has failed when the loop looks at it next
+
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr("millrace.checkpoint.store.write_checkpoint", fail)
+    monkeypatch.setattr(Checkpoints, "save", save_and_wait)
+    with pytest.raises(CheckpointError, match="no space left on device"):
+        train(tmp_path / "r", Saves())
+    assert saved == []
+
+
+def test_a_callback_of_each_part_of_a_run_is_called_and_closed_once(tmp_path):
+    class Counting(mr.Callback):
+        def on_log(self, event):
+            counted.append(event["update"])
+
+        def close(self):
+            counted.append("closed")
+
+    def work(config, run):
+        plan = mr.Plan(micro_batch_size=2)
+        program = mr.training_program(loss_fn, optax.sgd(0.01), plan)
+        schedule = schedule_events(
+            updates_per_epoch=4, num_epochs=1, events_per_epoch={"log": 1}
+        )
+        for given in ([callback], [callback], []):
+            state = program.init({"w": jnp.ones(1)})
+            infeed = mr.Infeed(batches(range(4)))
+            run.train(program, state, infeed, schedule, callbacks=given)
+
+    counted, callback = [], Counting()
+    config = killable_run.Config(run=mr.RunOptions(run_dir=tmp_path / "r", quiet=True))
+    assert run_command(work, config, command="mine", command_line="mine") == 0
+    assert counted == [4, 4, "closed"]
 
 
 def test_only_the_first_process_calls_callbacks(tmp_path, monkeypatch):

@@ -17,8 +17,10 @@ from millrace.checkpoint import orbax_files
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import CheckpointError, read_manifest
 from millrace.config import ConfigurationError
+from millrace.loop import stopping
 from millrace.loop.activity import report_progress, run_stoppable
 from millrace.loop.staging import Calls
+from millrace.loop.stopping import StopRequest
 from millrace.program.training_loop import TrainingProgram
 
 
@@ -165,7 +167,20 @@ def test_the_first_signal_saves_and_stops_after_the_execution(tmp_path, capsys):
     checkpoints.close()
     assert result.interrupted
     assert [path.name for path in checkpoints.saved()] == ["update-000000003"]
-    assert "SIGINT: finishing the current execution" in capsys.readouterr().err
+    expected = "SIGINT: finishing the current execution, then saving a checkpoint. Repeat"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_does_not_promise_one(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        stopping._log, "warning", lambda text, *args: lines.append(text % args)
+    )
+    with StopRequest(saves=False).on_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert lines == [
+        "SIGTERM: finishing the current execution. Repeat it to stop immediately."
+    ]
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

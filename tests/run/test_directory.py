@@ -82,6 +82,7 @@ def test_a_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
         ("interrupted", None, True),
         (None, None, True),
         ("completed", None, False),
+        ("failed", "launch.log", True),
         ("failed", "metrics.jsonl", False),
         ("failed", "items.npy", False),
     ],

@@ -60,6 +60,11 @@ def test_auto_resume_is_what_process_0_sees(tmp_path, monkeypatch):
     assert prepare_process(config).run.resume is True
 
 
+def test_a_timeout_of_training_is_refused_where_nothing_is_trained():
+    with pytest.raises(ConfigurationError, match="leave out --stuck-timeout"):
+        COMMANDS["cnn validate"].configure({"stuck_timeout": 5.0}, name="cnn validate")
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [

@@ -48,8 +48,8 @@ def test_required_options_count_as_changed():
     assert get_changed_options(WithRequired(path="x", size=5)) == {"path": "x", "size": 5}
 
 
-def test_changed_options_do_not_include_the_run_directory(tmp_path):
-    options = RunOptions(run_dir=tmp_path, resume=True)
+def test_changed_options_do_not_include_how_the_run_was_started(tmp_path):
+    options = RunOptions(run_dir=tmp_path, resume=True, quiet=True, profile=True)
     assert get_changed_options(Config(run=options)) == {}
 
 

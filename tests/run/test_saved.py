@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from millrace.apps.cnn.config import CnnConfig
 from millrace.checkpoint.averaging import save_average
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import write_checkpoint
 from millrace.config import ConfigurationError
 from millrace.program.step import Weights
-from millrace.run.saved import find_run
+from millrace.run.saved import SavedRun, find_run
 
 LOSS = BestMetric("validation_loss", "min")
 
@@ -91,3 +92,12 @@ def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     run = make_run(tmp_path / "run", [0.1, 0.2], best_by=LOSS)
     (run / "checkpoints" / "update-000000010" / "manifest.json").write_text("{}")
     assert find_run(run).choose().update == 20
+
+
+def test_a_configuration_has_nothing_about_how_the_run_was_started(tmp_path):
+    started = {"run_dir": str(tmp_path), "auto_resume": True, "quiet": True}
+    options = {"command": "cnn-train", "seed": 7, **started, "process_id": 1}
+    config = SavedRun(tmp_path, tmp_path, options, []).build_config(CnnConfig)
+    assert (config.run.seed, config.run.run_dir) == (7, None)
+    assert not config.run.auto_resume and not config.run.quiet
+    assert config.run.process_id is None

@@ -80,6 +80,19 @@ def test_arrays_that_differ_from_the_manifest_are_not_kept(url):
     assert (folder / NEWEST / "state/b").exists()
 
 
+def test_arrays_that_are_damaged_on_this_machine_are_downloaded_again(url):
+    folder = to_local(url)
+    refresh(folder)
+    files = get_files(folder / NEWEST)
+    download_arrays(folder / NEWEST, files, checksum)
+    for name, content in (("state/a", b""), ("state/b", b"x" * files["state/b"][0])):
+        (folder / NEWEST / name).write_bytes(content)
+    download_arrays(folder / NEWEST, files, checksum)
+    for name, (size, digest) in files.items():
+        path = folder / NEWEST / name
+        assert (path.stat().st_size, checksum(path)) == (size, digest)
+
+
 @pytest.mark.parametrize("inside", ["checkpoints", NEWEST])
 def test_a_path_inside_a_run_refreshes_the_run(url, inside):
     refresh(to_local(f"{url}/{inside}"))

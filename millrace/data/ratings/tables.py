@@ -228,7 +228,7 @@ def _find_pyarrow() -> Any | None:
 def _convert_objects(array: np.ndarray) -> np.ndarray:
     """Return text or numbers that are Python objects as an array of their own type."""
     for place, value in enumerate(array):
-        if value is None or value != value:
+        if _is_missing(value):
             raise _BadColumn(f"has no value in row {place + 1}")
     kinds = {str if isinstance(value, str) else type(value) for value in array}
     if len(kinds) > 1:
@@ -240,6 +240,14 @@ def _convert_objects(array: np.ndarray) -> np.ndarray:
     if converted.dtype == object or converted.ndim != 1:
         raise _BadColumn(f"has values of the type {kinds.pop().__name__}")
     return converted
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN, or NA of pandas, which compares to NA."""
+    try:
+        return value is None or bool(value != value)
+    except TypeError:
+        return True
 
 
 def _check_complete(column: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.config import ConfigurationError
+from millrace.data.ratings import tables
 from millrace.data.ratings.identifiers import CodedIds
 from millrace.data.ratings.reading import load_ratings, read_events
 from millrace.data.ratings.tables import read_table
@@ -228,6 +229,15 @@ def test_a_bad_frame_is_one_sentence(build, changed, message):
     with pytest.raises(DatasetError, match=f"^data: the {message}") as caught:
         read_table("data", build(TABLE | changed))
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_text_of_pandas_is_found_without_pyarrow(monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr(tables, "_find_pyarrow", lambda: None)
+    frame = pandas_frame(TABLE)
+    frame["userId"] = pandas.array(["a", pandas.NA, "b", "c"], dtype="string")
+    with pytest.raises(DatasetError, match="column of the users has no value in row 2"):
+        read_table("data", frame)
 
 
 def test_two_columns_of_one_name_are_an_error():
