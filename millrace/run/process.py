@@ -64,8 +64,16 @@ def _has_begun(path: Path) -> bool:
     from millrace.run.directory import has_begun
 
     # A file system may show the others an older state of the folder.
-    own = coordination.is_first() and has_begun(path)
-    return coordination.broadcast("has-begun", own)
+    found: dict[str, Any] = {}
+    if coordination.is_first():
+        try:
+            found = {"has_begun": has_begun(path)}
+        except ConfigurationError as error:  # the others would wait for an answer
+            found = {"error": str(error)}
+    found = coordination.broadcast("has-begun", found)
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    return found["has_begun"]
 
 
 def _fit_to_processes(config: Any) -> Any:
