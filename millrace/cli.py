@@ -23,7 +23,7 @@ from millrace.config import ConfigurationError, as_typed, parse
 from millrace.distributed.environment import (
     StartError,
     add_launcher_replicas,
-    is_follower,
+    format_mistake,
 )
 from millrace.distributed.signals import (
     INTERRUPTED,
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         status = _run(args)
     except ConfigurationError as error:
-        if not is_follower():  # process 0 reports for all
-            print(f"millrace: {as_typed(str(error))}", file=sys.stderr)
+        if (message := format_mistake(as_typed(str(error)))) is not None:
+            print(f"millrace: {message}", file=sys.stderr)
         status = 2
     except StartError as error:
         error_line(str(error))

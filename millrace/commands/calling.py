@@ -15,7 +15,7 @@ from millrace.config import ConfigurationError, parse
 from millrace.distributed.environment import (
     StartError,
     add_launcher_replicas,
-    is_follower,
+    format_mistake,
 )
 from millrace.output import drop_lost_output
 from millrace.report.record import read_events
@@ -271,8 +271,8 @@ def run_as_command(
         line = format_script_line(name, args)
         sys.exit(run_command(function, config, command=name, command_line=line))
     except ConfigurationError as error:
-        if not is_follower():  # process 0 reports for all
-            print(f"{name}: {error}", file=sys.stderr)
+        if (message := format_mistake(str(error))) is not None:
+            print(f"{name}: {message}", file=sys.stderr)
         sys.exit(2)
     except StartError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ _INDIVISIBLE = "indivisible"
 _PROGRESS = "progress"
 _CAUSE = "cause"
 _STARTED = "started"
+_MISTAKE = "mistake"
+_MISTAKE_SECONDS = 3.0
+"""How long the other processes wait for process 0 to report the mistake that they found."""
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -184,10 +188,13 @@ def get_timeout() -> float:
 
 def is_follower() -> bool:
     """Whether this is not process 0, which reports errors for all processes."""
-    return any(
-        os.environ.get(name, "0") != "0"
-        for name in (PROCESS_ID, "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-    )
+    return _find_rank() != "0"
+
+
+def _find_rank() -> str:
+    names = (PROCESS_ID, "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    ranks = (os.environ.get(name, "0") for name in names)
+    return next((rank for rank in ranks if rank != "0"), "0")
 
 
 def record_run_directory(path: Path) -> None:
@@ -270,9 +277,43 @@ def find_missing(num_processes: int) -> list[int]:
 
 
 def forget_starts(folder: str) -> None:
-    """Forget which processes have started, before they start again."""
-    for record in Path(folder).glob(f"{_STARTED}-*"):
-        record.unlink()
+    """Forget what processes have recorded at their start, before they start again."""
+    for record in [*Path(folder).glob(f"{_STARTED}-*"), Path(folder) / _MISTAKE]:
+        record.unlink(missing_ok=True)
+
+
+def format_mistake(message: str) -> str | None:
+    """Return what this process prints about a mistake in the command, if anything.
+
+    Process 0 reports what all processes have found. Once they have joined, they find the
+    same. Before, a process of a launcher waits for what process 0 reports, and one of a
+    cluster says which it is.
+    """
+    # It imports JAX, which a wrong option must not.
+    coordination = sys.modules.get("millrace.distributed.coordination")
+    has_joined = coordination is not None and coordination.num_processes() > 1
+    folder = os.environ.get(LAUNCH_DIR)
+    if not is_follower():
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                (Path(folder) / _MISTAKE).write_text(message)
+        return message
+    if has_joined:
+        return None
+    if folder is None:
+        return f"process {_find_rank()}: {message}"
+    return None if _is_reported(Path(folder) / _MISTAKE, message) else message
+
+
+def _is_reported(record: Path, message: str) -> bool:
+    """Whether process 0 of a launcher reports the same mistake, a little later perhaps."""
+    deadline = time.monotonic() + _MISTAKE_SECONDS
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            if record.exists() and record.read_text() == message:
+                return True
+            time.sleep(0.05)
+    return False
 
 
 def record_indivisible() -> None:

@@ -35,8 +35,6 @@ _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _GOODBYE_SECONDS = 5.0
 """Shorter than the time in which the launcher kills processes that do not exit."""
-_LAST_SECONDS = 3.0
-"""Time to report why a process ends."""
 _ALIVE, _FAILED, _LEFT = "millrace/alive", "millrace/failed", "millrace/left"
 
 
@@ -208,7 +206,7 @@ class Heartbeat:
                 return
             if cause is not None:
                 record_cause(cause)
-            end_anyway(functools.partial(self._report, line, silently=silently))
+            progress.try_briefly(functools.partial(self._report, line, silently=silently))
             self.say_goodbye(num_lost)
             # sys.exit would end this thread only, while the main thread is in C++. It
             # would also run the exit handler of JAX, which waits for the lost process.
@@ -242,7 +240,7 @@ class Heartbeat:
         Args:
             num_lost: Processes that will not say goodbye.
         """
-        end_anyway(_flush_output)
+        progress.try_briefly(_flush_output)
         self._over.set()
         # In a thread that can be left behind, because a coordinator that hangs never
         # answers. Process 0 waits longer than the others, who need only one call.
@@ -263,13 +261,6 @@ class Heartbeat:
 
     def _name(self, rank: int) -> str:
         return f"Process {rank} {self._names.get(rank, '')}".rstrip()
-
-
-def end_anyway(action: Callable[[], Any]) -> None:
-    """Do something last, but do not wait long: output may be blocked, or a disk."""
-    thread = threading.Thread(target=action, name="millrace-last", daemon=True)
-    thread.start()
-    thread.join(_LAST_SECONDS)
 
 
 def _flush_output() -> None:

@@ -1,6 +1,7 @@
 """``millrace launch``: start the processes of a run, watch and restart them."""
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError, parse
@@ -25,6 +27,7 @@ from millrace.distributed.hardware import (
 )
 from millrace.distributed.membership import Membership
 from millrace.distributed.options import LaunchConfig, split_command
+from millrace.distributed.progress import try_briefly
 from millrace.distributed.relay import copy_lines, print_line
 from millrace.distributed.signals import INTERRUPTED, STOP_SIGNALS, handle_signals
 from millrace.numbers import pluralize
@@ -365,10 +368,14 @@ class Launcher:
     def _report(self, text: str) -> None:
         """Print a line, and keep it with the time in the run directory."""
         print_line(f"millrace launch: {text}", sys.stderr)
-        if (directory := env.find_run_directory(self._folder)) is None:
-            return
-        with contextlib.suppress(OSError), (directory / "launch.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        if (directory := env.find_run_directory(self._folder)) is not None:
+            # A file server that hangs must not keep the launcher from ending processes.
+            try_briefly(functools.partial(_append_line, directory / "launch.log", text))
+
+
+def _append_line(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError), path.open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
 
 def _get_failure(child: Child, status: int, *, was_asked: bool) -> Failure:

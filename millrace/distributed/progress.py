@@ -25,6 +25,8 @@ _PATIENT_STEPS = 10
 """Without a timeout of the user's, a step may take this many times the longest so far."""
 DEFAULT_TIMEOUT = 1800.0
 """Seconds without progress after which several processes end."""
+_BRIEF_SECONDS = 3.0
+"""How long to wait for what a disk or a terminal may block."""
 
 
 class Activity(NamedTuple):
@@ -199,20 +201,37 @@ class Progress:
 
 
 def write_stacks(rank: int) -> Path | None:
-    """Write what the threads and children of this process do; return the file."""
+    """Write what the threads and children of this process do; return the file.
+
+    None if it cannot be written soon: perhaps the file server is why the run is stuck.
+    """
     if _own.folder is None:
         return None
-    path = _own.folder / f"stuck-process-{rank}.txt"
-    try:
-        with path.open("w") as file:
-            when = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"{when}, pid {os.getpid()}: {own_activity()}\n\n")
-            file.write("".join(f"{line}\n" for line in _describe_children()))
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-    except OSError:
-        return None
-    return path
+    path, written = _own.folder / f"stuck-process-{rank}.txt", threading.Event()
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            _write_stacks(path)
+            written.set()
+
+    try_briefly(write)
+    return path if written.is_set() else None
+
+
+def _write_stacks(path: Path) -> None:
+    with path.open("w") as file:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"{when}, pid {os.getpid()}: {own_activity()}\n\n")
+        file.write("".join(f"{line}\n" for line in _describe_children()))
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def try_briefly(action: Callable[[], Any]) -> None:
+    """Do something, but do not wait long for it: output may be blocked, or a disk."""
+    thread = threading.Thread(target=action, name="millrace-brief", daemon=True)
+    thread.start()
+    thread.join(_BRIEF_SECONDS)
 
 
 def exit_now(status: int) -> NoReturn:

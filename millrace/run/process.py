@@ -12,6 +12,7 @@ from millrace.config import (
     option_value,
     replace_options,
 )
+from millrace.run.options import ShortRunOptions
 
 _MIN_ADDRESS_SPACE = 2 * 10**9
 """With less, the smallest run crashes: on 2 cores it did with 1.84 GB, not with 2.05."""
@@ -48,7 +49,9 @@ def prepare_process(config: Any) -> Any:
     interrupted_run = None if _begun else get_recorded_run_directory()
     _begun.append(True)
     if interrupted_run is not None:
-        resume = (interrupted_run / "config.yml").exists()
+        # What cannot be resumed starts again, as long as it has no results.
+        is_resumable = not isinstance(options, ShortRunOptions)
+        resume = is_resumable and (interrupted_run / "config.yml").exists()
         return _resume_config(config, interrupted_run, resume=resume)
     if options.auto_resume and not options.resume and _has_begun(options.run_dir):
         return _resume_config(config, options.run_dir, resume=True)
@@ -61,8 +64,16 @@ def _has_begun(path: Path) -> bool:
     from millrace.run.directory import has_begun
 
     # A file system may show the others an older state of the folder.
-    own = coordination.is_first() and has_begun(path)
-    return coordination.broadcast("has-begun", own)
+    found: dict[str, Any] = {}
+    if coordination.is_first():
+        try:
+            found = {"has_begun": has_begun(path)}
+        except ConfigurationError as error:  # the others would wait for an answer
+            found = {"error": str(error)}
+    found = coordination.broadcast("has-begun", found)
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    return found["has_begun"]
 
 
 def _fit_to_processes(config: Any) -> Any:

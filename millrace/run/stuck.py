@@ -5,8 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from millrace.distributed import coordination
-from millrace.distributed.heartbeat import LOST, end_anyway
-from millrace.distributed.progress import Watch, exit_now, watched, write_stacks
+from millrace.distributed.heartbeat import LOST
+from millrace.distributed.progress import (
+    Watch,
+    exit_now,
+    try_briefly,
+    watched,
+    write_stacks,
+)
 from millrace.output import error_line
 from millrace.program.compiling import is_compiling
 
@@ -33,7 +39,7 @@ def watching_progress(
             # Last, because the output may be what blocks this process.
             error_line(f"{line} What its threads do is in {path}." if path else line)
 
-        end_anyway(report)
+        try_briefly(report)
         exit_now(LOST)  # the main thread may be in C++, or blocked by its output
 
     with watched(timeout, folder, is_compiling):

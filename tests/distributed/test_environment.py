@@ -4,6 +4,7 @@ import pytest
 
 import millrace as mr
 from millrace.config import ConfigurationError, parse
+from millrace.distributed import coordination, environment
 from millrace.distributed.environment import (
     TIMEOUT,
     ProcessInfo,
@@ -11,6 +12,7 @@ from millrace.distributed.environment import (
     find_first_host,
     find_num_replicas,
     find_process_info,
+    format_mistake,
     get_timeout,
 )
 from millrace.distributed.options import LaunchConfig
@@ -138,3 +140,40 @@ def test_the_last_number_of_replicas_on_a_command_line_counts():
     assert find_num_replicas(["--num-replicas", "2", "--replicas=3"]) == "3"
     assert find_num_replicas(["--num_replicas", "2"]) == "2"
     assert find_num_replicas(["train"]) is None
+
+
+@pytest.fixture
+def acting_as(monkeypatch, tmp_path):
+    """Return a function that makes this a process of a launcher, or of a cluster."""
+    monkeypatch.setattr(environment, "_MISTAKE_SECONDS", 0.1)
+
+    def act(rank, *, is_launched):
+        monkeypatch.setenv(environment.PROCESS_ID, str(rank))
+        if is_launched:
+            monkeypatch.setenv(environment.LAUNCH_DIR, str(tmp_path))
+
+    return act
+
+
+def test_a_mistake_that_all_processes_find_is_reported_by_the_first(acting_as):
+    acting_as(0, is_launched=True)
+    assert format_mistake("Unknown option.") == "Unknown option."
+    acting_as(1, is_launched=True)
+    assert format_mistake("Unknown option.") is None
+
+
+def test_a_mistake_that_only_another_process_finds_is_reported(acting_as):
+    acting_as(2, is_launched=False)
+    assert format_mistake("There is no file.") == "process 2: There is no file."
+    acting_as(2, is_launched=True)
+    assert format_mistake("There is no file.") == "There is no file."
+    acting_as(0, is_launched=True)
+    format_mistake("Another mistake.")
+    acting_as(2, is_launched=True)
+    assert format_mistake("There is no file.") == "There is no file."
+
+
+def test_what_is_found_together_is_reported_by_the_first(acting_as, monkeypatch):
+    monkeypatch.setattr(coordination, "num_processes", lambda: 3)
+    acting_as(1, is_launched=False)
+    assert format_mistake("Process 1 differs.") is None

@@ -10,11 +10,13 @@ import time
 import pytest
 from launched import environment, finish, start
 
+from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.cli import main
-from millrace.config import ConfigurationError, parse
+from millrace.config import ConfigurationError, build, parse
 from millrace.distributed.launcher import Launcher, launch
 from millrace.distributed.options import LaunchConfig, split_command
 from millrace.distributed.relay import _drop_noise
+from millrace.run.process import prepare_process
 
 POPRUN = [
     "--numa-aware=yes --num-replicas=4 --num-instances=4 --ipus-per-replica 4",
@@ -205,6 +207,17 @@ def test_a_restart_that_cannot_resume_reports_why(tmp_path, monkeypatch, capsys)
         main(args)
     errors = capsys.readouterr().err
     assert errors.startswith(f"millrace: Cannot continue the run in {run}: resume needs")
+
+
+def test_a_restart_of_what_cannot_be_resumed_starts_it_again(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yml").write_text("command: cnn-validate\n")
+    (tmp_path / "run-directory").write_text(str(run))
+    monkeypatch.setenv("MILLRACE_LAUNCH_DIR", str(tmp_path))
+    monkeypatch.setattr("millrace.run.process._begun", [])
+    options = prepare_process(build(ValidateConfig, {})).run
+    assert (options.run_dir, options.resume) == (run, False)
 
 
 def test_help_before_the_command_is_that_of_the_launcher():

@@ -191,6 +191,17 @@ def test_the_file_has_all_threads_and_children(tmp_path):
         child.communicate()
 
 
+def test_a_file_server_that_hangs_does_not_keep_a_process_from_ending(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(progress, "_BRIEF_SECONDS", 0.1)
+    path = tmp_path / "stuck-process-0.txt"
+    os.mkfifo(path)  # opening it waits for a reader
+    with watched(None, tmp_path, lambda: False):
+        assert write_stacks(0) is None
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # releases the thread
+
+
 ENDS_WITH_CHILDREN = """
 import os, signal, subprocess, sys
 from millrace.distributed.progress import exit_now

@@ -56,8 +56,21 @@ def test_auto_resume_starts_a_run_and_continues_it_once_it_has_begun(tmp_path):
 def test_auto_resume_is_what_process_0_sees(tmp_path, monkeypatch):
     """A file system may show the others an older state of the folder."""
     config = build(CnnConfig, {"run_dir": tmp_path / "run", "auto_resume": True})
-    monkeypatch.setattr(coordination, "broadcast", lambda name, own: not own)
+    seen = {"has_begun": True}
+    monkeypatch.setattr(coordination, "broadcast", lambda name, own: seen)
     assert prepare_process(config).run.resume is True
+
+
+def test_process_0_tells_the_others_that_auto_resume_cannot_look(monkeypatch):
+    """They would wait for its answer until its heartbeats are missed."""
+    config = build(CnnConfig, {"run_dir": "nosuch://bucket/run", "auto_resume": True})
+    told = []
+    monkeypatch.setattr(
+        coordination, "broadcast", lambda name, own: told.append(own) or own
+    )
+    with pytest.raises(ConfigurationError, match="Protocol not known") as caught:
+        prepare_process(config)
+    assert told == [{"error": str(caught.value)}]
 
 
 def test_a_timeout_of_training_is_refused_where_nothing_is_trained():
