@@ -146,7 +146,7 @@ def build_validator(
 
     `linear` is the matrix of the linear item model, for the objective ranking.
     """
-    if targets is None or config.training.no_validation:
+    if targets is None:
         return None
     batch_size = config.resolved_validation_batch_size
     source = open_evaluation_source(known, targets, batch_size)

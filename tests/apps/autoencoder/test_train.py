@@ -58,13 +58,16 @@ def test_a_run_learns_and_a_resumed_one_ends_with_the_same_bits(tmp_path, capsys
     assert len(events_of(parts)) == len(events)
 
 
-def test_a_run_without_validation_writes_one_checkpoint(tmp_path, capsys):
+def test_a_run_without_validation_writes_one_checkpoint_and_tests_it(tmp_path, capsys):
     args = f"{LEARN}{write_ratings(tmp_path)}--epochs 1 --no-dense-refeeding "
-    args += f"--no-validation --valid-per-epoch 0 --run-dir {tmp_path}/run"
+    args += f"--no-validation --valid-per-epoch 0 --test-data-file {tmp_path}/valid.txt "
+    args += f"--run-dir {tmp_path}/run"
     ended = command(capsys, args)
     assert ended.status == 0, ended.err
     assert len(list((tmp_path / "run" / "checkpoints").glob("update-*"))) == 1
-    assert "best" not in summary_of(tmp_path / "run")
+    summary = summary_of(tmp_path / "run")
+    assert summary["metrics"]["test_rmse"] > 0
+    assert not {"best", "baselines"} & summary.keys()
 
 
 @pytest.mark.devices(3)
