@@ -193,6 +193,13 @@ def validate(config: ValidateConfig, run: Run) -> None:
             continue
         run.console.status("validating" if kind == "validation" else "testing")
         scores = _compute_scores(recommender, known, targets, ranking, batch_size)
+        if math.isnan(scores[f"ndcg_at_{ranking.longest}"]):
+            run.console.warning(
+                f"No {kind} rating is {relevant:g} or more for an item that its user has "
+                "not rated before, so there are no metrics of rankings. Give a smaller "
+                "--relevant-rating."
+            )
+            scores = {name: x for name, x in scores.items() if "_at_" not in name}
         for name, value in scores.items():
             metrics[f"{kind}_{name}"] = value
         if recommender.ranks:
