@@ -204,7 +204,8 @@ def compare_with_simple_models(run: Run, metric: BestMetric) -> None:
     run.summary["loses_to"] = lost
     if lost:
         verb = "predict" if is_rating else "rank"
-        more = "More ratings, or --search," if is_rating else "More ratings"
+        may_search = is_rating and "chosen_trial" not in run.summary
+        more = "More ratings, or --search," if may_search else "More ratings"
         run.console.warning(
             f"The model does not {verb} better than {' and '.join(lost)}. {more} may help; "
             "until then, the simple model is the better one."
