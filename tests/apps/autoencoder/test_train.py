@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from autoencoder_runs import PLAIN, SMALL, command, events_of, summary_of, write_ratings
 
+from millrace.apps.autoencoder.evaluate import Validator
 from millrace.apps.autoencoder.halving import has_stopped_improving
 from millrace.apps.autoencoder.predictor import load_recommender
 
@@ -147,7 +148,11 @@ def test_random_ratings_cause_a_warning_and_train_in_sixteen_bits(tmp_path, caps
 
 
 @pytest.mark.parametrize("devices", ["", "--select-devices 0,0"])
-def test_async_validation_gives_the_same_results(tmp_path, capsys, devices):
+def test_async_validation_gives_the_same_results(tmp_path, capsys, devices, monkeypatch):
+    started, run_async = [], Validator.run_async
+    monkeypatch.setattr(
+        Validator, "run_async", lambda self: started.append(1) or run_async(self)
+    )
     files = write_ratings(tmp_path)
     args = f"{LEARN}{files}--epochs 6 --valid-per-epoch 0.5 --keep-checkpoints 9 "
     args += "--deterministic "
@@ -165,6 +170,7 @@ def test_async_validation_gives_the_same_results(tmp_path, capsys, devices):
         for run in (in_sync, in_async)
     ]
     assert found[0] == found[1] and len(found[0]) == 3
+    assert len(started) == 1  # by the second run only
     assert summary_of(in_sync)["best"] == summary_of(in_async)["best"]
 
 
