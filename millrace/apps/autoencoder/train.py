@@ -55,7 +55,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     run.console.status("reading ratings")
     ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
     if config.training.no_validation:
-        ratings = ratings._replace(validation=None)
+        ratings = ratings._replace(validation=None, unseen=None)
     check_positives(config, ratings)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
