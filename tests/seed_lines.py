@@ -1,4 +1,27 @@
-"""Command lines of Graphcore's READMEs, as options of ``millrace cnn train``."""
+"""Command lines of Graphcore's documents: verbatim, and as options of ``cnn train``."""
+
+import re
+from pathlib import Path
+
+LINES = [
+    tuple(line.split("\t"))
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines()
+]
+"""Document and line."""
+
+
+def find_line(start: str) -> str:
+    """Return the only line that begins with these words."""
+    (found,) = (line for _, line in LINES if line.startswith(start))
+    return found
+
+
+def training_options(line: str) -> str:
+    """Return the options of a line with train.py, with the replicas of poprun."""
+    launcher, _, options = line.partition("train.py ")
+    replicas = re.search(r"--num-replicas[ =](\d+)", launcher)
+    return options + (f" --replicas {replicas[1]}" if replicas else "")
+
 
 GRAPHCORE = {"recipe": "graphcore"}
 """Turns modern defaults off, for tests of something else."""

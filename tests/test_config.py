@@ -666,6 +666,14 @@ def test_the_reference_spelling_of_cnn_options_is_accepted(line):
     parse(CnnConfig, line.split(), program="x")
 
 
+def test_the_spelling_of_the_tensorflow_1_programs_is_accepted():
+    line = "--data-dir there --batch-size 3 --replicas 2 --epochs 5"
+    config, _ = parse(CnnConfig, line.split(), program="x")
+    names = ("dataset_path", "micro_batch_size", "num_replicas", "num_epochs")
+    found = [option_value(config, name) for name in names]
+    assert found == [Path("there"), 3, 2, 5]
+
+
 @pytest.mark.parametrize(
     "option", ["logs_per_epoch", "ckpts_per_epoch", "validations_per_epoch"]
 )

@@ -206,7 +206,8 @@ def _build_autoencoder_training(config: AutoencoderConfig, devices: list[Any]) -
     device = devices[config.device_indices[0]]
     if config.search is not None:
         return _build_autoencoder_search(config, device)
-    ratings = rating_data.load(config.data, config.run.seed).training
+    objective = config.training.objective
+    ratings = rating_data.load(config.data, config.run.seed, objective=objective).training
     steps = plan_steps(config, len(active_users(ratings)))
     model = autoencoder.build_model(config, ratings.num_items)
     program = autoencoder.build_program(config, model, steps, device)

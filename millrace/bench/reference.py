@@ -79,6 +79,11 @@ def _variants(parameters: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{shown(parameters)}."
         )
     for row in rows:
+        if len(row) != len(names):
+            raise ConfigurationError(
+                f"each list of parameters after the first has a value for each of "
+                f"{', '.join(map(str, names))}; got {shown(row)}."
+            )
         chosen = dict(zip(map(str, names), row, strict=True))
         yield "".join(f"_{key}_{value}" for key, value in chosen.items()), chosen
 

@@ -15,6 +15,11 @@ VALIDATION_NAMES = ("val", "validation", "test")
 """Names of a validation split, in the order of preference."""
 
 _TFRECORD = re.compile(r"\d$|\.tfrecords?$")
+_OTHER_SUFFIXES = (
+    *(".tar", ".parquet", ".idx", ".json", ".arrow"),
+    *(".md", ".txt", ".csv", ".log", ".yml", ".yaml", ".py", ".sh"),
+)
+"""Ends of names of files that are no TFRecord files, in layouts or next to them."""
 
 LAYOUTS = (
     "train/<class>/*.jpg and val/<class>/*.jpg (or .jpeg, .png, .webp)",
@@ -118,10 +123,9 @@ def find_shards(folder: Path, names: Iterable[str], suffix: str = "") -> list[Pa
     Args:
         folder: The folder of the dataset.
         names: Names of the split; the first one with files counts.
-        suffix: The end of the names of the files. By default, files of the other layouts
-            and indices are left out.
+        suffix: The end of the names of the files. By default, files of the other layouts,
+            indices, texts and programs such as ``train.py`` are left out.
     """
-    others = (".tar", ".parquet", ".idx", ".json", ".arrow", ".md", ".txt")
     for name in names:
         for parent in (folder, folder / name, folder / "data"):
             is_split = parent == folder / name
@@ -130,7 +134,7 @@ def find_shards(folder: Path, names: Iterable[str], suffix: str = "") -> list[Pa
             if suffix:
                 found = [path for path in found if path.suffix == suffix]
             else:
-                found = [path for path in found if path.suffix not in others]
+                found = [path for path in found if path.suffix not in _OTHER_SUFFIXES]
             if found:
                 return sorted(found)
     return []

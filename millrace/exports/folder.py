@@ -18,7 +18,7 @@ from millrace.exports.card import format_own_card, may_replace
 from millrace.exports.onnx_graph import UnsupportedOperation
 from millrace.exports.onnx_graph import build_model as build_onnx
 from millrace.exports.stablehlo import build_program as build_stablehlo
-from millrace.exports.torch_file import write_state_dict
+from millrace.exports.torch_file import check_types, write_state_dict
 from millrace.nn.convolution import portable_convolutions
 
 Format = Literal["safetensors", "torch", "stablehlo", "onnx"]
@@ -111,6 +111,8 @@ def write_model(folder: Path, model: Model, formats: Iterable[str]) -> list[Path
     for name in chosen:
         check_format(name, has_program=model.program is not None)
     _check_folder(folder, chosen)
+    if "torch" in chosen:  # before anything is written
+        check_types(model.arrays)
     contents = {
         name: _build(name, model.program)
         for name in chosen
@@ -156,13 +158,14 @@ def check_format(name: str, *, has_program: bool = True) -> None:
 
 def _check_folder(folder: Path, formats: Sequence[str]) -> None:
     """Raise an error if a folder has other formats, which may be of another model."""
-    for name in Format.__args__:
-        if name not in formats and (folder / model_file(name)).exists():
-            raise ConfigurationError(
-                f"{folder} has a {model_file(name)} of an earlier export. Delete it, "
-                f"write it again as well ({' '.join([*formats, name])}), or choose another "
-                "folder."
-            )
+    others = [name for name in Format.__args__ if name not in formats]
+    earlier = [name for name in others if (folder / model_file(name)).exists()]
+    if earlier:
+        raise ConfigurationError(
+            f"{folder} has {' and '.join(map(model_file, earlier))} of an earlier export. "
+            f"Delete them, write them again as well ({' '.join([*formats, *earlier])}), or "
+            "choose another folder."
+        )
 
 
 def _build(name: str, program: Program) -> bytes:

@@ -29,11 +29,16 @@ _LOCAL_HEADER_BYTES = 30
 _PADDING_ID = 0x4246  # "FB", the extra field that PyTorch pads with
 
 
-def write_state_dict(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name as a state dict; the file is replaced as a whole."""
+def check_types(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise an error if a state dict cannot hold one of the arrays."""
     for name, array in arrays.items():
         if array.dtype.name not in _STORAGES:
             raise ValueError(f"{name} has the type {array.dtype}, unknown to PyTorch.")
+
+
+def write_state_dict(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name as a state dict; the file is replaced as a whole."""
+    check_types(arrays)
     with replacing(path, binary=True) as file, zipfile.ZipFile(file, "w") as archive:
         _add(archive, file, "data.pkl", _pickle(arrays))
         _add(archive, file, "byteorder", b"little")

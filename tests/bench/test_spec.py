@@ -303,6 +303,7 @@ def test_variables_of_an_entry_are_set_and_may_not_differ(spec, monkeypatch, cap
         ({"cmd": "python3 run_gcn.py"}, "cmd must run one of train.py"),
         ({"outputs": []}, "unknown option outputs. Did you mean output?"),
         ({"parameters": [1]}, "parameters must be a mapping of lists"),
+        ({"parameters": [["a", "b"], [1]]}, "a value for each of a, b; got [1]"),
         ({"cmd": "python3 main.py {x}", "parameters": {"y": [1]}}, "cannot fill in"),
     ],
     ids=str,

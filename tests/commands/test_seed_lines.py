@@ -20,6 +20,7 @@ import pytest
 from autoencoder_runs import write_ratings
 from image_files import write_folders
 from launched import environment
+from seed_lines import LINES as ALL_LINES
 
 from millrace.cli import main, resolve_launched
 from millrace.commands.registry import COMMANDS
@@ -32,11 +33,7 @@ from millrace.distributed.options import LaunchConfig, split_command
 
 SETUP = ("virtualenv", "source", "pip", "pytest")
 """Programs that prepare the reference's own environment."""
-LINES = [
-    tuple(line.split("\t"))
-    for line in (Path(__file__).parents[1] / "seed_lines.txt").read_text().splitlines()
-    if line.split("\t")[1].split()[0] not in SETUP
-]
+LINES = [(seed, line) for seed, line in ALL_LINES if line.split()[0] not in SETUP]
 IDS = [f"{seed}-{number}" for number, (seed, _) in enumerate(LINES)]
 BATCH_SIZES = {
     # By program and model: what the document says to put for --batch-size.

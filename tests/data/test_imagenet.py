@@ -16,6 +16,7 @@ from image_files import (
 )
 
 from millrace.config import ConfigurationError
+from millrace.data.catalog import DatasetNotFound
 from millrace.data.decoding import Crop
 from millrace.data.imagenet import ImageFolder, load_imagenet, load_images
 
@@ -146,3 +147,11 @@ def test_a_missing_dataset_is_named_in_both_forms(tmp_path):
         load_imagenet(tmp_path, SMALL)
     for part in (str(tmp_path), "train-*", "val/<class>/*.JPEG", "image-net.org"):
         assert part in str(caught.value)
+
+
+def test_programs_next_to_a_dataset_are_no_tfrecord_files(tmp_path):
+    """Graphcore's commands run in a folder with train.py and validation.py."""
+    for name in ("train.py", "train.log", "validation.py"):
+        (tmp_path / name).write_text("#!/usr/bin/env python3\n" * 9)
+    with pytest.raises(DatasetNotFound):
+        load_imagenet(tmp_path, SMALL)

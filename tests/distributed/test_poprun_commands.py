@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from launched import environment, summary
+from seed_lines import LINES, find_line
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
@@ -16,46 +17,10 @@ from millrace.distributed.environment import add_launcher_replicas
 from millrace.distributed.launcher import Launcher
 from millrace.distributed.options import LaunchConfig, split_command
 
-RESNET = (
-    "poprun --numa-aware=yes --num-replicas=4 --num-instances=4 --ipus-per-replica 4 "
-    "python train.py --model resnet --model-size 50 --dataset imagenet "
-    "--data-dir $DATASETS_DIR/ --ckpts-per-epoch 0 --batch-size 16 "
-    "--gradient-accumulation-count 256 --epochs 1 --no-validation --xla-recompute "
-    "--optimiser momentum --momentum 0.9 --normalise-input --stable-norm "
-    "--internal-exchange-optimisation-target balanced --enable-half-partials "
-    "--standard-imagenet --pipeline-num-parallel 32 --pipeline-schedule Grouped "
-    "--no-dataset-cache --shards=4 --pipeline-splits b1/2/relu b2/3/relu b3/3/relu "
-    "--pipeline --batch-norm --available-memory-proportion 0.15 "
-    "--disable-variable-offloading --precision 16.32 --eight-bit-io"
-)
-RESNEXT = (
-    "poprun --numa-aware 1 --num-replicas 8 --ipus-per-replica 2 --num-instances 8 "
-    "python train.py --model resnext --model-size 101 --dataset imagenet "
-    "--data-dir $DATASETS_DIR --shards 2 --batch-size 6 --pipeline "
-    "--gradient-accumulation-count 16 --pipeline-splits b3/3/relu --epoch 2 "
-    "--ckpts-per-epoch 0 --xla-recompute --normalise-input "
-    "--internal-exchange-optimisation-target balanced --enable-half-partials "
-    "--stable-norm --base-learning-rate -11 --pipeline-schedule Grouped "
-    "--optimiser momentum --momentum 0.9 --lr-schedule cosine --label-smoothing 0.1 "
-    "--no-validation --disable-variable-offloading --standard-imagenet --eight-bit-io"
-)
-EFFICIENTNET = (
-    "poprun --numa-aware 1 --num-replicas 4 --ipus-per-replica 4 --num-instances 4 "
-    "python3 train.py --model=efficientnet --model-size=4 --data-dir $DATASETS_DIR/ "
-    "--precision=16.32 --group-dim=16 --expand-ratio=4 --dataset=imagenet --groups=4 "
-    "--optimizer=RMSprop --lr-schedule=exponential --xla-recompute "
-    "--enable-conv-dithering --available-memory-proportion=0.15 "
-    "--pipeline-schedule Grouped --internal-exchange-optimisation-target balanced "
-    "--weight-avg-exp 0.97 --enable-half-partials --cutmix-lambda 0.85 "
-    "--mixup-alpha=0.2 --disable-variable-offloading --batch-size=5 --shards=4 "
-    "--pipeline-split block2c block4c block6a --pipeline "
-    "--gradient-accumulation-count=40 --no-validation --epochs 1"
-)
-INFERENCE = (
-    "poprun --num-replicas 4 --ipus-per-replica 1 --num-instances 4 --numa-aware 1 "
-    "python3 validation.py --model {} --dataset imagenet {} --generated-data --repeat 10 "
-    "--batch-norm --enable-half-partials --eight-bit-io"
-)
+RESNET = find_line("poprun --numa-aware=yes ")
+RESNEXT = find_line("poprun --numa-aware 1 --num-replicas 8 ")
+EFFICIENTNET = find_line("poprun --numa-aware 1 --num-replicas 4 ")
+INFERENCE = [line for _, line in LINES if line.startswith("poprun --num-replicas 4 ")]
 
 
 def replaced(command: str) -> list[str]:
@@ -92,16 +57,9 @@ def test_processes_have_the_replicas_and_batches_of_the_reference(
     assert config.plan.num_replicas == int(variables["MILLRACE_NUM_PROCESSES"])
 
 
-@pytest.mark.parametrize(
-    ("model", "size"),
-    [
-        ("resnet --model-size 50", "--batch-size 1"),
-        ("resnext --model-size 101", "--batch-size 2"),
-        ("efficientnet --model-size 0", "--precision 16.16 --batch-size 8"),
-    ],
-)
-def test_each_process_measures_inference_on_its_own_replica(model, size, monkeypatch):
-    variables, args = given_to_process(INFERENCE.format(model, size), monkeypatch)
+@pytest.mark.parametrize("line", INFERENCE)
+def test_each_process_measures_inference_on_its_own_replica(line, monkeypatch):
+    variables, args = given_to_process(line, monkeypatch)
     assert variables["JAX_NUM_CPU_DEVICES"] == "1"
     args = add_launcher_replicas(ValidateConfig, args)
     assert parse(ValidateConfig, args, program="x")[0].num_replicas == 1
@@ -137,11 +95,11 @@ def test_a_smaller_version_of_the_training_command_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_throughputs_of_all_processes_are_added(tmp_path):
-    command = INFERENCE.format("resnet --model-size 18", "--batch-size 2")
-    command = command.replace("--num-replicas 4", "--num-replicas 2")
+    command = INFERENCE[0].replace("--num-replicas 4", "--num-replicas 2")
     command = command.replace("--num-instances 4", "--num-instances 2")
     smaller = (
-        "--repeat 2 --image-size 32 --num-batches 4 --latency-calls 2 "
+        "--model-size 18 --batch-size 2 --repeat 2 --image-size 32 --num-batches 4 "
+        "--latency-calls 2 "
         f"--run-dir {tmp_path}/r"
     )
     output = run([*replaced(command), *smaller.split()])

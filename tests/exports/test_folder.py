@@ -132,10 +132,22 @@ def test_a_missing_library_is_named_before_anything_is_written(
 
 
 def test_files_of_an_earlier_export_are_not_mixed_with_new_ones(tmp_path):
-    (tmp_path / "model.onnx").write_bytes(b"old")
-    with pytest.raises(ConfigurationError, match=r"has a model\.onnx of an earlier export"):
+    for name in ("model.onnx", "model.pt"):
+        (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(ConfigurationError) as caught:
         mr.export(tmp_path, PARAMS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx"]
+    assert "has model.pt and model.onnx of an earlier export" in str(caught.value)
+    assert "(safetensors torch onnx)" in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_type_that_one_of_the_formats_lacks_is_an_error_before_anything_is_written(
+    tmp_path,
+):
+    formats = ["safetensors", "torch"]
+    with pytest.raises(ValueError, match="a has the type uint32, unknown to PyTorch"):
+        mr.export(tmp_path / "out", {"a": np.ones(2, np.uint32)}, formats=formats)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

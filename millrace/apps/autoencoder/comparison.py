@@ -51,16 +51,30 @@ class TrainedRanking(NamedTuple):
     network_weight: float
 
 
-def check_positives(config: AutoencoderConfig, training: Ratings) -> None:
-    """Raise an error if a model that ranks items has none to learn from."""
+def check_positives(config: AutoencoderConfig, ratings: RatingData) -> None:
+    """Raise an error if a model that ranks items has none to learn from or to find."""
     if config.training.objective == "rating":
         return
-    least = config.data.positive_from
+    least, training = config.data.positive_from, ratings.training
     if not (np.asarray(training.values) >= least).any():
         raise DatasetError(
             f"No training rating is {least:g} or more, so no item is liked: the largest is "
             f"{training.largest:g}. Lower --positive-from."
         )
+    targets = {"validation": ratings.validation, "test": ratings.test}
+    for role, part in targets.items():
+        if part is not None and not _has_new_positives(training, part, least):
+            raise DatasetError(
+                f"No {role} rating is {least:g} or more for an item that its user has not "
+                "rated in training, so there is nothing to find. Lower --positive-from, or "
+                f"give other --{role}-data-file."
+            )
+
+
+def _has_new_positives(training: Ratings, targets: Ratings, least: float) -> bool:
+    is_liked = np.asarray(targets.values) >= least
+    pairs = zip(targets.users[is_liked], targets.items[is_liked], strict=True)
+    return any(item not in training.get_user(user)[0] for user, item in pairs)
 
 
 def prepare_linear_items(
@@ -72,9 +86,9 @@ def prepare_linear_items(
     folder = run.directory.path
     if (saved := load_linear_items(folder)) is not None:
         return jax.device_put(saved, device)
-    validation = None if config.training.no_validation else ratings.validation
-    positive_from = config.data.positive_from
-    linear = fit_linear_items(ratings.training, validation, positive_from, device)
+    linear = fit_linear_items(
+        ratings.training, ratings.validation, config.data.positive_from, device
+    )
     if linear is not None:
         with replacing(folder / LINEAR_ITEMS_FILE, binary=True) as file:
             np.save(file, jax.device_get(linear))
@@ -92,11 +106,9 @@ def score_simple_models(
     if ratings.validation is None or config.data.kind == "random":
         return
     if config.training.objective == "ranking":
-        if not config.training.no_validation:
-            options = _build_options(config)
-            scores = score_ranking_baselines(ratings, linear, options, device)
-            run.summary["baselines"] = scores
-            _print_to_beat(run, f"NDCG@{CHOSEN_AT}", scores[NDCG])
+        scores = score_ranking_baselines(ratings, linear, _build_options(config), device)
+        run.summary["baselines"] = scores
+        _print_to_beat(run, f"NDCG@{CHOSEN_AT}", scores[NDCG])
         return
     scores = score_baselines(
         ratings,
@@ -192,7 +204,8 @@ def compare_with_simple_models(run: Run, metric: BestMetric) -> None:
     run.summary["loses_to"] = lost
     if lost:
         verb = "predict" if is_rating else "rank"
-        more = "More ratings, or --search," if is_rating else "More ratings"
+        may_search = is_rating and "chosen_trial" not in run.summary
+        more = "More ratings, or --search," if may_search else "More ratings"
         run.console.warning(
             f"The model does not {verb} better than {' and '.join(lost)}. {more} may help; "
             "until then, the simple model is the better one."

@@ -146,7 +146,7 @@ def build_validator(
 
     `linear` is the matrix of the linear item model, for the objective ranking.
     """
-    if targets is None or config.training.no_validation:
+    if targets is None:
         return None
     batch_size = config.resolved_validation_batch_size
     source = open_evaluation_source(known, targets, batch_size)
@@ -193,6 +193,13 @@ def validate(config: ValidateConfig, run: Run) -> None:
             continue
         run.console.status("validating" if kind == "validation" else "testing")
         scores = _compute_scores(recommender, known, targets, ranking, batch_size)
+        if math.isnan(scores[f"ndcg_at_{ranking.longest}"]):
+            run.console.warning(
+                f"No {kind} rating is {relevant:g} or more for an item that its user has "
+                "not rated before, so there are no metrics of rankings. Give a smaller "
+                "--relevant-rating."
+            )
+            scores = {name: x for name, x in scores.items() if "_at_" not in name}
         for name, value in scores.items():
             metrics[f"{kind}_{name}"] = value
         if recommender.ranks:

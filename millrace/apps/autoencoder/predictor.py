@@ -277,7 +277,8 @@ class Recommender(NamedTuple):
         rows = narrow(jnp.asarray(row), self.config.plan.types.compute)
         output = predict(weights, rows, jnp.asarray(users))
         best, places = jax.device_get(select_top_items(output, rows, top))
-        pairs = zip(ratings.item_ids[places[0]], best[0].tolist(), strict=True)
+        items = ratings.item_ids[places[0]].tolist()
+        pairs = zip(items, best[0].tolist(), strict=True)
         return [(item, self.limit(rating)) for item, rating in pairs if np.isfinite(rating)]
 
     @overload

@@ -194,7 +194,7 @@ def measure_ranking(
     ranked = totals.pop("has_relevant")
     scores = {n: total / ranked if ranked else math.nan for n, total in totals.items()}
     for k in ranking.top:
-        scores[f"coverage_at_{k}"] = float((places < k).mean())
+        scores[f"coverage_at_{k}"] = float((places < k).mean()) if ranked else math.nan
     return scores
 
 

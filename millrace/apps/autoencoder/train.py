@@ -54,7 +54,9 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     training_device, validation_device = _select_devices(config)
     run.console.status("reading ratings")
     ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
-    check_positives(config, ratings.training)
+    if config.training.no_validation:
+        ratings = ratings._replace(validation=None, unseen=None)
+    check_positives(config, ratings)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
     program = build_program(config, model, steps, training_device)
@@ -274,8 +276,6 @@ def _report_best(
     params, manifest = load_weights(path, model, config)
     if best is not None:
         run.summary["best"] = best | manifest["scores"]
-    if config.training.no_validation:
-        return
     if model.positive_from is not None:
         trained = TrainedRanking(model, params, linear, read_network_weight(manifest))
         report_ranking(config, run, trained, ratings, device)

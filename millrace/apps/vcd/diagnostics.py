@@ -16,9 +16,11 @@ class ChainDiagnostics(NamedTuple):
     """How well the chains of each image have mixed: the worst of its latent dims."""
 
     rhat: np.ndarray
-    """(images,): 1 if the halves of the chain agree; above 1.01 they do not yet."""
+    """(images,): 1 if the halves of the chain agree; above 1.01 they do not yet. Infinite
+    for a chain that never moved."""
     ess: np.ndarray
-    """(images,): independent samples with the same information about the mean."""
+    """(images,): independent samples with the same information about the mean; 1 for a
+    chain that never moved."""
 
     def statistics(self) -> dict[str, float]:
         """Return the content of the results file."""
@@ -35,9 +37,11 @@ def diagnose_chains(
 ) -> ChainDiagnostics:
     """Return the diagnostics of one chain per image."""
     samples = np.asarray(positions, np.float64)[None]
-    return ChainDiagnostics(
-        rank_normalized_rhat(samples).max(-1), bulk_ess(samples).min(-1)
-    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rhat, ess = rank_normalized_rhat(samples), bulk_ess(samples)
+    # A chain that never moved has neither: it must not spoil the medians of the others.
+    rhat = np.nan_to_num(rhat, nan=np.inf, posinf=np.inf)
+    return ChainDiagnostics(rhat.max(-1), np.nan_to_num(ess, nan=1.0).min(-1))
 
 
 def rank_normalized_rhat(
@@ -45,7 +49,7 @@ def rank_normalized_rhat(
 ) -> np.ndarray:
     """Return R-hat of each variable: the larger of that of its location and its spread."""
     spread = np.abs(samples - np.median(samples, (0, 1)))
-    return np.maximum(_rhat(_normalize(samples)), _rhat(_normalize(spread)))
+    return np.fmax(_rhat(_normalize(samples)), _rhat(_normalize(spread)))
 
 
 def bulk_ess(

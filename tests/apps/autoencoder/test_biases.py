@@ -116,6 +116,7 @@ def test_recommend_to_returns_full_ratings(trained, expected):
     best = mr.autoencoder.load(trained).recommend_to(user, top=1)[0]
     scores = np.where(dense(known)[3] == 0, output[3], -np.inf)
     assert best[1] == pytest.approx(clip(scores.max()), abs=2e-3)
+    assert type(best[0]) is int  # as from recommend, and JSON knows it
 
 
 @pytest.mark.parametrize("trained", ["users"], indirect=True)

@@ -80,6 +80,8 @@ def test_batch_and_size_default_to_the_settings_for_the_file_name(name, batch, s
     assert config.resolved_epochs == 160
     config = read(f"--training-data-file data/{name}_train.txt.gz --size 128")
     assert (config.resolved_batch_size, config.resolved_size) == (batch, 128)
+    config = read(f"--training-data-file {name}_train.txt --validation-batch-size 7")
+    assert config.resolved_validation_batch_size == 7
 
 
 def test_random_ratings_use_the_settings_of_the_reference():
@@ -101,6 +103,8 @@ def test_without_ratings_a_small_example_is_generated():
 def test_the_learning_rate_is_that_of_the_optimizer():
     config = read("--data random --lr 0.005 --batch-size 8")
     assert config.initial_learning_rate == 0.005
+    config = read("--data random --base-learning-rate -12 --batch-size 8")
+    assert config.initial_learning_rate == 2**-12 * 8
     with pytest.raises(ConfigurationError, match=r"^Give learning_rate, .* not both"):
         read("--lr 0.005 --base-learning-rate -12")
 
@@ -118,6 +122,20 @@ def test_a_sweep_takes_learning_rates_or_exponents():
     ):
         with pytest.raises(ConfigurationError, match=message):
             parse(SweepConfig, f"{words} {more}".split(), program="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("32.32", ("float32", "float32")),
+        ("16.32", ("float16", "float32")),
+        ("16.16", ("float16", "float16")),
+    ],
+)
+def test_a_precision_gives_the_types_of_computation_and_weights(name, types):
+    plan = read(f"--data random --precision {name}").plan
+    assert (plan.types.compute, plan.types.weights) == types
+    assert plan.stochastic_rounding == (name == "16.16")
 
 
 def test_loss_scaling_is_dynamic_in_float16_only():

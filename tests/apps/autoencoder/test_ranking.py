@@ -447,3 +447,16 @@ def test_ratings_without_a_liked_item_are_an_error(tmp_path, capsys):
     ended = command(capsys, f"{args} --run-dir {tmp_path}/run")
     assert ended.status == 1
     assert "No training rating is 4 or more" in ended.err and "--positive-from" in ended.err
+
+
+@pytest.mark.parametrize("later", ["1,99,3", "1,1,5"])
+def test_later_ratings_without_an_item_to_find_are_an_error(tmp_path, capsys, later):
+    lines = [f"{user},{item},5\n" for user in range(30) for item in range(user % 9 + 2)]
+    (tmp_path / "train.csv").write_text("".join(lines) + "2,99,4\n")
+    (tmp_path / "later.csv").write_text(f"{later}\n")
+    args = f"train --training-data-file {tmp_path}/train.csv --objective ranking "
+    for role in ("validation", "test"):
+        given = f"--{role}-data-file {tmp_path}/later.csv --run-dir {tmp_path}/{role}"
+        ended = command(capsys, f"{args} {given}")
+        assert ended.status == 1
+        assert f"No {role} rating is 4 or more for an item" in ended.err

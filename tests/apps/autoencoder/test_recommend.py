@@ -270,3 +270,15 @@ def test_an_empty_file_of_titles_is_rejected(tmp_path):
     (tmp_path / "titles.txt").write_text("\n")
     with pytest.raises(ConfigurationError, match="is empty"):
         load_titles(tmp_path / "titles.txt")
+
+
+def test_validation_without_a_relevant_item_has_errors_but_no_rankings(
+    trained, tmp_path, capsys
+):
+    args = f"validate --checkpoint {trained} --run-dir {tmp_path}/v --relevant-rating 6 "
+    ended = command(capsys, args)
+    assert ended.status == 0, ended.err
+    assert "No validation rating is 6 or more" in ended.err
+    metrics = summary_of(tmp_path / "v")["metrics"]
+    assert metrics["validation_rmse"] > 0
+    assert not [name for name in metrics if "_at_" in name]

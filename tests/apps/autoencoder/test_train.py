@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from autoencoder_runs import PLAIN, SMALL, command, events_of, summary_of, write_ratings
 
+from millrace.apps.autoencoder.evaluate import Validator
 from millrace.apps.autoencoder.halving import has_stopped_improving
 from millrace.apps.autoencoder.predictor import load_recommender
 
@@ -58,13 +59,16 @@ def test_a_run_learns_and_a_resumed_one_ends_with_the_same_bits(tmp_path, capsys
     assert len(events_of(parts)) == len(events)
 
 
-def test_a_run_without_validation_writes_one_checkpoint(tmp_path, capsys):
+def test_a_run_without_validation_writes_one_checkpoint_and_tests_it(tmp_path, capsys):
     args = f"{LEARN}{write_ratings(tmp_path)}--epochs 1 --no-dense-refeeding "
-    args += f"--no-validation --valid-per-epoch 0 --run-dir {tmp_path}/run"
+    args += f"--no-validation --valid-per-epoch 0 --test-data-file {tmp_path}/valid.txt "
+    args += f"--run-dir {tmp_path}/run"
     ended = command(capsys, args)
     assert ended.status == 0, ended.err
     assert len(list((tmp_path / "run" / "checkpoints").glob("update-*"))) == 1
-    assert "best" not in summary_of(tmp_path / "run")
+    summary = summary_of(tmp_path / "run")
+    assert summary["metrics"]["test_rmse"] > 0
+    assert not {"best", "baselines"} & summary.keys()
 
 
 @pytest.mark.devices(3)
@@ -144,7 +148,11 @@ def test_random_ratings_cause_a_warning_and_train_in_sixteen_bits(tmp_path, caps
 
 
 @pytest.mark.parametrize("devices", ["", "--select-devices 0,0"])
-def test_async_validation_gives_the_same_results(tmp_path, capsys, devices):
+def test_async_validation_gives_the_same_results(tmp_path, capsys, devices, monkeypatch):
+    started, run_async = [], Validator.run_async
+    monkeypatch.setattr(
+        Validator, "run_async", lambda self: started.append(1) or run_async(self)
+    )
     files = write_ratings(tmp_path)
     args = f"{LEARN}{files}--epochs 6 --valid-per-epoch 0.5 --keep-checkpoints 9 "
     args += "--deterministic "
@@ -162,6 +170,7 @@ def test_async_validation_gives_the_same_results(tmp_path, capsys, devices):
         for run in (in_sync, in_async)
     ]
     assert found[0] == found[1] and len(found[0]) == 3
+    assert len(started) == 1  # by the second run only
     assert summary_of(in_sync)["best"] == summary_of(in_async)["best"]
 
 

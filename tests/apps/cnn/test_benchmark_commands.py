@@ -9,6 +9,7 @@ import math
 import shlex
 
 import pytest
+from seed_lines import find_line, training_options
 
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.models import catalog
@@ -19,51 +20,17 @@ from millrace.config import ConfigurationError, option_value, parse
 
 IMAGES = 1_281_167
 
-RESNET = (
-    "--model resnet --model-size 50 --dataset imagenet --data-dir $DATASETS_DIR/ "
-    "--ckpts-per-epoch 0 --batch-size 16 {} --epochs 1 --no-validation --xla-recompute "
-    "--optimiser momentum --momentum 0.9 --normalise-input --stable-norm "
-    "--internal-exchange-optimisation-target balanced --enable-half-partials "
-    "--standard-imagenet --pipeline-num-parallel 32 --pipeline-schedule Grouped "
-    "--no-dataset-cache --shards=4 --pipeline-splits b1/2/relu b2/3/relu b3/3/relu "
-    "--pipeline --batch-norm --available-memory-proportion 0.15 "
-    "--disable-variable-offloading --precision 16.32 --eight-bit-io"
-)
-RESNEXT = (
-    "--model resnext --model-size 101 --dataset imagenet --data-dir $DATASETS_DIR "
-    "--shards 2 {} --pipeline-splits b3/3/relu --epoch 2 --ckpts-per-epoch 0 "
-    "--xla-recompute --normalise-input --internal-exchange-optimisation-target balanced "
-    "--enable-half-partials --stable-norm --base-learning-rate -11 "
-    "--pipeline-schedule Grouped --optimiser momentum --momentum 0.9 "
-    "--lr-schedule cosine --label-smoothing 0.1 --no-validation "
-    "--disable-variable-offloading {} --eight-bit-io"
-)
-EFFICIENTNET = (
-    "--model=efficientnet --model-size=4 --data-dir $DATASETS_DIR/ --precision=16.32 "
-    "--group-dim=16 --expand-ratio=4 --dataset=imagenet --groups=4 --optimizer=RMSprop "
-    "--lr-schedule=exponential --xla-recompute --enable-conv-dithering "
-    "--available-memory-proportion=0.15 --pipeline-schedule Grouped "
-    "--internal-exchange-optimisation-target balanced --weight-avg-exp 0.97 "
-    "--enable-half-partials --cutmix-lambda 0.85 --mixup-alpha=0.2 "
-    "--disable-variable-offloading --batch-size=5 --shards=4 "
-    "--pipeline-split block2c block4c block6a --pipeline "
-    "--gradient-accumulation-count=40 --no-validation --epochs {}"
-)
-POPRUN = {4: " --replicas 4", 8: " --replicas 8"}
-
 COMMANDS = {
-    "resnet50 m2000": RESNET.format("--replicas 1 --gradient-accumulation-count 1024"),
-    "resnet50 pod16": RESNET.format("--gradient-accumulation-count 256") + POPRUN[4],
-    "resnext101 m2000": RESNEXT.format(
-        "--replicas 2 --batch-size 6 --pipeline --gradient-accumulation-count 64", ""
-    ),
-    "resnext101 pod16": RESNEXT.format(
-        "--batch-size 6 --pipeline --gradient-accumulation-count 16", "--standard-imagenet"
-    )
-    + POPRUN[8],
-    # The two "standard" commands in the README are the same.
-    "efficientnet m2000": EFFICIENTNET.format(2),
-    "efficientnet pod16": EFFICIENTNET.format(1) + POPRUN[4],
+    name: training_options(find_line(start))
+    for name, start in {
+        "resnet50 m2000": "python train.py --model resnet ",
+        "resnet50 pod16": "poprun --numa-aware=yes ",
+        "resnext101 m2000": "python train.py --model resnext ",
+        "resnext101 pod16": "poprun --numa-aware 1 --num-replicas 8 ",
+        # The two "standard" commands in the README are the same.
+        "efficientnet m2000": "python3 train.py --model=efficientnet ",
+        "efficientnet pod16": "poprun --numa-aware 1 --num-replicas 4 ",
+    }.items()
 }
 
 

@@ -219,3 +219,9 @@ def test_options_without_effect_are_documented_and_get_a_notice():
         if "without_effect" in field.metadata
     }
     assert set(re.findall(r"^\| `--([a-z-]+)`", listed, re.M)) == names
+    for name in names:
+        value = "balanced" if name.startswith("internal-exchange") else "1"
+        words = [f"--{name}", value, "--accelerator-side-preprocess"]
+        config, _ = parse(CnnConfig, words, program="x")
+        (notice,) = config.graphcore.notices()
+        assert notice.startswith(f"--{name} has no effect: ")

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from image_files import write_folders
 
+from millrace.apps.cnn import data, program
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import plan_events
 from millrace.cli import main
-from millrace.config import ConfigurationError, parse
+from millrace.config import ConfigurationError, option_value, parse
 from millrace.data import cifar as cifar_files
 from millrace.nn.norms import ReplicaGroups
 from millrace.program.replicas import REPLICA_AXIS
@@ -277,6 +278,48 @@ def test_every_option_of_the_readme_is_accepted():
     assert config.recipe.weight_decay == 0.0001
     assert CnnConfig().recipe.weight_decay == 0
     assert config.graphcore.available_memory_proportion == [15, 15, 20, 20]
+    sizes = ("micro_batch_size", "validation_micro_batch_size", "validation_num_replicas")
+    assert [option_value(config, name) for name in sizes] == [4, 8, 2]
+    assert (config.plan.types.compute, config.plan.types.weights) == ("bfloat16",) * 2
+    assert config.plan.batching.global_batch_size == 4 * 2 * 16
+    assert config.plan.num_stages == config.plan.devices_per_replica == 2
+
+
+def test_a_global_batch_gives_the_accumulation_count():
+    words = "--micro-batch-size 16 --num-replicas 4 --global-batch-size 16384"
+    config, _ = parse(CnnConfig, words.split(), program="x")
+    assert config.plan.batching.gradient_accumulation_count == 256
+
+
+def test_options_of_the_optimizer_and_the_learning_rate_reach_them(monkeypatch):
+    words = """
+        --dataset digits --optimizer lars --weight-decay 0.1 --l2-regularization 0.2
+        --optimizer-params '{"momentum": 0.8, "weight_decay": 0, "eeta": 1, "epsilon": 0}'
+        --lr-schedule polynomial --lr-staircase True --lr-schedule-params
+        '{"initial_learning_rate": 0.5, "epochs_to_total_decay": 3, "power": 2,
+          "end_learning_rate_ratio": 0.1}'
+        --lr-warmup-params '{"warmup_mode": "mask", "warmup_epochs": 1}'
+    """
+    config, _ = parse(CnnConfig, shlex.split(words), program="x")
+    calls = {}
+    for name in ("build_optimizer", "learning_rate_schedule"):
+        real = getattr(program, name)
+
+        def spy(*args, name=name, real=real, **options):
+            calls[name] = (args, options)
+            return real(*args, **options)
+
+        monkeypatch.setattr(program, name, spy)
+    images = data.load(config)
+    schedule = plan_events(config, len(images.training))
+    program.build_program(config, images, program.build_model(config, images), schedule)
+    args, options = calls["build_optimizer"]
+    assert args == ("lars", {"momentum": 0.8, "weight_decay": 0, "eeta": 1, "epsilon": 0})
+    assert (options["weight_decay"], options["l2_regularization"]) == (0.1, 0.2)
+    (name, params), options = calls["learning_rate_schedule"]
+    assert (name, params["power"], params["epochs_to_total_decay"]) == ("polynomial", 2, 3)
+    assert options["warmup"] == {"warmup_mode": "mask", "warmup_epochs": 1}
+    assert options["staircase"] is True
 
 
 def test_options_of_batch_norm_reach_the_norm():

@@ -60,3 +60,21 @@ def test_one_chain_is_compared_with_itself_and_the_worst_dim_counts():
     assert found.ess[0] > 150 > 20 > found.ess[1]
     statistics = found.statistics()
     assert statistics["rhat_max"] == found.rhat[1] and statistics["ess_min"] == found.ess[1]
+
+
+def test_a_chain_that_never_moves_does_not_spoil_the_medians():
+    positions = autoregressive((1, 100, 5, 3), 0.2)[0]
+    others = diagnose_chains(np.delete(positions, 2, axis=1))
+    positions[:, 2] = 0.5
+    found = diagnose_chains(positions)
+    assert found.rhat[2] == np.inf and found.ess[2] == 1
+    assert others.rhat.min() <= found.statistics()["rhat_median"] <= others.rhat.max()
+    assert others.ess.min() <= found.statistics()["ess_median"] <= others.ess.max()
+
+
+def test_a_chain_that_moves_once_has_not_mixed():
+    positions = autoregressive((1, 100, 2, 3), 0.2)[0]
+    positions[:50, 1], positions[50:, 1] = 0.5, 0.7
+    found = diagnose_chains(positions)
+    assert found.rhat[0] < 1.1 < 100 < found.rhat[1]
+    assert 1 <= found.ess[1] < 1.2
