@@ -423,6 +423,8 @@ def describe(images: ImageData, config: CnnConfig) -> str:
     source = f" (synthetic, generated on the {where})" if where else ""
     if images.folder is not None:
         source = f" from {images.folder.resolve()}"
+    if config.workflow.resident_data:
+        source += " (kept on the device)"
     num_validation = 0 if images.validation is None else len(images.validation)
     return (
         f"{config.resolved_dataset}{source}, {len(images.training):,} training and "
