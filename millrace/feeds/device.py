@@ -83,7 +83,7 @@ class ResidentSamples(DeviceDataset):
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batches: IndexedBatches) -> None:
         self._arrays = arrays
-        self._batches = batches
+        self.batches = batches
         self._gathers: dict[Any, Any] = {}
 
     def with_batches(self, batches: IndexedBatches) -> "ResidentSamples":
@@ -99,9 +99,9 @@ class ResidentSamples(DeviceDataset):
 
     def peek(self) -> Any:
         """Return a batch with the shapes of those to come."""
-        indices = self._batches.indices(0)
+        indices = self.batches.indices(0)
         batch = {name: array[indices] for name, array in self._arrays.items()}
-        return {**batch, **self._batches.annotations(0)}
+        return {**batch, **self.batches.annotations(0)}
 
     def make(self, position: int, count: int, sharding: NamedSharding) -> Any:
         """Return the batches from `position` on; the devices may still gather them."""
@@ -111,8 +111,8 @@ class ResidentSamples(DeviceDataset):
             gather = jax.jit(_gather, out_shardings=sharding)
             self._gathers[sharding] = functools.partial(gather, samples)
         numbers = range(position, position + count)
-        indices = np.stack([self._batches.indices(n) for n in numbers]).astype(np.int32)
-        annotations = [self._batches.annotations(n) for n in numbers]
+        indices = np.stack([self.batches.indices(n) for n in numbers]).astype(np.int32)
+        annotations = [self.batches.annotations(n) for n in numbers]
         more = jax.tree.map(lambda *arrays: np.stack(arrays), *map(dict, annotations))
         batches = self._gathers[sharding](jax.device_put(indices, replicated))
         return {**batches, **jax.device_put(more, sharding)}

@@ -394,7 +394,7 @@ def scaled_samples(images: ImageData, count: int) -> jax.Array:
     image = images.training[np.arange(min(count, len(images.training)))]["image"]
     if images.scale is not None:
         image = images.scale(image)
-    return jit(lambda x: images.preprocess(x, None))(jax.device_put(image))
+    return jit(images.preprocess)(jax.device_put(image), None)
 
 
 def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) -> Any:
