@@ -92,7 +92,8 @@ def test_crops_reflect_images_at_their_edges(place):
     if place == "device":
         top, left = np.divmod(np.arange(50) % 25, 5)
         mirrored = np.zeros(50, bool)
-        cut = augment.crop_and_flip(images, top, left, mirrored, 2, reflect=True)
+        given = jnp.asarray(images)
+        cut = augment.crop_and_flip(given, top, left, mirrored, 2, reflect=True)
     else:
         generator = np.random.default_rng(1)
         cut = on_host.pad_and_crop(images, generator, 2, reflect=True)
