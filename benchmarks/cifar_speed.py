@@ -152,7 +152,8 @@ def race(config: CnnConfig, num_seeds: int) -> tuple[Race, Trained, int, list[Tr
             results.append(result := shared.run(seed))
             print(
                 f"seed {seed}: {100 * result.accuracy:.2f} %, trained in "
-                f"{result.train_seconds:.4f} s, validated in {result.validate_seconds:.4f} s",
+                f"{result.train_seconds:.4f} s, validated in "
+                f"{result.validate_seconds:.4f} s",
                 flush=True,
             )
     return shared, warmup, peak_bytes(programs), results
@@ -186,9 +187,7 @@ def main() -> None:
     validate = [result.validate_seconds for result in results]
     mean_seconds = statistics.mean(seconds)
     compile_seconds = (
-        shared.program.compile_seconds
-        + warmup.validate_seconds
-        - statistics.mean(validate)
+        shared.program.compile_seconds + warmup.validate_seconds - statistics.mean(validate)
     )
     met = format_met(mean_seconds <= limit)
     numbers: dict[str, Any] = {

@@ -271,7 +271,7 @@ def relu(name: str) -> Layer:
 
 
 def gelu(name: str) -> Layer:
-    """Return a layer with the Gaussian error linear unit, x times P(a normal number < x)."""
+    """Return a layer with the Gaussian error linear unit, without an approximation."""
     return stateless(name, lambda x: jax.nn.gelu(x, approximate=False))
 
 

@@ -114,7 +114,7 @@ def _scale_updates(scales: Mapping[str, float]) -> Callable[[Any, Any], Any]:
 
 
 def _stop_updates(limits: Mapping[str, int]) -> optax.GradientTransformation:
-    """Return a transformation that counts updates and drops those of layers at their end."""
+    """Return a transformation that drops the updates of layers after their last one."""
 
     def init(params: Any) -> optax.ScaleByScheduleState:
         del params
@@ -324,7 +324,8 @@ def _muon_sgd(settings: _Settings) -> optax.GradientTransformation:
     The norm of a kernel is kept at the root of its number of output channels, which is
     that of an orthogonalized momentum. So the learning rate is the relative change of a
     kernel, and weight decay has no meaning for it; batch norm makes its norm irrelevant.
-    SGD has `sgd_factor` times the learning rate, and the weight decay.
+    SGD has `sgd_factor` times the learning rate, and the weight decay. `iterations` are
+    those of Newton and Schulz in Muon, 5 by default.
     """
     rate = settings.learning_rate
     factor = settings.number("sgd_factor")

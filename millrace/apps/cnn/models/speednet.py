@@ -114,7 +114,7 @@ def _scaled_head(name: str, features: int) -> Layer:
 def whiten(
     images: jax.Array,  # (samples, height, width, channels), scaled
 ) -> np.ndarray:  # (window, window, channels, features)
-    """Return the kernel whose outputs for patches of images are uncorrelated, with variance 1.
+    """Return the kernel with uncorrelated outputs of variance 1 for patches of images.
 
     It holds the principal components of the patches, divided by the root of their variance,
     and the same with the other sign.
