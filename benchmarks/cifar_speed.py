@@ -45,6 +45,7 @@ from millrace.apps.cnn.program import (
 )
 from millrace.apps.cnn.train import plan_events
 from millrace.config import parse
+from millrace.feeds.device import ResidentSamples
 from millrace.feeds.infeed import Infeed
 from millrace.loop.staging import compile_calls
 from millrace.nn.layers import init_layers
@@ -82,7 +83,7 @@ class Race:
         metrics = build_metrics(self.model, self.images, views)
         self._validate = Validator(metrics, config, self.images.validation)
         self._config = config
-        self._infeed: Infeed | None = None
+        self._resident: ResidentSamples | None = None
         self._elements: tuple[int, ...] = ()
         self._example = np.zeros((1, *self.images.image_shape), np.float32)
         _, state = init_layers(self.model, jax.random.key(0), self._example)
@@ -117,11 +118,10 @@ class Race:
         config = dataclasses.replace(self._config, run=run)
         updates = self.schedule.updates_per_epoch
         opened = data.open_infeed(self.images, config, updates)
-        if self._infeed is None:
-            self._infeed = opened
-            return opened
-        shared = self._infeed.dataset
-        return Infeed(shared.with_batches(opened.dataset.batches))
+        assert isinstance(opened.dataset, ResidentSamples), "checked by read_config"
+        if self._resident is None:
+            self._resident = opened.dataset
+        return Infeed(self._resident.with_batches(opened.dataset.batches))
 
 
 def read_config(args: argparse.Namespace) -> CnnConfig:

@@ -124,7 +124,7 @@ class DataOptions:
         return -(-images // batch_size)
 
     @property
-    def scaling(self) -> dict[str, bool]:
+    def scaling(self) -> dict[str, Any]:
         """How images are scaled; see ``get_preprocessing``."""
         return {"normalize": self.normalize_input, "by_channel": self.normalize_channels}
 
