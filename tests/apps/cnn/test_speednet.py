@@ -17,6 +17,7 @@ from millrace.data import augment as on_host
 from millrace.data.source import ArraySource
 from millrace.data.stream import Stream
 from millrace.nn.layers import apply_layers, init_layers
+from millrace.nn.norms import batch_norm
 from millrace.program.step import Weights
 from millrace.run.run import run_command
 
@@ -186,3 +187,26 @@ def test_validation_uses_the_views():
     expected = -np.asarray(log)[np.arange(8), batch["label"]]
     np.testing.assert_allclose(flipped, expected, rtol=1e-4)
     assert not np.allclose(flipped, plain)
+
+
+def test_a_speednet_in_16_bits_is_close_to_32_bits_and_has_all_gradients():
+    widths = (32, 16, 8)
+    model = speednet.speednet(10, batch_norm, widths=widths, is_residual=True)
+    x = jax.random.normal(jax.random.key(1), (4, 16, 16, 3))
+    params, state = init_layers(model, jax.random.key(0), x)
+    conv = np.asarray(params["block1/conv1"]["kernel"])
+    assert conv.shape == (3, 3, 24, 32)
+    np.testing.assert_array_equal(conv[1, 1, :, :24], np.eye(24))
+    assert 0 < np.abs(conv[..., 24:]).max() < 0.07
+
+    @jax.jit
+    def loss(params, x):
+        logits, _ = apply_layers(model, params, state, x, training=True)
+        assert logits.dtype == jnp.float32
+        return -jax.nn.log_softmax(logits)[:, 3].mean()
+
+    wide, gradients = jax.jit(jax.value_and_grad(loss))(params, x)
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    assert abs(loss(half, x.astype(jnp.bfloat16)) - wide) < 0.02 * wide
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+    assert all("scale" not in layer for layer in params.values())

@@ -106,7 +106,9 @@ def _scaled_head(name: str, features: int) -> Layer:
 
     def apply(params: Tree, model_state: Tree, x: Any, call: Call) -> tuple[Any, Tree]:
         del model_state, call
-        return (x @ params["kernel"]) / _HEAD_SCALE, {}
+        # Not rounded to 16 bits, so that the mean logits of several views are exact.
+        logits = jnp.matmul(x, params["kernel"], preferred_element_type=jnp.float32)
+        return logits / _HEAD_SCALE, {}
 
     return Layer(name, init, apply)
 
