@@ -103,7 +103,8 @@ def _scale_updates(scales: Mapping[str, float]) -> Callable[[Any, Any], Any]:
     """Return the function that multiplies the updates of layers.
 
     This equals another learning rate, because every update is proportional to it, weight
-    decay and velocities that contain the rate included.
+    decay and velocities that contain the rate included. (Only what `_keep_norms` adds is
+    not: a kernel of `_muon_sgd` then comes to its norm more slowly, or faster.)
     """
 
     def scale(path: Any, update: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
