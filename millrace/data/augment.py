@@ -54,11 +54,23 @@ def random_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarra
 
 @by_sample
 def pad_and_crop(
-    images: np.ndarray, generator: np.random.Generator, padding: int = 4
+    images: np.ndarray,
+    generator: np.random.Generator,
+    padding: int = 4,
+    *,
+    reflect: bool = False,
 ) -> np.ndarray:
-    """Pad each image with `padding` zeros, then crop it to its size at a random offset."""
+    """Pad each image, then crop it to its size at a random offset.
+
+    Args:
+        images: The batch.
+        generator: Draws the offsets.
+        padding: Pixels added on each side.
+        reflect: Mirror the image there, instead of adding zeros.
+    """
     count, height, width, _ = images.shape
-    padded = np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    padded = np.pad(images, pads, mode="reflect" if reflect else "constant")
     offsets = generator.integers(0, 2 * padding + 1, (2, count)).T
     cropped = np.empty_like(images)
     # One copy per image takes a quarter of the time of one fancy index for all.

@@ -6,7 +6,7 @@ therefore one integer, and a resumed run sees exactly the batches of an uninterr
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +22,10 @@ random numbers with the samples along the last dim. It can be given a part of a 
 """
 
 
+Annotate = Callable[[np.ndarray, int], Mapping[str, np.ndarray]]
+"""Returns more arrays of a batch, given the indices of its samples and the epoch."""
+
+
 @with_card
 class Stream:
     """Training batches without end, in a new order each epoch.
@@ -34,6 +38,7 @@ class Stream:
         seed: Seed for the order and for the random numbers of the transform.
         shuffle: Shuffle the samples each epoch; otherwise keep the order of the source.
         transform: Changes each batch, for example for augmentation.
+        annotate: Adds arrays to each batch before it is transformed.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Stream:
         seed: int = 0,
         shuffle: bool = True,
         transform: Transform | None = None,
+        annotate: Annotate | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
@@ -62,6 +68,7 @@ class Stream:
         self._seed = seed
         self._shuffle = shuffle
         self._transform = transform
+        self._annotate = annotate
         self._position = 0
         self._order: tuple[int, np.ndarray] | None = None
         self._rows = slice(0, batch_size)
@@ -102,14 +109,26 @@ class Stream:
         # never overlap, and neither depends on what was drawn before.
         generator = np.random.default_rng([self._seed, 1, position])
         if transform is None or rows == slice(0, self.batch_size):
-            batch = self.source[self.indices(position)[rows]]
+            batch = self._read(position, rows)
             return batch if transform is None else transform(batch, generator)
         if getattr(transform, "by_sample", False):
-            batch = self.source[self.indices(position)[rows]]
+            batch = self._read(position, rows)
             partial_generator: Any = _PartialGenerator(generator, self.batch_size, rows)
             return transform(batch, partial_generator)
-        whole = transform(self.source[self.indices(position)], generator)
+        whole = transform(self._read(position, slice(None)), generator)
         return {name: array[rows] for name, array in whole.items()}
+
+    def _read(self, position: int, rows: slice) -> Any:
+        """Return samples of a batch, before they are transformed."""
+        batch = self.source[self.indices(position)[rows]]
+        more = self.annotations(position)
+        return {**batch, **{n: array[rows] for n, array in more.items()}} if more else batch
+
+    def annotations(self, position: int) -> Mapping[str, np.ndarray]:
+        """Return what is added to batch number `position`."""
+        if self._annotate is None:
+            return {}
+        return self._annotate(self.indices(position), position // self.batches_per_epoch)
 
     def indices(self, position: int) -> np.ndarray:
         """Return the indices of the samples in batch number `position`."""

@@ -1,11 +1,13 @@
-"""Datasets whose elements are made on the devices: nothing is read or copied."""
+"""Datasets whose elements are made on the devices: nothing large is read or copied."""
 
 import abc
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 class DeviceDataset(abc.ABC):
@@ -54,3 +56,71 @@ class ResidentDataset(DeviceDataset):
     def close(self) -> None:
         """Free the elements."""
         self._elements.clear()
+
+
+class IndexedBatches(Protocol):
+    """Says which samples are in each batch, such as ``Stream``."""
+
+    def indices(self, position: int) -> np.ndarray:
+        """Return the indices of the samples in batch number `position`."""
+        ...
+
+    def annotations(self, position: int) -> Mapping[str, np.ndarray]:
+        """Return the other arrays of batch number `position`."""
+        ...
+
+
+class ResidentSamples(DeviceDataset):
+    """Batches gathered on the devices from all samples, which stay there.
+
+    The host sends only the indices of the samples of each batch. Every device holds all
+    samples.
+
+    Args:
+        arrays: All samples, along dim 0 of named arrays.
+        batches: The samples of each batch.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], batches: IndexedBatches) -> None:
+        self._arrays = arrays
+        self.batches = batches
+        self._gathers: dict[Any, Any] = {}
+
+    def with_batches(self, batches: IndexedBatches) -> "ResidentSamples":
+        """Return a dataset of other batches of the same samples, which are not copied."""
+        other = ResidentSamples(self._arrays, batches)
+        other._gathers = self._gathers
+        return other
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the samples take on each device."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def peek(self) -> Any:
+        """Return a batch with the shapes of those to come."""
+        indices = self.batches.indices(0)
+        batch = {name: array[indices] for name, array in self._arrays.items()}
+        return {**batch, **self.batches.annotations(0)}
+
+    def make(self, position: int, count: int, sharding: NamedSharding) -> Any:
+        """Return the batches from `position` on; the devices may still gather them."""
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        if sharding not in self._gathers:
+            samples = jax.device_put(dict(self._arrays), replicated)
+            gather = jax.jit(_gather, out_shardings=sharding)
+            self._gathers[sharding] = functools.partial(gather, samples)
+        numbers = range(position, position + count)
+        indices = np.stack([self.batches.indices(n) for n in numbers]).astype(np.int32)
+        annotations = [self.batches.annotations(n) for n in numbers]
+        more = jax.tree.map(lambda *arrays: np.stack(arrays), *map(dict, annotations))
+        batches = self._gathers[sharding](jax.device_put(indices, replicated))
+        return {**batches, **jax.device_put(more, sharding)}
+
+    def close(self) -> None:
+        """Free the samples; a later batch puts them on the devices again."""
+        self._gathers.clear()
+
+
+def _gather(samples: dict[str, jax.Array], indices: jax.Array) -> dict[str, jax.Array]:
+    return {name: array[indices] for name, array in samples.items()}

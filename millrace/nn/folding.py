@@ -134,9 +134,8 @@ def _written_branch(layer: Layer, params: Tree, model_state: Tree, spec: Any) ->
 
 
 def _is_batch_norm(name: str, params: Tree, model_state: Tree) -> bool:
-    return set(params.get(name, {})) == {"scale", "bias"} and set(
-        model_state.get(name, {})
-    ) == {"mean", "var"}
+    affine, statistics = params.get(name, {}), model_state.get(name, {})
+    return "bias" in affine and set(statistics) == {"mean", "var"}
 
 
 def _absorb_norm(
@@ -144,7 +143,7 @@ def _absorb_norm(
 ) -> Layer:
     """Move a batch norm into the convolution before it; remove its own entries."""
     affine, statistics = params.pop(norm.name), model_state.pop(norm.name)
-    channels = affine["scale"].shape[-1]
+    channels = affine["bias"].shape[-1]
 
     def output(
         x: Float[Array, " channels"], affine: Tree, statistics: Tree

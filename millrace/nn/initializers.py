@@ -36,6 +36,9 @@ class Init:
     shape: tuple[int, ...]
     scale: float
     """The standard deviation, or the bound of a uniform distribution around 0."""
+    copies_inputs: bool = False
+    """For a kernel (height, width, inputs, features): as far as there are both, feature n
+    starts as input n of the same pixel, without random numbers."""
     dtype = jnp.float32
 
     @property
@@ -53,12 +56,25 @@ def init_tree(tree: Any, key: Array) -> Any:
         seeds = [_hash(jax.tree_util.keystr(named[n][0])) for n in chosen]
         sizes = [leaves[n].size for n in chosen]
         for n, numbers in zip(chosen, _sample(kind, key, seeds, sizes), strict=True):
-            leaves[n] = leaves[n].scale * numbers.reshape(leaves[n].shape)
+            init = leaves[n]
+            leaves[n] = init.scale * numbers.reshape(init.shape)
+            if init.copies_inputs:
+                leaves[n] = _copy_inputs(leaves[n])
     return jax.tree.unflatten(structure, leaves)
 
 
 def _is_init(leaf: Any, kind: str) -> bool:
     return isinstance(leaf, Init) and leaf.kind == kind
+
+
+def _copy_inputs(
+    kernel: Float[Array, "height width inputs features"],
+) -> Float[Array, "height width inputs features"]:
+    height, width, inputs, features = kernel.shape
+    count = min(inputs, features)
+    copies = jnp.zeros((height, width, inputs, count), kernel.dtype)
+    copies = copies.at[height // 2, width // 2].set(jnp.eye(inputs, count))
+    return kernel.at[..., :count].set(copies)
 
 
 def _hash(name: str) -> int:

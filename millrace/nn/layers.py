@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
@@ -169,6 +169,7 @@ def conv(
     groups: int = 1,
     bias: bool = False,
     fan: Literal["in", "out"] = "in",
+    copies_inputs: bool = False,
 ) -> Layer:
     """Return a convolution with He-normal weights.
 
@@ -181,6 +182,8 @@ def conv(
         groups: See ``conv2d``; one per input channel is a depthwise convolution.
         bias: Whether to add one.
         fan: Whether He's variance counts the inputs or the outputs of the kernel.
+        copies_inputs: Start as the identity instead (Dirac weights); features beyond the
+            number of inputs start with small uniform weights.
     """
     size = (kernel, kernel) if isinstance(kernel, int) else kernel
 
@@ -188,6 +191,8 @@ def conv(
         check_groups(x.shape[-1], features, groups)
         shape = (*size, x.shape[-1] // groups, features)
         params: Tree = {"kernel": _he_normal(shape, fan)}
+        if copies_inputs:
+            params["kernel"] = Init("uniform", shape, _fan_in(shape) ** -0.5, True)
         if bias:
             params["bias"] = jnp.zeros(features)
         return params, {}
@@ -265,6 +270,12 @@ def relu(name: str) -> Layer:
     return stateless(name, lambda x: jnp.where(x <= 0, 0, x))
 
 
+def gelu(name: str) -> Layer:
+    """Return a layer with the Gaussian error linear unit."""
+    # jax.nn.gelu computes erfc, for precision far below 0 that no network needs.
+    return stateless(name, lambda x: 0.5 * x * (1 + lax.erf(x * 0.5**0.5)))
+
+
 def flatten(name: str) -> Layer:
     """Return a layer that flattens all dims but the batch."""
     return stateless(name, lambda x: x.reshape(x.shape[0], -1))
@@ -314,8 +325,12 @@ def num_parameters(params: Any) -> int:
 
 
 def _he_normal(shape: tuple[int, ...], fan: str) -> Init:
-    count = shape[0] * shape[1] * shape[2 if fan == "in" else 3]
+    count = shape[0] * shape[1] * shape[3] if fan == "out" else _fan_in(shape)
     return Init("truncated_normal", shape, (2 / count) ** 0.5)
+
+
+def _fan_in(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1] * shape[2]
 
 
 def _layer_key(key: Array, name: str) -> Array:

@@ -17,7 +17,9 @@ NUM_UPDATES = "num_updates"
 class NormFactory(Protocol):
     """Builds the normalization layers of a model; the model decides where they go."""
 
-    def __call__(self, name: str, *, zero_scale: bool = False) -> Layer:
+    def __call__(
+        self, name: str, *, zero_scale: bool = False, with_scale: bool = True
+    ) -> Layer:
         """Return a layer; `zero_scale` makes a residual branch start as the identity."""
         ...
 
@@ -56,6 +58,7 @@ def batch_norm(
     epsilon: float = 1.001e-5,
     stable: bool = False,
     zero_scale: bool = False,
+    with_scale: bool = True,
     groups: ReplicaGroups | None = None,
     ema: float | None = None,
 ) -> Layer:
@@ -68,6 +71,8 @@ def batch_norm(
         epsilon: Added to the variance.
         stable: Compute the variance in a second pass over the data.
         zero_scale: Start with a scale of 0, as at the end of a residual branch.
+        with_scale: Whether to multiply by a trained scale after normalizing. A bias is
+            always added.
         groups: Compute the statistics over groups of replicas.
         ema: Decay of a moving average of the weights, if there is one. The statistics are
             then averaged over the same updates, whatever the momentum.
@@ -80,7 +85,7 @@ def batch_norm(
         statistics = {"mean": jnp.zeros(channels), "var": jnp.ones(channels)}
         if ema is not None:
             statistics[NUM_UPDATES] = jnp.zeros(())
-        return _init_affine(channels, zero_scale), statistics
+        return _init_affine(channels, zero_scale, with_scale), statistics
 
     def apply(
         params: Tree, model_state: Tree, x: Activations, call: Call
@@ -115,6 +120,7 @@ def group_norm(
     channels_per_group: int | None = None,
     epsilon: float = 1.001e-5,
     zero_scale: bool = False,
+    with_scale: bool = True,
 ) -> Layer:
     """Normalize each sample by the statistics of groups of its channels.
 
@@ -138,7 +144,7 @@ def group_norm(
     def init(x: Any) -> tuple[Tree, Tree]:
         channels = x.shape[-1]
         count_groups(channels)
-        return _init_affine(channels, zero_scale), {}
+        return _init_affine(channels, zero_scale, with_scale), {}
 
     def apply(
         params: Tree, model_state: Tree, x: Activations, call: Call
@@ -149,13 +155,16 @@ def group_norm(
         mean = split.mean(dims, keepdims=True)
         var = jnp.square(split - mean).mean(dims, keepdims=True)
         normal = ((split - mean) * lax.rsqrt(var + epsilon)).reshape(x.shape)
-        scale, bias = params["scale"].astype(jnp.float32), params["bias"]
-        return (normal * scale + bias.astype(jnp.float32)).astype(x.dtype), {}
+        if "scale" in params:
+            normal *= params["scale"].astype(jnp.float32)
+        return (normal + params["bias"].astype(jnp.float32)).astype(x.dtype), {}
 
     return Layer(name, init, apply)
 
 
-def _init_affine(channels: int, zero_scale: bool) -> Tree:
+def _init_affine(channels: int, zero_scale: bool, with_scale: bool) -> Tree:
+    if not with_scale:
+        return {"bias": jnp.zeros(channels)}
     scale = jnp.zeros(channels) if zero_scale else jnp.ones(channels)
     return {"scale": scale, "bias": jnp.zeros(channels)}
 
@@ -191,6 +200,8 @@ def _normalize(
     x: Activations, statistics: Tree, params: Tree, epsilon: float
 ) -> Activations:
     # Factor and shift per channel first, so that an element costs one multiply-add.
-    factor = params["scale"].astype(jnp.float32) * lax.rsqrt(statistics["var"] + epsilon)
+    factor = lax.rsqrt(statistics["var"] + epsilon)
+    if "scale" in params:
+        factor *= params["scale"].astype(jnp.float32)
     shift = params["bias"].astype(jnp.float32) - statistics["mean"] * factor
     return (x.astype(jnp.float32) * factor + shift).astype(x.dtype)

@@ -26,6 +26,9 @@ _PLAIN_NAMES = ("bias", "scale", "beta", "gamma")
 _KERAS_EPSILON = 1e-7
 """Stands for an epsilon of 0 in LARS, as in the references."""
 
+_KERNEL_DIMS = 4
+"""Dims of the kernel of a convolution."""
+
 _ADAM_RMS = 0.2
 """The usual root mean square of an update of AdamW, divided by the learning rate."""
 
@@ -42,6 +45,7 @@ def build_optimizer(
     clip_norm: float | None = None,
     ema: float | None = None,
     scales: Mapping[str, float] | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformation:
     """Build an optimizer from its name and the parameters it needs.
 
@@ -52,6 +56,8 @@ def build_optimizer(
     - adam, adamw, lamb: optionally ``b1``, ``b2`` and ``epsilon``, as in optax.
     - lion: optionally ``b1`` and ``b2``.
     - muon: optionally ``momentum``, ``b1``, ``b2`` and ``epsilon``; see `_muon`.
+    - muon_sgd: ``momentum``, ``sgd_momentum`` and ``sgd_factor``, and optionally
+      ``iterations`` and ``epsilon``; see `_muon_sgd`.
 
     If an optimizer's update is ``-lr O(g)``, L2 regularization makes it ``-lr O(g + l2 w)``
     and weight decay ``-lr (O(g) + decay w)``; lamb scales the whole. A momentum of 0 keeps
@@ -70,6 +76,8 @@ def build_optimizer(
         ema: Also keep a moving average of the weights with this decay; see `with_ema`.
         scales: Factors of the learning rate by the first key of a variable's path, its
             layer. With 0, the variable never changes.
+        limits: Numbers of updates, in the same form, after which a variable does not change
+            any more.
     """
     decay = number("--weight-decay", weight_decay)
     l2 = number("--l2-regularization", l2_regularization)
@@ -86,6 +94,7 @@ def build_optimizer(
             (lambda count: -decay * learning_rate(count)) if adds_decay else 0.0, mask
         ),
         *([optax.stateless(_scale_updates(scales))] if scales else []),
+        *([_stop_updates(limits)] if limits else []),
     )
     return optimizer if ema is None else with_ema(optimizer, ema)
 
@@ -94,7 +103,8 @@ def _scale_updates(scales: Mapping[str, float]) -> Callable[[Any, Any], Any]:
     """Return the function that multiplies the updates of layers.
 
     This equals another learning rate, because every update is proportional to it, weight
-    decay and velocities that contain the rate included.
+    decay and velocities that contain the rate included. (Only what `_keep_norms` adds is
+    not: a kernel of `_muon_sgd` then comes to its norm more slowly, or faster.)
     """
 
     def scale(path: Any, update: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -102,6 +112,26 @@ def _scale_updates(scales: Mapping[str, float]) -> Callable[[Any, Any], Any]:
         return update * factor if factor else jnp.zeros_like(update)
 
     return lambda updates, _: jax.tree_util.tree_map_with_path(scale, updates)
+
+
+def _stop_updates(limits: Mapping[str, int]) -> optax.GradientTransformation:
+    """Return a transformation that drops the updates of layers after their last one."""
+
+    def init(params: Any) -> optax.ScaleByScheduleState:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+
+        def stop(path: Any, update: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+            limit = limits.get(path_name(path[:1]))
+            return update if limit is None else jnp.where(state.count < limit, update, 0)
+
+        stopped = jax.tree_util.tree_map_with_path(stop, updates)
+        return stopped, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
 
 
 class _Settings(NamedTuple):
@@ -280,14 +310,58 @@ def _muon(settings: _Settings) -> optax.GradientTransformation:
 
 def _matrices(params: Any) -> Any:
     """Return how Muon reads each variable as a matrix; None for one that Adam updates."""
+    return jax.tree.map(lambda x: None if x.ndim < 2 else _as_matrix(x), params)
 
-    def dimensions(variable: Any) -> Any:
-        if variable.ndim < 2:
-            return None
-        *inputs, output = range(variable.ndim)
-        return optax.contrib.MuonDimensionNumbers(tuple(inputs), output)
 
-    return jax.tree.map(dimensions, params)
+def _as_matrix(variable: Any) -> optax.contrib.MuonDimensionNumbers:
+    """Return that the last dim is the output of a matrix."""
+    *inputs, output = range(variable.ndim)
+    return optax.contrib.MuonDimensionNumbers(tuple(inputs), output)
+
+
+def _muon_sgd(settings: _Settings) -> optax.GradientTransformation:
+    """Build Muon for the kernels of convolutions, and Nesterov's SGD for all else.
+
+    The norm of a kernel is kept at the root of its number of output channels, which is
+    that of an orthogonalized momentum. So the learning rate is the relative change of a
+    kernel, and weight decay has no meaning for it; batch norm makes its norm irrelevant.
+    SGD has `sgd_factor` times the learning rate, and the weight decay. `iterations` are
+    those of Newton and Schulz in Muon, 5 by default.
+    """
+    rate = settings.learning_rate
+    factor = settings.number("sgd_factor")
+    decay = settings.weight_decay
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(
+            ns_steps=int(settings.number("iterations", 5, at_least=1)),
+            beta=settings.number("momentum", below=1.0),
+            eps=_epsilon(settings, 1e-8),
+            weight_dimension_numbers=lambda updates: jax.tree.map(_as_matrix, updates),
+        ),
+        optax.scale_by_learning_rate(rate),
+        optax.stateless(_keep_norms),
+    )
+    sgd = optax.chain(
+        optax.trace(settings.number("sgd_momentum", below=1.0), nesterov=True),
+        optax.add_decayed_weights(decay, settings.mask),
+        optax.scale_by_learning_rate(lambda count: factor * rate(count)),
+    )
+    return optax.partition({"muon": muon, "sgd": sgd}, _label_kernels)
+
+
+def _label_kernels(params: Any) -> Any:
+    return jax.tree.map(lambda x: "muon" if x.ndim == _KERNEL_DIMS else "sgd", params)
+
+
+def _keep_norms(updates: Any, params: Any) -> Any:
+    """Add to each update what scales the old kernel to the root of its output channels."""
+
+    def scale(update: Float[Array, "*dims"], kernel: Float[Array, "*dims"]) -> Any:
+        norm = jnp.linalg.norm(kernel.ravel())
+        factor = jnp.where(norm > 0, kernel.shape[-1] ** 0.5 / norm, 1.0)
+        return update + (factor - 1) * kernel
+
+    return jax.tree.map(scale, updates, params)
 
 
 def _epsilon(settings: _Settings, default: float) -> float:
@@ -319,4 +393,10 @@ _KINDS = {
     "lamb": _Kind(_lamb, (), _MOMENTS, decays=True),
     "lion": _Kind(_lion, (), ("b1", "b2"), decays=True),
     "muon": _Kind(_muon, (), ("momentum", *_MOMENTS), decays=True),
+    "muon_sgd": _Kind(
+        _muon_sgd,
+        ("momentum", "sgd_momentum", "sgd_factor"),
+        ("iterations", "epsilon"),
+        decays=True,
+    ),
 }

@@ -439,6 +439,60 @@ def test_muon_decays_kernels_only_if_asked():
             np.testing.assert_allclose(found[layer][name], expected, rtol=1e-6)
 
 
+MUON_SGD = {"momentum": 0.6, "iterations": 3, "sgd_momentum": 0.85, "sgd_factor": 4.0}
+
+
+def orthogonalized(matrix):
+    """Three steps of the published iteration of Newton and Schulz, in float64."""
+    x = matrix.astype(np.float64)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x /= np.linalg.norm(x)
+    for _ in range(3):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def test_muon_sgd_keeps_the_norms_of_convolutions_and_moves_all_else_by_sgd():
+    found = train(
+        make("muon_sgd", MUON_SGD, weight_decay=DECAY), random_tree(0), gradients()
+    )
+    for layer, variables in random_tree(0).items():
+        for name, start in variables.items():
+            w, v, m = start.astype(np.float64), 0.0, 0.0
+            is_kernel = start.ndim == 4
+            for number, (tree, lr) in enumerate(zip(gradients(), RATES, strict=True), 1):
+                g = tree[layer][name].astype(np.float64)
+                v, m = g + 0.85 * v, 0.4 * g + 0.6 * m
+                if not is_kernel:
+                    w -= 4.0 * lr * (g + 0.85 * v + DECAY * w)
+                    continue
+                # The momentum ahead, with both parts corrected for their start at 0.
+                ahead = 0.6 * m / (1 - 0.6 ** (number + 1)) + 0.4 * g / (1 - 0.6**number)
+                update = orthogonalized(ahead.reshape(-1, 4)).reshape(g.shape)
+                w = w * 2 / np.linalg.norm(w) - lr * update  # the root of 4 outputs
+            np.testing.assert_allclose(found[layer][name], w, rtol=2e-4, atol=2e-4)
+
+
+def test_layers_stop_after_their_number_of_updates():
+    limits = {"fc_layer": 2, "conv1": 4}
+    optimizer = make("muon_sgd", MUON_SGD, weight_decay=DECAY, limits=limits)
+    plain = make("muon_sgd", MUON_SGD, weight_decay=DECAY)
+    found = train(optimizer, random_tree(0), gradients())
+    for layer in SHAPES:
+        expected = train(plain, random_tree(0), gradients()[: limits.get(layer)])
+        jax.tree.map(np.testing.assert_array_equal, found[layer], expected[layer])
+
+
+def test_frozen_layers_keep_their_norm_with_muon_sgd():
+    found = train(
+        make("muon_sgd", MUON_SGD, scales={"conv1": 0.0}), random_tree(0), gradients()
+    )
+    np.testing.assert_array_equal(
+        found["conv1"]["kernel"], random_tree(0)["conv1"]["kernel"]
+    )
+
+
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
     "name",
@@ -468,8 +522,8 @@ def check_error(message, *arguments, **options) -> None:
 
 def test_an_unknown_optimizer_suggests_the_nearest():
     check_error(
-        "--optimizer must be one of sgd, lars, rmsprop, adam, adamw, lamb, lion, muon; got "
-        "'rmprop'. Did you mean rmsprop?",
+        "--optimizer must be one of sgd, lars, rmsprop, adam, adamw, lamb, lion, muon, "
+        "muon_sgd; got 'rmprop'. Did you mean rmsprop?",
         "rmprop",
         {},
     )

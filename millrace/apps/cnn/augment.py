@@ -20,6 +20,7 @@ import numpy as np
 from millrace.apps.cnn import augment as on_device
 from millrace.apps.cnn import auto_augment
 from millrace.apps.cnn.config.augmentation import AugmentationOptions, Basics
+from millrace.apps.cnn.config.training import TestTimeName
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.data import augment as on_host
 from millrace.data.catalog import CATALOG
@@ -66,8 +67,7 @@ def random_flip(
 ) -> jax.Array:
     """Mirror each image horizontally with probability one half."""
     key = jax.random.fold_in(key, _CROP_STREAM)
-    flipped = jax.random.bernoulli(key, 0.5, (images.shape[0], 1, 1, 1))
-    return jnp.where(flipped, images[:, :, ::-1], images)
+    return mirror(images, jax.random.bernoulli(key, 0.5, (images.shape[0],)))
 
 
 def random_crop_and_flip(
@@ -77,15 +77,16 @@ def random_crop_and_flip(
     padding: int = PAD,
     crop: bool = True,
     flip: bool = True,
+    reflect: bool = False,
 ) -> jax.Array:
-    """Pad each image with zeros, crop it at random to its size, and mirror half of them."""
+    """Pad each image, crop it at random to its size, and mirror half of them."""
     count = images.shape[0]
     offset_key, flip_key = jax.random.split(jax.random.fold_in(key, _CROP_STREAM))
     top, left = jax.random.randint(offset_key, (2, count), 0, 2 * padding + 1)
     if not crop:
         top = left = jnp.full(count, padding)
     flipped = jax.random.bernoulli(flip_key, 0.5, (count,)) & flip
-    return crop_and_flip(images, top, left, flipped, padding)
+    return crop_and_flip(images, top, left, flipped, padding, reflect=reflect)
 
 
 def crop_and_flip(
@@ -94,16 +95,21 @@ def crop_and_flip(
     left: jax.Array,  # (batch,)
     flipped: jax.Array,  # (batch,)
     padding: int = PAD,
+    *,
+    reflect: bool = False,
 ) -> jax.Array:
-    """Crop each zero-padded image at an offset, and mirror it where `flipped`.
+    """Crop each padded image at an offset, and mirror it where `flipped`.
 
-    A single gather does all of it; indices outside an image read zeros.
+    A single gather does all of it; indices outside an image read zeros, or the image
+    mirrored at its edges.
     """
     count, height, width, _ = images.shape
     across = jnp.arange(width)
     across = jnp.where(flipped[:, None], across[::-1], across)
     rows = top[:, None] + jnp.arange(height) - padding
     columns = left[:, None] + across - padding
+    if reflect:
+        rows, columns = _reflect(rows, height), _reflect(columns, width)
     # Negative indices would count from the end; past the end, zeros are filled in.
     rows = jnp.where(rows < 0, height, rows)
     columns = jnp.where(columns < 0, width, columns)
@@ -111,6 +117,19 @@ def crop_and_flip(
     return images.at[samples, rows[:, :, None], columns[:, None, :]].get(
         mode="fill", fill_value=0
     )
+
+
+def _reflect(indices: jax.Array, size: int) -> jax.Array:
+    """Mirror indices at the first and the last pixel, which are not repeated."""
+    return size - 1 - jnp.abs(size - 1 - jnp.abs(indices))
+
+
+def mirror(
+    images: jax.Array,  # (batch, height, width, channels)
+    mirrored: jax.Array,  # bool (batch,)
+) -> jax.Array:
+    """Mirror images, left to right, where `mirrored`."""
+    return jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
 
 
 # Mixup and CutMix
@@ -248,6 +267,38 @@ def _cutmix_partner(num_samples: int) -> int:
     return 2 if num_samples > 2 else 1
 
 
+# Test-time augmentation
+
+
+def classify_views(
+    classify: Callable[[jax.Array], jax.Array],
+    images: jax.Array,  # (batch, height, width, channels)
+    views: TestTimeName,
+) -> jax.Array:  # (batch, classes)
+    """Return the mean logits of several views of each image.
+
+    Args:
+        classify: Returns the logits of images.
+        images: The images, scaled.
+        views: "none" for the image itself, "flip" for the image and its mirror image;
+            "shift" also has both of the image shifted by one pixel up and left, and down
+            and right, which count half as much. Images are mirrored at their edges.
+    """
+    if views == "none":
+        return classify(images)
+
+    def with_mirror_image(images: jax.Array) -> jax.Array:
+        return (classify(images) + classify(images[:, :, ::-1])) / 2
+
+    logits = with_mirror_image(images)
+    if views == "flip":
+        return logits
+    _, height, width, _ = images.shape
+    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+    shifted = [padded[:, at : at + height, at : at + width] for at in (0, 2)]
+    return logits / 2 + sum(map(with_mirror_image, shifted)) / 4
+
+
 class Preprocessing(NamedTuple):
     """Scaling to the range that models expect, and random crops and flips for training."""
 
@@ -263,6 +314,7 @@ def get_preprocessing(
     dataset: str,
     *,
     normalize: bool = True,
+    by_channel: bool = False,
     basics: Basics | None = None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Preprocessing:
@@ -271,6 +323,8 @@ def get_preprocessing(
     Args:
         dataset: The name of the dataset.
         normalize: Whether large images are normalized, or only their mean is subtracted.
+        by_channel: Whether images of CIFAR are normalized with the statistics of the
+            dataset, or each with its own.
         basics: The crops and flips (default: those that are usual for the dataset).
         arrays: The record of arrays passed from Python, if they are the dataset.
     """
@@ -282,7 +336,14 @@ def get_preprocessing(
             scale_on_device=lambda images: (images.astype(jnp.float32) - center) / scale,
         )
     if has_small_images(dataset):
-        return _small_preprocessing(dataset, basics)
+        steps = _small_preprocessing(dataset, basics)
+        if not by_channel:
+            return steps
+        statistics = {"mean": CATALOG[dataset].mean, "std": CATALOG[dataset].std}
+        return steps._replace(
+            scale_on_host=functools.partial(on_host.normalize, **statistics),
+            scale_on_device=functools.partial(on_device.normalize, **statistics),
+        )
     # The host has already cropped these images, and flipped them if it scales them.
     flip = on_device.random_flip if basics.flip else None
     if normalize:
@@ -299,11 +360,17 @@ def get_preprocessing(
     )
 
 
-def describe_scaling(dataset: str, *, normalize: bool = True) -> dict[str, Any]:
+def describe_scaling(
+    dataset: str, *, normalize: bool = True, by_channel: bool = False
+) -> dict[str, Any]:
     """Return the scaling of a dataset as numbers: ``(pixel * scale - mean) / std``.
 
-    Images of CIFAR have no fixed mean and standard deviation: each is scaled by its own.
+    Images of CIFAR have no fixed mean and standard deviation, unless they are scaled
+    `by_channel`: each is scaled by its own.
     """
+    if by_channel:
+        known = CATALOG[dataset]
+        return {"scale": 1 / 255, "mean": list(known.mean), "std": list(known.std)}
     if dataset.startswith("cifar"):
         return {"scale": 1 / 255, "mean": None, "std": None, "standardize_each_image": True}
     if has_small_images(dataset):
@@ -317,18 +384,22 @@ def describe_scaling(dataset: str, *, normalize: bool = True) -> dict[str, Any]:
 
 def _small_preprocessing(dataset: str, basics: Basics) -> Preprocessing:
     padding, largest = basics.padding, DIGITS_MAX_PIXEL if dataset == "digits" else 255
-    pad_and_crop = functools.partial(on_host.pad_and_crop, padding=padding)
+    pad_and_crop = functools.partial(
+        on_host.pad_and_crop, padding=padding, reflect=basics.reflect
+    )
     on_host_steps = [
         *([on_host.by_sample(pad_and_crop)] if basics.crop else []),
         *([on_host.random_flip] if basics.flip else []),
     ]
     crop_and_flip = None
-    if basics.crop or basics.flip:
+    flips_at_random = basics.flip and not basics.alternates
+    if basics.crop or flips_at_random:
         crop_and_flip = functools.partial(
             on_device.random_crop_and_flip,
             padding=padding,
             crop=basics.crop,
-            flip=basics.flip,
+            flip=flips_at_random,
+            reflect=basics.reflect,
         )
     steps = Preprocessing(
         lambda images: as_float(images) / largest,

@@ -49,10 +49,12 @@ from millrace.data.source import (
     ArraySource,
     SyntheticImages,
 )
-from millrace.data.stream import ParallelStream, Stream
+from millrace.data.stream import Annotate, ParallelStream, Stream
 from millrace.data.tfds import load_tfds
-from millrace.feeds.device import ResidentDataset
+from millrace.feeds.device import ResidentDataset, ResidentSamples
 from millrace.feeds.infeed import Infeed
+from millrace.numbers import format_bytes
+from millrace.program.compiling import jit, memory_limit
 from millrace.run.run import Run
 
 T = TypeVar("T")
@@ -69,6 +71,10 @@ _IMAGE_FILES: dict[str, Callable[..., Any]] = {
     "imagefolder": load_images,
 }
 _MAX_NAMES_SHOWN = 3
+_RESIDENT_SHARE = 0.5
+"""Largest part of the memory of a device that resident images may take."""
+_FLIP_STREAM = 2
+"""Separates the random numbers of `flips_by_epoch` from those of `Stream`."""
 
 
 class ImageData(NamedTuple):
@@ -83,6 +89,8 @@ class ImageData(NamedTuple):
     """Runs on the device: ``(images, key)``; the key is None in validation."""
     transform: Callable[[Any, np.random.Generator], Any] | None = None
     """Runs on the host, on each training batch of arrays."""
+    scale: Callable[[np.ndarray], np.ndarray] | None = None
+    """The part of `transform` that scales images."""
     folder: Path | None = None
     """The folder of the files, if there are any."""
     warning: str | None = None
@@ -193,6 +201,7 @@ def _assemble(
         image_shape,
         _device_preprocessing(steps, config),
         transform,
+        scale,
         folder=folder,
     )
 
@@ -200,9 +209,9 @@ def _assemble(
 def _get_preprocessing(dataset: str, config: CnnConfig) -> Preprocessing:
     return get_preprocessing(
         dataset,
-        normalize=config.data.normalize_input,
         basics=config.basics,
         arrays=config.data.arrays,
+        **config.data.scaling,
     )
 
 
@@ -342,14 +351,50 @@ def open_infeed(images: ImageData, config: CnnConfig, batches_per_epoch: int) ->
     if config.data.synthetic == "device":
         generate = functools.partial(_generate, images, config, samples)
         return Infeed(ResidentDataset(generate))
-    stream = images.stream(
-        samples,
-        config.data.parallel_batches(samples),
-        batches_per_epoch=batches_per_epoch,
-        seed=config.run.seed,
-        shuffle=config.workflow.shuffle,
-    )
+    options: dict[str, Any] = {
+        "batches_per_epoch": batches_per_epoch,
+        "seed": config.run.seed,
+        "shuffle": config.workflow.shuffle,
+    }
+    if config.augmentation.alternating_flip:
+        options["annotate"] = flips_by_epoch(len(images.training), config.run.seed)
+    if config.workflow.resident_data:
+        stream = Stream(images.training, samples, **options)
+        return Infeed(hold_on_devices(images.training, stream))
+    stream = images.stream(samples, config.data.parallel_batches(samples), **options)
     return Infeed(stream, prefetch_depth=config.workflow.prefetch_depth)
+
+
+def hold_on_devices(source: ArraySource, stream: Stream) -> ResidentSamples:
+    """Return the batches of a stream, gathered on the devices from all of its samples."""
+    resident = ResidentSamples(source.arrays, stream)
+    limit = memory_limit(jax.local_devices()[0])
+    if resident.num_bytes > _RESIDENT_SHARE * limit:
+        raise ConfigurationError(
+            f"resident_data keeps {format_bytes(resident.num_bytes)} of images on each "
+            f"device, more than half of its {format_bytes(limit)}. Turn it off: batches "
+            "are then sent as they are needed."
+        )
+    return resident
+
+
+def flips_by_epoch(num_samples: int, seed: int) -> Annotate:
+    """Return which samples of a batch are mirrored in an epoch: each in every second one.
+
+    Args:
+        num_samples: Samples of the dataset.
+        seed: Decides which half of them are mirrored in the first epoch.
+    """
+    starts = np.random.default_rng([seed, _FLIP_STREAM]).random(num_samples) < 0.5
+    return lambda indices, epoch: {"mirrored": starts[indices] ^ (epoch % 2 == 1)}
+
+
+def scaled_samples(images: ImageData, count: int) -> jax.Array:
+    """Return the first training images, scaled but not changed at random."""
+    image = images.training[np.arange(min(count, len(images.training)))]["image"]
+    if images.scale is not None:
+        image = images.scale(image)
+    return jit(images.preprocess)(jax.device_put(image), None)
 
 
 def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) -> Any:
@@ -378,6 +423,8 @@ def describe(images: ImageData, config: CnnConfig) -> str:
     source = f" (synthetic, generated on the {where})" if where else ""
     if images.folder is not None:
         source = f" from {images.folder.resolve()}"
+    if config.workflow.resident_data:
+        source += " (kept on the device)"
     num_validation = 0 if images.validation is None else len(images.validation)
     return (
         f"{config.resolved_dataset}{source}, {len(images.training):,} training and "
@@ -415,12 +462,13 @@ def _describe_basics(config: CnnConfig) -> list[str]:
     parts = []
     if basics.crop and small and (on_device or not config.data.synthetic):
         pixels = "1 pixel" if basics.padding == 1 else f"{basics.padding} pixels"
-        parts.append(f"random crop ({pixels} of padding)")
+        kind = "reflection" if basics.reflect else "padding"
+        parts.append(f"random crop ({pixels} of {kind})")
     if basics.crop and not small and not config.data.synthetic:
         low, high = (f"{100 * share:g}" for share in basics.area)
         parts.append(f"random crop ({low} to {high} % of the area)")
     if basics.flip and (on_device or not config.data.synthetic):
-        parts.append("flip")
+        parts.append("flip in every second epoch" if basics.alternates else "flip")
     return parts
 
 

@@ -130,7 +130,7 @@ def _describe_preprocessing(
     sizes = {"resize": shape[0], "crop": shape[0]}
     if not has_small_images(dataset):
         sizes["resize"] = round(shape[0] * SHORT_SIDE_RATIO)
-    scaling = describe_scaling(dataset, normalize=config.data.normalize_input)
+    scaling = describe_scaling(dataset, **config.data.scaling)
     return {**sizes, "interpolation": "bilinear", **scaling}
 
 

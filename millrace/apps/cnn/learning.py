@@ -14,6 +14,7 @@ from millrace.nn.layers import num_parameters
 _LARGEST_USUAL_RATE = {
     **{"sgd": 10.0, "lars": 100.0, "rmsprop": 1.0},
     **{"adam": 0.1, "adamw": 0.1, "lamb": 0.1, "muon": 0.1, "lion": 0.01},
+    "muon_sgd": 2.0,
 }
 """Peak learning rates that nobody trains with on purpose."""
 _MAX_RATES = 100_000
@@ -33,6 +34,9 @@ def fine_tuning_rows(config: CnnConfig, params: Any) -> dict[str, str]:
         rows["frozen"] = (
             f"{num_parameters(frozen):,} parameters: {', '.join(recipe.freeze)}"
         )
+    if recipe.freeze_after:
+        ends = (f"{name} after epoch {end:g}" for name, end in recipe.freeze_epochs.items())
+        rows["frozen later"] = ", ".join(ends)
     if recipe.lr_scale:
         scaled = (f"{factor:g} x in {name}" for name, factor in recipe.lr_scales.items())
         rows["learning rate"] = ", ".join(scaled)

@@ -65,8 +65,8 @@ class TrainedCnn(NamedTuple):
             _warn_if_scaled(np.asarray(images))
         steps = get_preprocessing(
             self.config.resolved_dataset,
-            normalize=self.config.data.normalize_input,
             arrays=self.config.data.arrays,
+            **self.config.data.scaling,
         )
         scaled = jnp.asarray(steps.scale_on_host(np.asarray(images)))
         outputs, _ = jax.jit(self._apply)(self.params, self.model_state, scaled)
@@ -118,9 +118,7 @@ class TrainedCnn(NamedTuple):
         images: jax.Array,  # (number, height, width, channels)
     ) -> jax.Array:  # (number, classes)
         """Return the outputs for unscaled pixels, in float32; a pure function."""
-        steps = get_preprocessing(
-            self.config.resolved_dataset, normalize=self.config.data.normalize_input
-        )
+        steps = get_preprocessing(self.config.resolved_dataset, **self.config.data.scaling)
         scaled = steps.scale_on_device(images)
         return self._apply(self.params, self.model_state, scaled)[0]
 

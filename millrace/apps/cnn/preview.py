@@ -85,8 +85,11 @@ def augment_samples(
     """
     batch = _read_training(images, indices, np.random.default_rng(seed))
     device = jax.local_devices()[0]
-    image, key = jax.device_put((batch["image"], jax.random.key(seed)), device)
-    inputs = jit(build_inputs(config, images))({"image": image}, key)
+    given = {"image": batch["image"]}
+    if config.augmentation.alternating_flip:
+        given |= data.flips_by_epoch(len(images.training), seed)(indices, 0)
+    given, key = jax.device_put((given, jax.random.key(seed)), device)
+    inputs = jit(build_inputs(config, images))(given, key)
     values = np.asarray(jax.device_get(inputs), np.float32)
     return _enlarge(_to_bytes(values, config)), batch["label"]
 
@@ -110,7 +113,7 @@ def _to_bytes(values: np.ndarray, config: CnnConfig) -> np.ndarray:
     elif has_small_images(dataset):
         values = 255 * values
     else:
-        steps = get_preprocessing(dataset, normalize=config.data.normalize_input)
+        steps = get_preprocessing(dataset, **config.data.scaling)
         black, white = steps.scale_on_host(np.array([[[[0] * 3]], [[[255] * 3]]], np.uint8))
         values = (values - black) / (white - black) * 255
     return np.clip(np.round(values), 0, 255).astype(np.uint8)

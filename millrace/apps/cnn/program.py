@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,14 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from millrace.apps.cnn.augment import Mixing, draw_mix, mix_images, mix_labels
+from millrace.apps.cnn.augment import (
+    Mixing,
+    classify_views,
+    draw_mix,
+    mirror,
+    mix_images,
+    mix_labels,
+)
 from millrace.apps.cnn.config import CnnConfig
-from millrace.apps.cnn.data import ImageData, open_infeed
+from millrace.apps.cnn.config.training import TestTimeName
+from millrace.apps.cnn.data import ImageData, open_infeed, scaled_samples
 from millrace.apps.cnn.models import catalog
+from millrace.apps.cnn.models.speednet import WHITENING, whiten
 from millrace.config import ConfigurationError, replace_options
 from millrace.loop.event_schedule import EventSchedule
 from millrace.loop.staging import compile_calls
-from millrace.nn.freezing import choose_scales, freeze_layers, frozen_state_reduction
+from millrace.nn.freezing import (
+    choose_layers,
+    choose_scales,
+    freeze_layers,
+    frozen_state_reduction,
+)
 from millrace.nn.layers import Layer, apply_layers, init_shapes
 from millrace.nn.losses import LayeredLoss, correct, correct_in_top, cross_entropy
 from millrace.nn.norms import NormFactory, ReplicaGroups, batch_norm, group_norm
@@ -35,6 +49,8 @@ from millrace.program.step import Weights
 from millrace.program.training import TrainingProgram, training_program
 
 _CLASSES_WITHOUT_TOP5 = 10
+_WHITENED_SAMPLES = 5000
+"""Training images from which the first layer of a speednet is computed."""
 
 
 def build_model(config: CnnConfig, images: ImageData) -> list[Layer]:
@@ -58,12 +74,12 @@ def build_program(
 ) -> TrainingProgram:
     """Return the training program: the loss and the optimizer under the plan."""
     learning_rate = build_learning_rate(config, schedule)
+    shapes = weight_shapes(config, images, model)
     scales = choose_scales(
-        config.recipe.freeze,
-        config.recipe.lr_scales,
-        list(weight_shapes(config, images, model).params),
+        config.recipe.freeze, config.recipe.lr_scales, list(shapes.params)
     )
     frozen = {name for name, scale in scales.items() if scale == 0}
+    constant = frozen | ({WHITENING} & set(shapes.model_state))
     model = freeze_layers(model, frozen)
     optimizer = build_optimizer(
         config.recipe.optimizer,
@@ -76,6 +92,7 @@ def build_program(
         clip_norm=config.recipe.clip_norm,
         ema=config.recipe.ema,
         scales=scales,
+        limits=_choose_limits(config, schedule, list(shapes.params)),
     )
     splits = catalog.find_split_layers(model, config.plan.pipeline_splits)
     return training_program(
@@ -83,8 +100,27 @@ def build_program(
         optimizer,
         dataclasses.replace(config.plan, pipeline_splits=splits),
         extra_info={"learning_rate": learning_rate},
-        model_state_reduction=frozen_state_reduction(frozen) if frozen else None,
+        model_state_reduction=frozen_state_reduction(constant) if constant else None,
     )
+
+
+def _choose_limits(
+    config: CnnConfig, schedule: EventSchedule, names: Sequence[str]
+) -> dict[str, int]:
+    """Return the number of updates of the layers that are not trained to the end."""
+    limits: dict[str, int] = {}
+    for pattern, epochs in config.recipe.freeze_epochs.items():
+        chosen = choose_layers("--freeze-after", pattern, names)
+        limits |= dict.fromkeys(chosen, int(epochs * schedule.updates_per_epoch))
+    return limits
+
+
+def set_whitening(model_state: Any, images: ImageData) -> Any:
+    """Return a model state in which the first layer of a speednet whitens the images."""
+    if WHITENING not in model_state:
+        return model_state
+    kernel = whiten(scaled_samples(images, _WHITENED_SAMPLES))
+    return model_state | {WHITENING: {"kernel": kernel}}
 
 
 def build_loss(config: CnnConfig, images: ImageData, model: list[Layer]) -> LayeredLoss:
@@ -123,6 +159,8 @@ def build_loss(config: CnnConfig, images: ImageData, model: list[Layer]) -> Laye
 
     shape = (config.plan.micro_batch_size, *images.image_shape)
     example = {"image": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    if config.augmentation.alternating_flip:
+        example["mirrored"] = jax.ShapeDtypeStruct(shape[:1], jnp.bool)
     return LayeredLoss(model, inputs, outputs, example, targets)
 
 
@@ -137,6 +175,8 @@ def build_inputs(
     # same blend from the key of the micro-batch.
     def inputs(batch: Any, key: jax.Array) -> jax.Array:
         image = images.preprocess(batch["image"], key)
+        if config.augmentation.alternating_flip:
+            image = mirror(image, batch["mirrored"])
         if not config.mixes_samples:
             return image
         return mix_images(image, draw_mix(mixing, key, len(image), height, width))
@@ -156,12 +196,17 @@ def _largest_label(labels_and_shares: Any) -> jax.Array:
     return jnp.take_along_axis(labels, shares.argmax(0)[None], 0)[0]
 
 
-def build_metrics(model: list[Layer], images: ImageData) -> MetricFn:
+def build_metrics(
+    model: list[Layer], images: ImageData, test_time_augmentation: TestTimeName = "none"
+) -> MetricFn:
     """Return the function that computes loss and accuracy of each validation sample."""
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+        def classify(image: jax.Array) -> jax.Array:
+            return apply_layers(model, params, model_state, image, training=False)[0]
+
         image = images.preprocess(batch["image"], None)
-        logits, _ = apply_layers(model, params, model_state, image, training=False)
+        logits = classify_views(classify, image, test_time_augmentation)
         return {
             "loss": cross_entropy(logits, batch["label"]),
             **accuracies(logits, batch["label"]),

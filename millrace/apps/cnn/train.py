@@ -37,6 +37,7 @@ from millrace.apps.cnn.program import (
     build_model,
     build_program,
     check_memory,
+    set_whitening,
     weight_shapes,
 )
 from millrace.checkpoint.store import checkpoints_in, restore_part
@@ -64,7 +65,9 @@ def train(config: CnnConfig, run: Run) -> None:
         model = build_model(config, images)
         validator = None
         if config.workflow.validation:
-            validator = Validator(build_metrics(model, images), config, images.validation)
+            views = config.workflow.test_time_augmentation
+            metrics = build_metrics(model, images, views)
+            validator = Validator(metrics, config, images.validation)
         if not config.workflow.training:
             assert validator is not None, "checked by WorkflowOptions"
             return _validate_only(config, run, images, model, validator)
@@ -137,7 +140,7 @@ def _init_weights(
     example = np.zeros((1, *images.image_shape), np.float32)
     params, model_state = init_layers(model, jax.random.key(config.run.seed), example)
     if pretrained is None:
-        return params, model_state, []
+        return params, set_whitening(model_state, images), []
     return fit_pretrained(*pretrained, params, model_state)
 
 

@@ -86,9 +86,33 @@ class CnnConfig:
                     f"image_size is for imagenet and imagefolder; images of {dataset} "
                     "keep their size."
                 )
+        is_cifar = (dataset or "").startswith("cifar")
+        if self.data.normalize_channels and not is_cifar:
+            raise ValueError(
+                f"normalize_channels is for cifar10 and cifar100, not for {dataset}."
+            )
+        if self.workflow.resident_data:
+            self._check_resident_data(dataset)
         if self.graphcore.fused_preprocessing and not self.data.accelerator_side_preprocess:
             raise ValueError(
                 "fused_preprocessing is for preprocessing on the device, so "
+                "accelerator_side_preprocess must be on as well."
+            )
+
+    def _check_resident_data(self, dataset: str) -> None:
+        if not has_small_images(dataset):
+            raise ValueError(
+                "resident_data is for images in memory, but those of "
+                f"{dataset} are decoded from files as they are needed."
+            )
+        if self.data.synthetic is not None:
+            raise ValueError(
+                "Give resident_data or synthetic_data, not both: synthetic images of the "
+                "device stay there anyway."
+            )
+        if not self.data.accelerator_side_preprocess:
+            raise ValueError(
+                "resident_data keeps unprocessed images on the device, so "
                 "accelerator_side_preprocess must be on as well."
             )
 
@@ -99,6 +123,11 @@ class CnnConfig:
             name = "color_jitter" if options.num_ops == 0 else f"augment {options.augment}"
             raise ValueError(
                 f"{name} changes images on the device before they are scaled, so "
+                "accelerator_side_preprocess must be on as well."
+            )
+        if options.alternating_flip and not self.data.accelerator_side_preprocess:
+            raise ValueError(
+                "alternating_flip mirrors images on the device, so "
                 "accelerator_side_preprocess must be on as well."
             )
         arrays = self.data.arrays

@@ -26,7 +26,11 @@ class Basics(NamedTuple):
     flip: bool
     """Whether half of the images are mirrored."""
     padding: int
-    """Zeros around a small image before it is cropped to its size, in pixels."""
+    """Pixels added around a small image before it is cropped to its size."""
+    reflect: bool
+    """Whether these pixels mirror the image at its edges; otherwise they are zeros."""
+    alternates: bool
+    """Whether an image is mirrored in every second epoch instead of at random."""
     area: tuple[float, float]
     """Share of the area that a random crop of a large image covers."""
     aspect: tuple[float, float]
@@ -56,6 +60,8 @@ class AugmentationOptions:
     crop_padding: int | None = None
     """Zeros that are added on each side of a small image before it is cropped to its size
     (default: an eighth of the side, 4 pixels for cifar10)."""
+    crop_reflect: bool = False
+    """Mirror a small image at its edges for crop_padding, instead of adding zeros."""
     crop_scale: list[float] | None = None
     """Smallest and largest share of the area that a random crop of imagenet and imagefolder
     covers (default: 0.05 1.0; torchvision and timm: 0.08 1.0)."""
@@ -64,6 +70,9 @@ class AugmentationOptions:
     (default: 3/4 4/3)."""
     flip: bool | None = field(default=None, metadata={"aliases": ("--random-flip",)})
     """Mirror half of the training images, left to right (default: see augment)."""
+    alternating_flip: bool = False
+    """Mirror each small image in every second epoch, not at random: half of the images,
+    chosen at random, start with it."""
     color_jitter: float = 0.0
     """Change brightness, contrast and saturation, in random order, each by a factor between
     1 - this and 1 + this. Gray images have no saturation."""
@@ -86,9 +95,11 @@ class AugmentationOptions:
                     f"{name} is for augment randaugment, but augment is {self.augment}."
                 )
         if self.random_crop is False:
-            for name in ("crop_padding", "crop_scale", "crop_ratio"):
-                if getattr(self, name) is not None:
+            for name in ("crop_padding", "crop_reflect", "crop_scale", "crop_ratio"):
+                if getattr(self, name) not in (None, False):
                     raise ValueError(f"{name} is for random crops, but random_crop is off.")
+        if self.alternating_flip and self.flip is False:
+            raise ValueError("alternating_flip mirrors images, but flip is off.")
 
     def _check_numbers(self) -> None:
         for name in ("color_jitter", "mixup", "cutmix"):
@@ -151,14 +162,24 @@ class AugmentationOptions:
             usual if self.random_crop is None else self.random_crop,
             usual if self.flip is None else self.flip,
             padding,
+            self.crop_reflect,
+            self.alternating_flip,
             _as_pair(self.crop_scale, _CROP_AREA),
             _as_pair(self.crop_ratio, _CROP_ASPECT),
         )
 
     def check_dataset(self, dataset: str, side: int | None = None) -> None:
         """Raise an error if an option has no meaning for a dataset; see ``basics``."""
-        crop = self.basics(dataset, side).crop
+        basics = self.basics(dataset, side)
+        if self.alternating_flip and not basics.flip:
+            raise ValueError(
+                f"alternating_flip changes how images are mirrored, which is off for "
+                f"{dataset} with augment {self.augment}: give flip as well."
+            )
         if not has_small_images(dataset):
+            for name in ("crop_reflect", "alternating_flip"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for small images, not for {dataset}.")
             if self.crop_padding is not None:
                 raise ValueError(
                     f"crop_padding is for small images; those of {dataset} are cropped by "
@@ -178,9 +199,9 @@ class AugmentationOptions:
                     f"crop_padding must be between 1 and {side - 1} for {dataset}, whose "
                     f"images have {side} x {side} pixels; got {padding}."
                 )
-            unused = ("crop_padding",)
+            unused = ("crop_padding", "crop_reflect")
         for name in unused:
-            if getattr(self, name) is not None and not crop:
+            if getattr(self, name) not in (None, False) and not basics.crop:
                 raise ValueError(
                     f"{name} is for random crops, which are off for {dataset} with augment "
                     f"{self.augment}: give random_crop as well."

@@ -50,6 +50,9 @@ class DataOptions:
     )
     """Normalize images of imagenet and imagefolder to mean 0 and standard deviation 1 per
     channel; if False, only subtract the mean."""
+    normalize_channels: bool = False
+    """Normalize images of cifar10 and cifar100 with the mean and standard deviation of each
+    channel over all images, instead of each image with its own."""
     synthetic_data: Literal["host", "device", "ipu"] | None = field(
         default=None, metadata={"bare": "device"}
     )
@@ -119,6 +122,11 @@ class DataOptions:
         if (images := self.pipeline_num_parallel) is None:
             return _PARALLEL_BATCHES
         return -(-images // batch_size)
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """How images are scaled; see ``get_preprocessing``."""
+        return {"normalize": self.normalize_input, "by_channel": self.normalize_channels}
 
     @property
     def synthetic(self) -> Literal["host", "device"] | None:

@@ -213,7 +213,7 @@ def _expand_optimizer(values: Values) -> None:
         values["optimizer_params"] = params | (
             {"nesterov": True} if name == "nesterov" else {}
         )
-    elif name in _WITH_MOMENTS:
+    elif name in _WITH_MOMENTS or name == "muon_sgd":
         values.setdefault("optimizer_params", {})
     if values.get("auto_loss_scaling"):
         if (scaling := values.get("loss_scaling", 0)) not in (0, "dynamic"):

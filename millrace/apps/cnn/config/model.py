@@ -36,8 +36,8 @@ class ModelOptions:
     """Model options."""
 
     model_name: str | None = field(default=None, metadata={"aliases": ("--model",)})
-    """Model: digits_cnn, toy_model, cifar_resnet8/20/32/44/56, resnet9 and resnet18_small
-    for small images, resnet18/34/50, or one of the families resnet, resnext and
+    """Model: digits_cnn, toy_model, cifar_resnet8/20/32/44/56, resnet9, resnet18_small
+    and speednet(_wide) for small images, resnet18/34/50, or resnet, resnext and
     efficientnet, which have sizes (default: by recipe and dataset)."""
     model_size: str | None = None
     """Size of a family. resnet: 10, 14, 18, 26, 34, 50, 101, 152, or 8 to 110 for small

@@ -132,6 +132,7 @@ _ADAPTIVE = {
     "lamb": (5e-3, 0.05),
     "lion": (1e-4, 0.5),
     "muon": (2e-3, 0.05),
+    "muon_sgd": (0.09, 0.0),
 }
 _ADAPTIVE_BATCH = 256
 

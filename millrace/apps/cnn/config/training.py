@@ -16,11 +16,13 @@ OptimizerName = Literal[
     "lamb",
     "lion",
     "muon",
+    "muon_sgd",
     "lars",
     "rmsprop",
 ]
 ScheduleName = Literal["const", "cosine", "stepped", "polynomial", "exponential"]
 When = Literal["during", "every", "last"]
+TestTimeName = Literal["none", "flip", "shift"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,13 @@ class RecipeOptions:
     only Graphcore's applications have; the run prints which."""
     optimizer: OptimizerName = field(default="sgd", metadata={"aliases": ("--optimiser",)})
     """Optimizer: sgd, momentum (sgd with momentum 0.9), nesterov, adam, adamw, lamb, lion,
-    muon (adamw for biases and norms), lars or rmsprop."""
+    muon (adamw for biases and norms), muon_sgd (sgd for them), lars or rmsprop."""
     optimizer_params: dict[str, Any] = field(default_factory=lambda: {"momentum": 0})
     """Optimizer parameters: momentum and nesterov of sgd; b1, b2 and epsilon of adam,
-    adamw, lamb, lion and muon; lars: momentum, weight_decay, eeta and epsilon; rmsprop:
-    momentum, base_decay_exponent, epsilon and optionally initial_accumulator."""
+    adamw, lamb, lion and muon; muon_sgd: momentum, sgd_momentum, sgd_factor (learning rate
+    of sgd, in units of learning_rate), and optionally iterations and epsilon of muon; lars:
+    momentum, weight_decay, eeta and epsilon; rmsprop: momentum, base_decay_exponent,
+    epsilon and optionally initial_accumulator."""
     learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
     """Learning rate of the optimizer at the peak of the schedule, for any batch size and
     number of replicas."""
@@ -72,6 +76,9 @@ class RecipeOptions:
     freeze: list[str] = field(default_factory=list)
     """Layers that are not trained, as patterns such as 'b[0-3]/*'. Their batch norm
     uses and keeps its moving statistics."""
+    freeze_after: list[str] = field(default_factory=list)
+    """Layers that are trained only for the first epochs, as PATTERN=EPOCHS. Their batch
+    norm continues as before."""
     lr_scale: list[str] = field(default_factory=list)
     """Factors of the learning rate of layers, as PATTERN=FACTOR; the last pattern that
     matches a layer counts."""
@@ -114,7 +121,7 @@ class RecipeOptions:
                 raise ValueError(f"{name} must be more than 0, got {value:g}.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema must be more than 0 and below 1, got {self.ema:g}.")
-        _ = self.lr_scales  # checks them
+        _ = self.lr_scales, self.freeze_epochs  # checks them
         for decay in self.weight_avg_exp:
             if not 0 < decay < 1:
                 raise ValueError(
@@ -129,19 +136,20 @@ class RecipeOptions:
     @property
     def lr_scales(self) -> dict[str, float]:
         """The factors of the learning rate by pattern."""
-        scales = {}
-        for text in self.lr_scale:
-            pattern, separator, factor = text.rpartition("=")
-            try:
-                scales[pattern] = float(factor)
-            except ValueError:
-                separator = ""
-            if not (separator and pattern and 0 < scales[pattern] < math.inf):
-                raise ValueError(
-                    "lr_scale must be PATTERN=FACTOR with a factor above 0, such as "
-                    f"'b[0-3]/*=0.1', got {text}. (--freeze stops training layers.)"
-                )
-        return scales
+        return _parse_patterns(
+            self.lr_scale,
+            "lr_scale must be PATTERN=FACTOR with a factor above 0, such as "
+            "'b[0-3]/*=0.1', got {}. (--freeze stops training layers.)",
+        )
+
+    @property
+    def freeze_epochs(self) -> dict[str, float]:
+        """The epochs for which layers are trained, by pattern."""
+        return _parse_patterns(
+            self.freeze_after,
+            "freeze_after must be PATTERN=EPOCHS with a number above 0, such as "
+            "'b0/*=3', got {}.",
+        )
 
     @property
     def mixes_samples(self) -> bool:
@@ -152,6 +160,20 @@ class RecipeOptions:
     def averages_weights(self) -> bool:
         """Whether checkpoints are averaged after training."""
         return bool(self.weight_avg_exp or self.weight_avg_n)
+
+
+def _parse_patterns(texts: list[str], error: str) -> dict[str, float]:
+    """Return the numbers above 0 of patterns of layers, such as 'b0/*=3'."""
+    numbers = {}
+    for text in texts:
+        pattern, separator, number = text.rpartition("=")
+        try:
+            numbers[pattern] = float(number)
+        except ValueError:
+            separator = ""
+        if not (separator and pattern and 0 < numbers[pattern] < math.inf):
+            raise ValueError(error.format(text))
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,12 +226,22 @@ class WorkflowOptions:
     """Samples per replica and validation batch (default: micro_batch_size)."""
     validation_num_replicas: int | None = None
     """Replicas that validate (default: one on every device that trains)."""
+    test_time_augmentation: TestTimeName = field(
+        default="none", metadata={"aliases": ("--tta",), "bare": "shift"}
+    )
+    """Validate with the mean logits of several views of each image. flip: the image and its
+    mirror image. shift (or no value): also those of the image shifted by one pixel up and
+    left, and down and right, which count half. Predictions of the trained model do not."""
     target_accuracy: float | None = field(default=None, metadata={"may_change": True})
     """Report the epoch and time at which validation first reaches this accuracy."""
     prefetch_depth: int = field(
         default=2, metadata={"may_change": True, "may_differ": True}
     )
     """Chunks of batches staged on the device ahead of the current one."""
+    resident_data: bool = False
+    """Keep all training images on every device, and gather batches there. For small images
+    that are preprocessed on the device (accelerator_side_preprocess). The weights equal
+    those of images that are sent."""
     max_cross_replica_buffer_size: int | None = None
     """Bytes up to which gradients are combined into one all-reduce; 0: never combine (GPU
     only; default: chosen by XLA)."""

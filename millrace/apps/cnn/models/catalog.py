@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millrace.apps.cnn.models import efficientnet, resnet, resnext
+from millrace.apps.cnn.models import efficientnet, resnet, resnext, speednet
 from millrace.apps.cnn.models.spec import FAMILIES, check_model_name
 from millrace.nn import layers
 from millrace.nn.layers import Layer
@@ -54,6 +54,10 @@ _MODELS: dict[str, Callable[..., list[Layer]]] = {
     "resnet18": functools.partial(resnet.resnet, (2, 2, 2, 2), bottleneck=False),
     "resnet34": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=False),
     "resnet50": functools.partial(resnet.resnet, (3, 4, 6, 3), bottleneck=True),
+    "speednet": speednet.speednet,
+    "speednet_wide": functools.partial(
+        speednet.speednet, widths=(128, 384, 512), is_residual=True
+    ),
 }
 _FAMILIES: dict[str, Callable[..., list[Layer]]] = {
     "resnet": resnext.resnet,

@@ -18,6 +18,7 @@ SINGLE_MODELS = (
     "toy_model",
     *(f"cifar_resnet{6 * blocks + 2}" for blocks in (1, 3, 5, 7, 9)),
     *("resnet9", "resnet18_small", "resnet18", "resnet34", "resnet50"),
+    *("speednet", "speednet_wide"),
 )
 """Models that have only one size."""
 
