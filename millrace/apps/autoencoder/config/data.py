@@ -74,7 +74,8 @@ class DataOptions:
     columns are then user, item and optionally a time."""
     positive_from: float = 4.0
     """Smallest rating of an item that a user likes, for the objective ranking (default: 4;
-    1, which is all, for ratings that are all 1)."""
+    in the modern recipe 0.8 of the largest valid rating, or 1, which is all, for ratings
+    that are all 1)."""
     num_users: int | None = None
     """Users in synthetic ratings (default: 480000 random, 4000 generated)."""
     num_items: int | None = None
