@@ -263,3 +263,43 @@ def test_arrays_from_python_are_held_out_as_well(tmp_path):
     )
     assert "validation_rmse" in result.summary["best"]
     assert result.model.config.recipe == "modern"
+
+
+@pytest.mark.parametrize("rows", ["users", "items"])
+def test_the_scale_of_the_ratings_does_not_matter(rows, tmp_path):
+    users, items, ratings = make_ratings(6)
+    held_out = np.random.default_rng(2).random(len(users)) < 0.1
+    found = {}
+    for scale in (1, 20):
+        columns = (users, items, scale * ratings)
+        training = tuple(column[~held_out] for column in columns)
+        validation = tuple(column[held_out] for column in columns)
+        result = mr.autoencoder.train(
+            data=training,
+            validation_data=validation,
+            rating_range=[0.5, 5.0 * scale],
+            rows=rows,
+            epochs=3,
+            run_dir=tmp_path / str(scale),
+            quiet=True,
+        )
+        model = mr.autoencoder.load(
+            tmp_path / str(scale), data=training, validation_data=validation
+        )
+        rated = {item: scale * rating for item, rating in ((1, 4.5), (2, 1.0), (3, 3.0))}
+        simple = result.summary["baselines"]["validation_rmse"]
+        shown = read_sections(tmp_path / str(scale))["residuals"]
+        found[scale] = {
+            **{
+                name: result.summary["best"][name]
+                for name in ("validation_rmse", "validation_mae", "train_rmse")
+            },
+            **simple,
+            **{f"item {item}": rating for item, rating in model.predict(rated).items()},
+            **dict(enumerate(rating for _, rating in model.recommend_to(7, top=5))),
+            "largest error": shown.edges[-1],
+            "liked from": model.config.data.positive_from,
+        }
+    assert found[1]["validation_rmse"] < found[1]["biases"]
+    scaled = {name: value / 20 for name, value in found[20].items()}
+    assert scaled == pytest.approx(found[1], rel=2e-4)
