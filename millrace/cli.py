@@ -57,10 +57,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(args)
-    except ConfigurationError as error:
+    except ValueError as error:
+        is_wrong_command = isinstance(error, ConfigurationError)
+        # The ratings, which some options depend on, may be damaged: a DatasetError.
+        if not is_wrong_command and not type(error).__module__.startswith("millrace"):
+            raise
         if not is_follower():  # process 0 reports for all
             print(f"millrace: {as_typed(str(error))}", file=sys.stderr)
-        status = 2
+        status = 2 if is_wrong_command else 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

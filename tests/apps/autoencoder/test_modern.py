@@ -249,6 +249,55 @@ def test_a_mistake_is_explained(args, message):
         parse(AutoencoderConfig, shlex.split(args), program="x")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2,3\n1,2\n", "ratings.csv, line 2"),
+        ("1,2,3\n1,3,9\n", "line 2: the rating 9 is not between 0.5 and 5"),
+        ("", "is empty"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, capsys, text, message):
+    """The recipe reads it before there is a run."""
+    (tmp_path / "ratings.csv").write_text(text)
+    args = f"train --training-data-file {tmp_path}/ratings.csv --run-dir {tmp_path}/run"
+    ended = command(capsys, args)
+    assert ended.status == 1 and message in ended.err
+    assert len(ended.err.splitlines()) == 1 and ended.err.startswith("millrace: ")
+
+
+def test_few_ratings_do_not_diverge(tmp_path):
+    users, items = np.nonzero(np.random.default_rng(0).random((20, 15)) < 0.5)
+    ratings = np.random.default_rng(1).integers(1, 6, len(users))
+    result = mr.autoencoder.train(
+        data=(users, items, ratings), epochs=10, run_dir=tmp_path / "run", quiet=True
+    )
+    summary = result.summary
+    biases = summary["baselines"]["validation_rmse"]["biases"]
+    assert summary["status"] == "completed" and summary["best"]["value"] < 1.05 * biases
+
+
+def test_batches_of_few_ratings_have_a_small_learning_rate(folder, monkeypatch):
+    def choose_rate(**values):
+        return choose(folder, **values)["learning_rate"]
+
+    counts = {"users": 20, "items": 15, "ratings": 150}
+    monkeypatch.setattr(recipe, "count_file", lambda *_, **__: Counts(**counts))
+    assert choose_rate() == pytest.approx(0.02 * 10 / 100)
+    assert choose_rate(batch_size=4) == pytest.approx(0.02 * 40 / 100)
+    assert choose_rate(rows="users") == pytest.approx(0.03 * 2 * 7.5 / 100, abs=1e-4)
+    assert choose_rate(learning_rate=0.1) == 0.1
+    assert choose_rate(objective="ranking") == 1e-3
+    counts["ratings"] = 100_000
+    assert choose_rate() == 0.02
+
+
+def test_items_are_liked_from_a_fraction_of_the_scale(folder):
+    assert choose(folder)["positive_from"] == 4
+    assert choose(folder, rating_range=[1.0, 10.0])["positive_from"] == 8
+    assert choose(folder, rating_range=[1.0, 10.0], positive_from=6)["positive_from"] == 6
+
+
 def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):
     (tmp_path / "few.txt").write_text("1,2,3\n4,5,4\n")
     args = f"train --training-data-file {tmp_path}/few.txt --run-dir {tmp_path}/run"
