@@ -294,8 +294,8 @@ def test_batches_of_few_ratings_have_a_small_learning_rate(folder, monkeypatch):
 
 def test_items_are_liked_from_a_fraction_of_the_scale(folder):
     assert choose(folder)["positive_from"] == 4
-    assert choose(folder, rating_range=[1.0, 10.0])["positive_from"] == 8
-    assert choose(folder, rating_range=[1.0, 10.0], positive_from=6)["positive_from"] == 6
+    assert choose(folder, rating_range=[0.5, 10.0])["positive_from"] == 8
+    assert choose(folder, rating_range=[0.5, 10.0], positive_from=6)["positive_from"] == 6
 
 
 def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):
