@@ -61,13 +61,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(args)
-    except ConfigurationError as error:
-        if (message := format_mistake(as_typed(str(error)))) is not None:
-            print(f"millrace: {message}", file=sys.stderr)
-        status = 2
     except StartError as error:
         error_line(str(error))
         status = 1
+    except ValueError as error:
+        is_wrong_command = isinstance(error, ConfigurationError)
+        # The ratings, which some options depend on, may be damaged: a DatasetError.
+        if not is_wrong_command and not type(error).__module__.startswith("millrace"):
+            raise
+        if (message := format_mistake(as_typed(str(error)))) is not None:
+            print(f"millrace: {message}", file=sys.stderr)
+        status = 2 if is_wrong_command else 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

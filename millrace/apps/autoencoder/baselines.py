@@ -76,7 +76,7 @@ def _score_biases(targets: Ratings) -> dict[str, float]:
     biases = targets.biases
     assert biases is not None
     predicted = biases.lookup(targets.users, targets.items)
-    actual = targets.values + predicted
+    actual = biases.restore(targets.values, targets.users, targets.items)
     return {
         GLOBAL_MEAN: _rmse(biases.mean - actual),
         BIASES: _rmse(np.clip(predicted, biases.smallest, biases.largest) - actual),
@@ -147,8 +147,10 @@ def _score_weights(
         output = _multiply(rows, weights)
         row, item, value = get_known_ratings(batch, "target_")
         of_rating = jnp.append(of_user, 0)[row] + of_item[item]
-        predicted = output.at[row, item].get(mode="fill", fill_value=0) + of_rating
-        error = jnp.clip(predicted, biases.smallest, biases.largest) - value - of_rating
+        left = output.at[row, item].get(mode="fill", fill_value=0)
+        predicted = left * biases.unit + of_rating
+        predicted = jnp.clip(predicted, biases.smallest, biases.largest)
+        error = predicted - (value * biases.unit + of_rating)
         return jnp.where(jnp.append(valid, False)[row], jnp.square(error), 0).sum()
 
     total = 0.0

@@ -2,8 +2,8 @@
 
 Two options are handled when ratings are loaded, so that the rest of the application need
 not know about them. With rows of items, the ratings are transposed: from then on, items
-play the role of users. With biases subtracted, the values are residuals: errors are the
-same, and only code that shows or ranks ratings adds the biases back.
+play the role of users. With biases subtracted, the values are residuals, possibly divided
+by a unit: only code that measures, shows or ranks ratings adds the biases back.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,11 @@ class RatingData(NamedTuple):
     column_biases: ColumnBiases | None = None
     """The biases that were subtracted, if any."""
 
+    @property
+    def unit(self) -> float:
+        """What the values are measured in: they are residuals divided by it."""
+        return 1.0 if self.column_biases is None else self.column_biases.unit
+
     def map(self, function: Callable[[Ratings], Ratings]) -> "RatingData":
         """Apply a function to every split."""
         splits = {name: getattr(self, name) for name in ("training", "validation", "test")}
@@ -74,7 +79,10 @@ def load(options: DataOptions, seed: int, *, objective: Objective = "rating") ->
     ratings = ratings.map(transpose) if options.rows == "items" else ratings
     if not options.subtract_biases:
         return ratings
-    return subtract_biases(ratings, fit_biases(ratings.training, options.bias_strength))
+    biases = fit_biases(
+        ratings.training, options.bias_strength, normalize=options.normalize_ratings
+    )
+    return subtract_biases(ratings, biases)
 
 
 def check_objective(ratings: Ratings, objective: Objective, options: DataOptions) -> None:

@@ -93,8 +93,9 @@ def predict_ratings(
     residuals = jnp.where(is_known, rows - base, 0)
     count = is_known.astype(jnp.float32).sum(1)
     of_row = (residuals.sum(1) / (count + biases.strength))[:, None]
-    inputs = jnp.where(is_known, residuals - of_row, 0)
-    predicted = predict_rows(recommender.model, params, inputs) + base + of_row
+    inputs = jnp.where(is_known, residuals - of_row, 0) / biases.unit
+    output = predict_rows(recommender.model, params, inputs)
+    predicted = output * biases.unit + base + of_row
     return jnp.clip(predicted, biases.smallest, biases.largest)
 
 
@@ -115,7 +116,8 @@ def describe_recommender(recommender: Recommender) -> dict[str, Any]:
         "network_weight": (
             None if recommender.linear is None else recommender.network_weight
         ),
-        "biases": biases and {"mean": biases.mean, "strength": biases.strength},
+        "biases": biases
+        and {"mean": biases.mean, "strength": biases.strength, "unit": biases.unit},
         "update": manifest.get("update"),
         "epoch": manifest.get("epoch"),
         "metrics": select_metrics(manifest),

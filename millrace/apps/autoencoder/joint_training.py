@@ -21,7 +21,7 @@ import optax
 from millrace.apps.autoencoder.config import TrainingConfig
 from millrace.apps.autoencoder.config.training import Hyperparameters, Steps
 from millrace.apps.autoencoder.kernels import joint
-from millrace.apps.autoencoder.loss import build_loss
+from millrace.apps.autoencoder.loss import build_loss, report_in_ratings
 from millrace.apps.autoencoder.metrics import build_metrics, compute_scores
 from millrace.apps.autoencoder.model import Model, TracedRate, stack_rates
 from millrace.apps.autoencoder.program import (
@@ -195,8 +195,12 @@ def build_trials_program(
     steps: Steps,
     trials: Sequence[Hyperparameters],
     device: Any,
+    unit: float = 1.0,
 ) -> TrainingProgram:
-    """Return one compiled loop that trains a model for each trial."""
+    """Return one compiled loop that trains a model for each trial.
+
+    `unit` is what the values of the ratings are measured in.
+    """
     plan = config.plan
     optimizer = _build_trials_optimizer(config, steps, trials)
     if plan.loss_scaling == "dynamic":
@@ -209,9 +213,10 @@ def build_trials_program(
     model = model._replace(
         dropout_rate=first.dropout_rate, input_dropout_rate=first.input_dropout_rate
     )
+    build = _choose_loss(config, model, rates, len(trials), device)
     loss_fn = build_trials_loss(
         model,
-        _choose_loss(config, model, rates, len(trials), device),
+        lambda model: report_in_ratings(build(model), unit),
         rates,
         steps.updates_per_step,
         one_by_one=_prefers_one_by_one(config, device),

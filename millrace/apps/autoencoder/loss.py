@@ -84,6 +84,16 @@ def build_loss(
     return _joint_loss(model, num_replicas)
 
 
+def report_in_ratings(loss_fn: LossFn, unit: float) -> LossFn:
+    """Return a loss that reports the RMSE of ratings, given values in another unit."""
+
+    def in_ratings(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
+        loss, (model_state, info) = loss_fn(params, model_state, batch, key)
+        return loss, (model_state, info | {"rmse": info["rmse"] * unit})
+
+    return loss_fn if unit == 1 else in_ratings
+
+
 def _mean_count(count: jax.Array, num_replicas: int) -> jax.Array:
     """Return the mean number of ratings per replica, at least 1."""
     if num_replicas > 1:

@@ -38,16 +38,15 @@ def build_metrics(
 
     Args:
         model: The model.
-        biases: Those subtracted from the ratings; clipping needs them.
+        biases: Those subtracted from the ratings, if any; clipping needs them.
         clip: Whether predictions are limited to the scale of the ratings.
     """
-    limits = biases if clip else None
 
     def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
         del model_state
         rows = to_dense_rows(batch, model.num_items)
         output = predict_rows(model, params, rows).astype(jnp.float32)
-        return _compute_rating_errors(output, batch, limits)
+        return _compute_rating_errors(output, batch, biases, clip=clip)
 
     return metric_fn
 
@@ -63,7 +62,8 @@ def build_add_biases(biases: Biases | None) -> AddBiases:
     of_item = biases.mean + biases.of_item
 
     def add_biases(values: jax.Array, users: jax.Array) -> jax.Array:
-        return values + jnp.asarray(biases.of_user)[users][:, None] + of_item
+        of_user = jnp.asarray(biases.of_user)[users][:, None]
+        return values * biases.unit + of_user + of_item
 
     return add_biases
 
@@ -71,17 +71,22 @@ def build_add_biases(biases: Biases | None) -> AddBiases:
 def _compute_rating_errors(
     output: jax.Array,  # (users, items)
     batch: Any,
-    limits: Biases | None,
+    biases: Biases | None,
+    *,
+    clip: bool,
 ) -> dict[str, jax.Array]:  # (users,) each
     """Return the summed errors of each row on its target ratings."""
     row, item, value = get_known_ratings(batch, "target_")
     # Padding has a row past the end: it reads 0, and the sums drop it.
     predicted = output.at[row, item].get(mode="fill", fill_value=0)
-    if limits is not None:
-        of_user = jnp.asarray(limits.of_user)[batch["user"]].at[row].get(mode="clip")
-        base = limits.mean + of_user + jnp.asarray(limits.of_item)[item]
-        predicted = jnp.clip(predicted + base, limits.smallest, limits.largest) - base
-    error = predicted - value.astype(jnp.float32)
+    value = value.astype(jnp.float32)
+    if biases is not None:
+        predicted, value = predicted * biases.unit, value * biases.unit
+    if biases is not None and clip:
+        of_user = jnp.asarray(biases.of_user)[batch["user"]].at[row].get(mode="clip")
+        base = biases.mean + of_user + jnp.asarray(biases.of_item)[item]
+        predicted = jnp.clip(predicted + base, biases.smallest, biases.largest) - base
+    error = predicted - value
     zeros = jnp.zeros(output.shape[0])
 
     def sum_by_row(values: jax.Array) -> jax.Array:
@@ -115,7 +120,7 @@ def find_relevant(
     if biases is not None:
         # Subtracting and adding biases rounds: a target of exactly relevant_from must not
         # end up below it.
-        ratings += jnp.abs(targets) * jnp.finfo(targets.dtype).eps
+        ratings += jnp.abs(targets) * biases.unit * jnp.finfo(targets.dtype).eps
         ratings += relevant_from * 1e-6
     relevant = ratings >= jnp.asarray(relevant_from, ratings.dtype)
     return relevant & (targets != 0) & (rows == 0)

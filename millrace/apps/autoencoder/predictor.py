@@ -226,9 +226,10 @@ class Recommender(NamedTuple):
         encoded, item_biases, penalty = self._encode_items()
         items, values = self._find_items(ratings), _check_finite(ratings)
         base = self.column_biases.mean + item_biases
-        residuals = values - base[items]
+        residuals, unit = values - base[items], self.column_biases.unit
         of_user = residuals.sum() / max(len(residuals) + self.column_biases.strength, 1)
-        output = fold_in(encoded, items, residuals - of_user, penalty) + base + of_user
+        left = fold_in(encoded, items, (residuals - of_user) / unit, penalty)
+        output = left * unit + base + of_user
         return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
 
     def _encode_items(self) -> tuple[EncodedItems, np.ndarray, float]:

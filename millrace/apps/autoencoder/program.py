@@ -9,7 +9,11 @@ import optax
 
 from millrace.apps.autoencoder.config import AutoencoderConfig, TrainingConfig
 from millrace.apps.autoencoder.config.training import Steps
-from millrace.apps.autoencoder.loss import build_loss, init_model_state
+from millrace.apps.autoencoder.loss import (
+    build_loss,
+    init_model_state,
+    report_in_ratings,
+)
 from millrace.apps.autoencoder.model import DROPOUT_RATES, Model, init_params
 from millrace.config import ConfigurationError
 from millrace.data.ratings.matrix import Ratings
@@ -78,15 +82,18 @@ def build_schedule(steps: Steps, steps_per_log: int) -> EventSchedule:
 
 
 def build_program(
-    config: AutoencoderConfig, model: Model, steps: Steps, device: Any
+    config: AutoencoderConfig, model: Model, steps: Steps, device: Any, unit: float = 1.0
 ) -> TrainingProgram:
-    """Return the training program: the loss of the model, the optimizer and the plan."""
+    """Return the training program: the loss of the model, the optimizer and the plan.
+
+    `unit` is what the values of the ratings are measured in.
+    """
     learning_rate = build_learning_rate(config, config.initial_learning_rate, steps)
     loss_fn = build_loss(
         model, config.training.refeeding, config.num_replicas, platform=device.platform
     )
     return training_program(
-        loss_fn,
+        report_in_ratings(loss_fn, unit),
         build_optimizer(config, learning_rate),
         config.plan,
         extra_info={"learning_rate": learning_rate},

@@ -98,6 +98,7 @@ def _compute_residuals(
         if targets.biases is not None:
             # Rounded to float32 twice; this restores whole and half stars.
             base = targets.biases.lookup(batch["user"][row], item)
+            error, value = error * targets.biases.unit, value * targets.biases.unit
             predicted = error + value + base
             value = np.round(value + base, 3)
             if clip:

@@ -239,8 +239,8 @@ def _replace_files(
     # The default sizes depend on the name of the training file, which may change.
     sizes = {"size": config.resolved_size, "batch_size": config.resolved_batch_size}
     # load_ratings_for subtracts the biases of the model, after fitting the columns.
-    without = {"subtract_biases": False, "clip_predictions": False}
-    return replace_options(config, **without, **sizes, **given)
+    without = ("subtract_biases", "clip_predictions", "normalize_ratings")
+    return replace_options(config, **dict.fromkeys(without, False), **sizes, **given)
 
 
 def _check_file(config: AutoencoderConfig, files: RunFiles, role: str) -> None:

@@ -177,7 +177,9 @@ class _Rung:
         self._end = end
         self.is_over = False
         settings = [trials[number] for number in alive]
-        self._program = build_trials_program(config, model, steps, settings, device)
+        self._program = build_trials_program(
+            config, model, steps, settings, device, ratings.unit
+        )
         self._weights = functools.partial(init_weights, config, model)
         self._infeed = open_infeed(ratings.training, config, steps, device)
         batch_size = config.resolved_validation_batch_size

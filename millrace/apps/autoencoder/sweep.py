@@ -66,7 +66,7 @@ def sweep(config: SweepConfig, run: Run) -> None:
     model = build_model(config, ratings.training.num_items)
     trials = config.build_trials(get_settings(config, model))
     shares = _split_evenly(trials, len(devices))
-    program, state = _build_program(config, model, steps, shares, devices)
+    program, state = _build_program(config, model, steps, shares, devices, ratings.unit)
     _describe(config, run, devices, ratings, model, steps)
     own_device = next(device for device in devices if _is_own(device))
     opened = Checkpoints(run.directory.checkpoints, keep=config.run.keep_checkpoints)
@@ -125,6 +125,7 @@ def _build_program(
     steps: Steps,
     shares: Sequence[Sequence[PlannedTrial]],
     devices: Sequence[Any],
+    unit: float,
 ) -> tuple[TrainingProgram, Any]:
     """Return the program for all trials, and their common initial state."""
     weights = init_weights(config, model)
@@ -135,7 +136,7 @@ def _build_program(
         # Programs of other processes are built only to find the shapes of their states.
         where = device if is_own else jax.local_devices()[0]
         settings = [trial.settings for trial in share]
-        program = build_trials_program(config, model, steps, settings, where)
+        program = build_trials_program(config, model, steps, settings, where, unit)
         state = program.init(*init_trials(weights, len(share)), seed=config.run.seed)
         programs.append(program if is_own else None)
         states.append(state if is_own else get_shapes(state))

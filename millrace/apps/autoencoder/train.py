@@ -59,7 +59,7 @@ def train(config: AutoencoderConfig, run: Run) -> None:
     check_positives(config, ratings)
     steps = plan_steps(config, len(active_users(ratings.training)))
     model = build_model(config, ratings.training.num_items)
-    program = build_program(config, model, steps, training_device)
+    program = build_program(config, model, steps, training_device, ratings.unit)
     run.console.status("fitting simple models")
     linear = prepare_linear_items(config, run, ratings, validation_device)
     validator = build_validator(

@@ -16,6 +16,7 @@ GIVEN = {FIRST_ITEM + 2: 4.0, FIRST_ITEM + 7: 1.5, FIRST_ITEM + 11: 3.5}
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("autoencoder")
     args = f"train {write_ratings(folder)} {PLAIN} --epochs 1 --subtract-biases"
+    args += " --normalize-ratings"
     assert command(None, f"{args} --run-dir {folder}/run").status == 0
     return folder / "run"
 
@@ -51,6 +52,7 @@ def test_weights_item_ids_and_biases_are_written(run, capsys):
     np.testing.assert_array_equal(arrays["column_biases"], model.column_biases.of_column)
     facts = json.loads((folder / "config.json").read_text())
     assert facts["biases"]["mean"] == model.column_biases.mean
+    assert facts["biases"]["unit"] == model.column_biases.unit != 1
     assert facts["widths"][0] == ITEMS and "validation_rmse" in facts["metrics"]
     assert "| validation rmse |" in (folder / "README.md").read_text()
 

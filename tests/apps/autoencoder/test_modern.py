@@ -249,6 +249,55 @@ def test_a_mistake_is_explained(args, message):
         parse(AutoencoderConfig, shlex.split(args), program="x")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2,3\n1,2\n", "ratings.csv, line 2"),
+        ("1,2,3\n1,3,9\n", "line 2: the rating 9 is not between 0.5 and 5"),
+        ("", "is empty"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, capsys, text, message):
+    """The recipe reads it before there is a run."""
+    (tmp_path / "ratings.csv").write_text(text)
+    args = f"train --training-data-file {tmp_path}/ratings.csv --run-dir {tmp_path}/run"
+    ended = command(capsys, args)
+    assert ended.status == 1 and message in ended.err
+    assert len(ended.err.splitlines()) == 1 and ended.err.startswith("millrace: ")
+
+
+def test_few_ratings_do_not_diverge(tmp_path):
+    users, items = np.nonzero(np.random.default_rng(0).random((20, 15)) < 0.5)
+    ratings = np.random.default_rng(1).integers(1, 6, len(users))
+    result = mr.autoencoder.train(
+        data=(users, items, ratings), epochs=10, run_dir=tmp_path / "run", quiet=True
+    )
+    summary = result.summary
+    mean = summary["baselines"]["validation_rmse"]["global mean"]
+    assert summary["status"] == "completed" and summary["best"]["value"] < 1.2 * mean
+
+
+def test_batches_of_few_ratings_have_a_small_learning_rate(folder, monkeypatch):
+    def choose_rate(**values):
+        return choose(folder, **values)["learning_rate"]
+
+    counts = {"users": 20, "items": 15, "ratings": 150}
+    monkeypatch.setattr(recipe, "count_file", lambda *_, **__: Counts(**counts))
+    assert choose_rate() == pytest.approx(0.02 * 10 / 100)
+    assert choose_rate(batch_size=4) == pytest.approx(0.02 * 40 / 100)
+    assert choose_rate(rows="users") == pytest.approx(0.03 * 2 * 7.5 / 100, abs=1e-4)
+    assert choose_rate(learning_rate=0.1) == 0.1
+    assert choose_rate(objective="ranking") == 1e-3
+    counts["ratings"] = 100_000
+    assert choose_rate() == 0.02
+
+
+def test_items_are_liked_from_a_fraction_of_the_scale(folder):
+    assert choose(folder)["positive_from"] == 4
+    assert choose(folder, rating_range=[0.5, 10.0])["positive_from"] == 8
+    assert choose(folder, rating_range=[0.5, 10.0], positive_from=6)["positive_from"] == 6
+
+
 def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):
     (tmp_path / "few.txt").write_text("1,2,3\n4,5,4\n")
     args = f"train --training-data-file {tmp_path}/few.txt --run-dir {tmp_path}/run"
@@ -263,3 +312,43 @@ def test_arrays_from_python_are_held_out_as_well(tmp_path):
     )
     assert "validation_rmse" in result.summary["best"]
     assert result.model.config.recipe == "modern"
+
+
+@pytest.mark.parametrize("rows", ["users", "items"])
+def test_the_scale_of_the_ratings_does_not_matter(rows, tmp_path):
+    users, items, ratings = make_ratings(6)
+    held_out = np.random.default_rng(2).random(len(users)) < 0.1
+    found = {}
+    for scale in (1, 20):
+        columns = (users, items, scale * ratings)
+        training = tuple(column[~held_out] for column in columns)
+        validation = tuple(column[held_out] for column in columns)
+        result = mr.autoencoder.train(
+            data=training,
+            validation_data=validation,
+            rating_range=[0.5, 5.0 * scale],
+            rows=rows,
+            epochs=3,
+            run_dir=tmp_path / str(scale),
+            quiet=True,
+        )
+        model = mr.autoencoder.load(
+            tmp_path / str(scale), data=training, validation_data=validation
+        )
+        rated = {item: scale * rating for item, rating in ((1, 4.5), (2, 1.0), (3, 3.0))}
+        simple = result.summary["baselines"]["validation_rmse"]
+        shown = read_sections(tmp_path / str(scale))["residuals"]
+        found[scale] = {
+            **{
+                name: result.summary["best"][name]
+                for name in ("validation_rmse", "validation_mae", "train_rmse")
+            },
+            **simple,
+            **{f"item {item}": rating for item, rating in model.predict(rated).items()},
+            **dict(enumerate(rating for _, rating in model.recommend_to(7, top=5))),
+            "largest error": shown.edges[-1],
+            "liked from": model.config.data.positive_from,
+        }
+    assert found[1]["validation_rmse"] < found[1]["biases"]
+    scaled = {name: value / 20 for name, value in found[20].items()}
+    assert scaled == pytest.approx(found[1], rel=2e-4)

@@ -1,5 +1,7 @@
 """Biases of users and items: fitted, subtracted, transposed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,22 @@ def test_residuals_plus_biases_are_the_ratings_and_no_residual_is_zero():
     assert residuals.values.dtype == np.float32 and residuals.biases.of_user.std() > 0
     same = full_matrix(np.full((3, 4), 2.0))
     assert (fit_biases(same).subtract(same, same).values != 0).all()
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
+def test_normalized_residuals_have_the_same_size_on_any_scale(scale):
+    plain = random_ratings(40, 30, 500, seed=1)
+    ratings = replace(plain, values=scale * np.float32(plain.values))
+    residuals = fit_biases(ratings, normalize=True).subtract(ratings, ratings)
+    assert np.square(residuals.values).mean() ** 0.5 == pytest.approx(0.9, rel=1e-5)
+    users = np.repeat(np.arange(40), ratings.num_ratings_by_user)
+    restored = residuals.biases.restore(residuals.values, users, residuals.items)
+    np.testing.assert_allclose(restored, ratings.values, rtol=1e-5)
+    same = full_matrix(np.full((3, 4), 2.0))
+    residuals = fit_biases(same, normalize=True).subtract(same, same)
+    assert np.isfinite(residuals.values).all() and (residuals.values != 0).all()
+    empty = full_matrix(np.zeros((0, 2)))
+    assert fit_biases(empty, normalize=True).unit == 1
 
 
 def test_transposed_ratings_have_transposed_biases():

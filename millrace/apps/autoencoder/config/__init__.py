@@ -87,7 +87,7 @@ class TrainingConfig:
             raise ValueError(
                 "The objective ranking needs rows of users: it ranks the items of a row."
             )
-        for name in ("subtract_biases", "clip_predictions"):
+        for name in ("subtract_biases", "clip_predictions", "normalize_ratings"):
             if getattr(self.data, name):
                 raise ValueError(f"{name} is for the objective rating, not for ranking.")
         if self.model.input_offset:

@@ -60,6 +60,10 @@ class DataOptions:
     bias_strength: float = 10.0
     """Shrinkage of the biases toward 0, in ratings: a user or item with this many ratings
     gets half of its mean residual (default: 5 in the modern recipe)."""
+    normalize_ratings: bool = False
+    """Divide what the biases leave over by its size, so that the other options suit any
+    scale of ratings; needs subtract_biases. Errors and predictions stay on the scale of
+    the ratings (default: on in the modern recipe)."""
     clip_predictions: bool = False
     """Limit predictions to the smallest and largest training rating when errors are
     measured; needs subtract_biases. Recommendations show limited ratings always."""
@@ -70,7 +74,8 @@ class DataOptions:
     columns are then user, item and optionally a time."""
     positive_from: float = 4.0
     """Smallest rating of an item that a user likes, for the objective ranking (default: 4;
-    1, which is all, for ratings that are all 1)."""
+    in the modern recipe 0.8 of the largest valid rating, or 1, which is all, for ratings
+    that are all 1)."""
     num_users: int | None = None
     """Users in synthetic ratings (default: 480000 random, 4000 generated)."""
     num_items: int | None = None
@@ -101,8 +106,9 @@ class DataOptions:
             )
         if not 0 <= self.bias_strength < math.inf:
             raise ValueError(f"bias_strength must be 0 or more, got {self.bias_strength}.")
-        if self.clip_predictions and not self.subtract_biases:
-            raise ValueError("clip_predictions needs subtract_biases.")
+        for name in ("clip_predictions", "normalize_ratings"):
+            if getattr(self, name) and not self.subtract_biases:
+                raise ValueError(f"{name} needs subtract_biases.")
         limits = self.rating_range
         if len(limits) != 2 or not 0 < limits[0] <= limits[1]:
             raise ValueError(
