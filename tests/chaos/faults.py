@@ -33,6 +33,7 @@ class Attempt:
     disk: "Disk"
     variables: dict[str, str]
     name: str = field(init=False)
+    _started: float = field(default_factory=time.time)
     process: subprocess.Popen = field(init=False)
     _terminal: int = field(init=False)
     _screen: bytearray = field(default_factory=bytearray)
@@ -61,6 +62,12 @@ class Attempt:
         with contextlib.suppress(OSError):
             while part := os.read(self._terminal, 65536):
                 self._screen += part
+
+    @property
+    def has_logged(self) -> bool:
+        """Whether this start has written log events of its run."""
+        metrics = self.disk.root / "run/metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_mtime > self._started
 
     def wait(self, seconds: float) -> bool:
         """Wait until the command has ended, or for some seconds; return whether it has."""
@@ -222,10 +229,13 @@ def _stop_for_a_while(attempt: Attempt, chance: random.Random) -> bool:
 
 
 def _stop_for_good(attempt: Attempt, chance: random.Random) -> bool:
-    """Stop a launched process, or all data workers, so that the others must notice."""
+    """Stop a launched process, or all data workers, so that the others must notice.
+
+    Before the processes of a run have joined, they wait for one another for five minutes.
+    """
     launched = attempt.find("worker")
     stopped = [chance.choice(launched)] if launched else attempt.find("data")
-    if not stopped:
+    if not stopped or not attempt.has_logged:
         raise LookupError("no process that another one watches")
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
