@@ -45,7 +45,7 @@ class Case:
     to_data: bool = False
     """Whether to send it to the data workers of process 1, rather than to process 1."""
     hangs_while: str = ""
-    """What process 1 of the tests' small run does when it gets stuck by itself."""
+    """What process 1 of the tests' small run does when it gets stuck on its own."""
 
 
 _CASES = {
