@@ -80,8 +80,13 @@ _SUBJECTS = {
     "training": _Subject("CNN training", "cnn train", "cifar|cnn|convolutions"),
     "inference": _Subject("CNN inference", "cnn validate", "(?!)"),
     "images": _Subject("Image files", "", "image_"),
-    "recommender": _Subject("Recommender", "autoencoder", "autoencoder|ratings"),
+    "recommender": _Subject(
+        "Recommender", "autoencoder", "autoencoder|own_ratings|rating|search"
+    ),
     "vcd": _Subject("VCD", "vcd", "vcd"),
+    "reliability": _Subject(
+        "Reliability", "", "chaos|detection|interrupts|repeatability|test_gpu"
+    ),
     # What no other page has:
     "runtime": _Subject("Runtime", "", ""),
 }
