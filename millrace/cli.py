@@ -33,6 +33,8 @@ from millrace.distributed.signals import (
 )
 from millrace.output import drop_lost_output, error_line
 
+_FAILED = 1
+
 
 def script() -> None:
     """Run as a program of its own, which a signal may end at any time."""
@@ -42,11 +44,12 @@ def script() -> None:
     try:
         main()
     except SystemExit as error:
-        if error.code == INTERRUPTED and not _has_other_processes():
-            # Threads may still be compiling: Python would wait for them, or crash.
+        if error.code in (_FAILED, INTERRUPTED) and not _has_other_processes():
+            # Threads may still be compiling, and devices computing an update: Python would
+            # wait for them, or crash.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(INTERRUPTED)
+            os._exit(int(error.code))
         raise
 
 
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         status = _run(args)
     except StartError as error:
         error_line(str(error))
-        status = 1
+        status = _FAILED
     except ValueError as error:
         is_wrong_command = isinstance(error, ConfigurationError)
         # The ratings, which some options depend on, may be damaged: a DatasetError.
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         if (message := format_mistake(as_typed(str(error)))) is not None:
             print(f"millrace: {message}", file=sys.stderr)
-        status = 2 if is_wrong_command else 1
+        status = 2 if is_wrong_command else _FAILED
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

@@ -27,6 +27,7 @@ def make_runner(
     dataset,
     *,
     updates=12,
+    loss=loss_fn,
     plan=None,
     logs=4,
     validate=None,
@@ -38,7 +39,7 @@ def make_runner(
         rates["validate"] = rates.pop("validations")
     plan = plan or mr.Plan(micro_batch_size=2)
     program = mr.training_program(
-        loss_fn, optax.sgd(0.01), plan, extra_info={"rate": lambda update: update * 10}
+        loss, optax.sgd(0.01), plan, extra_info={"rate": lambda update: update * 10}
     )
     schedule = schedule_events(
         updates_per_epoch=updates, num_epochs=1, events_per_epoch={"log": logs, **rates}

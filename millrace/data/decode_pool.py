@@ -55,9 +55,9 @@ class DecodePool:
         """Tasks that were under way when their consumer went away."""
 
     @property
-    def is_broken(self) -> bool:
-        """Whether tasks can no longer be run, because a worker process is gone."""
-        return isinstance(self._workers, WorkerPool) and self._workers.is_broken
+    def failure(self) -> BaseException | None:
+        """Why tasks can no longer be run, if a worker process is gone."""
+        return self._workers.failure if isinstance(self._workers, WorkerPool) else None
 
     def submit(self, task: Task) -> "Future[TaskResult]":
         """Decode images into rows of a slot."""
@@ -92,7 +92,8 @@ class WorkerPool:
         self._tasks: deque[tuple[int, Any, Future[Any]]] = deque()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self.failure: BaseException | None = None
+        """Why tasks can no longer be run, if a worker is gone."""
         # Wakes the thread when there are new tasks.
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -115,17 +116,12 @@ class WorkerPool:
         # Also called when the interpreter exits.
         self._stop = weakref.finalize(self, _stop_workers, self._workers, self._wake_sender)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether tasks can no longer be run, because a worker is gone."""
-        return self._error is not None
-
     def submit(self, task: Any) -> "Future[Any]":
         """Run a task in one of the processes."""
         future: Future[Any] = Future()
         with self._lock:
-            if self._error is not None:
-                future.set_exception(self._error)
+            if self.failure is not None:
+                future.set_exception(self.failure)
                 return future
             self._tasks.append((next(self._numbers), task, future))
         with contextlib.suppress(OSError):  # full: the thread will wake up anyway
@@ -169,7 +165,7 @@ class WorkerPool:
     def _fail(self, error: BaseException) -> None:
         """Let every task that is not done fail, and those to come."""
         with self._lock:
-            self._error = self._error or error
+            self.failure = self.failure or error
             waiting = [future for *_, future in self._tasks]
             self._tasks.clear()
         for worker in self._workers:

@@ -120,6 +120,7 @@ class ImageSource(ABC):
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._idle: list[DecodePool] = []
+        self._in_use: set[DecodePool] = set()
         weakref.finalize(self, _close_all, self._idle)
 
     @property
@@ -196,6 +197,7 @@ class ImageSource(ABC):
             ahead: Batches decoded ahead of the one in use. Each takes the memory of a
                 batch of bytes, and so do two more.
         """
+        self._close_broken()
         upcoming = iter(contents)
         for content in upcoming:
             if (kept := self._read_kept(content)) is None:
@@ -206,6 +208,7 @@ class ImageSource(ABC):
             return  # all of them were in memory: no workers are needed
         pending: deque[_Pending] = deque()
         pool = self._take_pool(batch_size, ahead)
+        self._in_use.add(pool)
         try:
             while True:
                 while pool.free and len(pending) < ahead:
@@ -227,7 +230,18 @@ class ImageSource(ABC):
             for batch in pending:
                 pool.leftovers += [task for task in batch.tasks if not task.cancel()]
                 pool.free.append(batch.slot)
+            if not pool.failure:
+                self._in_use.discard(pool)
             self._idle.append(pool)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a worker process that is gone while its batches are being read.
+
+        It is raised at the batch that the worker did not finish. A loop for which many
+        batches were read ahead learns of it here, before it uses them.
+        """
+        return next((pool.failure for pool in list(self._in_use) if pool.failure), None)
 
     def stream(self, batch_size: int, **options: Any) -> "ImageStream":
         """Return an endless stream of training batches; see `ImageStream` for options."""
@@ -245,15 +259,19 @@ class ImageSource(ABC):
                 self._threads = ThreadPoolExecutor(num_cores(), "millrace-decode")
             return self._threads
 
+    def _close_broken(self) -> None:
+        """Close the pools that have lost a worker, and forget why."""
+        for pool in [each for each in self._idle if each.failure]:
+            self._idle.remove(pool)
+            self._in_use.discard(pool)
+            pool.close()
+
     def _take_pool(self, batch_size: int, ahead: int) -> DecodePool:
         """Return a pool that nobody else uses."""
         # One slot for the batch in use, one that its consumer may still hold.
         job = DecodeJob(self.reader, self.crop, batch_size, ahead + 2)
         for pool in list(self._idle):
-            if pool.is_broken:
-                self._idle.remove(pool)
-                pool.close()
-            elif pool.job[2:] == job[2:]:
+            if not pool.failure and pool.job[2:] == job[2:]:
                 self._idle.remove(pool)
                 # Tasks of the last iteration must not write into a slot of this one.
                 wait(pool.leftovers, timeout=_LEFTOVER_SECONDS)
@@ -390,6 +408,11 @@ class ImageStream:
             ideas.append("use a machine with more cores, or store pixels (data pack --raw)")
         text = "; or ".join(ideas)
         return f"{text[0].upper()}{text[1:]}."
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a worker process that is gone."""
+        return self.source.failure
 
     def seek(self, position: int) -> None:
         """Make the next iteration start with batch number `position`."""

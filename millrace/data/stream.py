@@ -206,6 +206,11 @@ class EvaluationBatches:
         self._rows = slice(0, batch_size)
         self._first, self._step = 0, 1
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the source cannot read any more, although earlier batches are good."""
+        return getattr(self.source, "failure", None)
+
     def share(self, rows: slice) -> "EvaluationBatches":
         """Return the same batches with only these samples of each."""
         part = copy.copy(self)

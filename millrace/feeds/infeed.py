@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -42,7 +42,9 @@ class Infeed:
 
     A thread reads the dataset and copies the next chunk of elements to the devices while
     the loop works on the current one. If the dataset raises an exception, the loop uses
-    the elements before it and then raises it, with its own traceback.
+    the elements before it and then raises it, with its own traceback. A dataset with an
+    attribute `failure` that is not None, such as one whose worker process was killed, ends
+    the loop at once.
 
     All loops that use an infeed share one pass over its dataset: each continues where the
     last one stopped, whatever their chunk sizes.
@@ -105,6 +107,12 @@ class Infeed:
     def elements_read(self) -> int:
         """The number of elements read from the dataset, used or not."""
         return self._position if self._pass is None else self._pass.index
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ends a loop at once, although more elements may be staged."""
+        failure = getattr(self.dataset, "failure", None)
+        return failure if isinstance(failure, BaseException) else None
 
     def peek(self) -> Any:
         """Return an element like those to come, without using it."""
@@ -197,6 +205,8 @@ class Infeed:
         if request != self._request:
             self._stop_reading()
             self._request = request
+        if self._reader is not None and (failure := self.failure) is not None:
+            self._fail(failure)
         if self._staged is None:
             self._staged = self._next_chunk(request, give_up)
         return None if self._staged is None else self._staged.chunk
@@ -243,10 +253,13 @@ class Infeed:
             self._reader = Reader(elements, request, samples, self._depth)
         result = self._reader.get(give_up)
         if isinstance(result, BaseException):
-            self._stop_reading()
-            self._failed = True
-            raise result
+            self._fail(result)
         return result
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        self._stop_reading()
+        self._failed = True
+        raise error
 
     def _stop_reading(self) -> None:
         """Stop the reader without waiting for it; the pass takes back unused elements."""

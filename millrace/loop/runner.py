@@ -42,6 +42,8 @@ Validate = Callable[[TrainState], dict[str, float]]
 _POLL_SECONDS = 0.005
 _POLLED_CALL_SECONDS = 0.1
 """Calls that take longer are awaited so that a second signal is answered at once."""
+_LAST_CALL_SECONDS = 4.0
+"""How long a call in flight is awaited once the data has failed."""
 
 
 class Runner:
@@ -104,7 +106,7 @@ class Runner:
         # JAX returns from a call before the device has finished it. Its info waits here,
         # oldest first, until it is drained: fetched, checked and reported.
         self._pending: collections.deque[Call] = collections.deque()
-        self._drained = 0
+        self._called = self._drained = 0
         self._since_log = MetricSums()
         self._non_finite_check: NonFiniteCheck | None = None
         self._metrics: dict[str, float] = {}
@@ -117,7 +119,7 @@ class Runner:
         """Train from `state`, or from the newest checkpoint, to the end of the schedule."""
         if resume:
             state = self._resume(state)
-        done = self._drained = int(state.update)
+        done = self._drained = self._called = int(state.update)
         self._non_finite_check = NonFiniteCheck(
             self._program.plan,
             done,
@@ -265,9 +267,9 @@ class Runner:
                 break
             at_most = self._schedule.next_stop(done) - done
             # It may compile for calls of another length.
-            with listening(should_stop=self._stop.is_cut_short):
+            with listening(should_stop=self._is_cut_short):
                 state, call = self._calls.run(state, chunk, done, at_most)
-            done += call.updates
+            done = self._called = done + call.updates
             ended = call.ends_execution
             self._pending.append(call)
             # Draining the older call here overlaps with the one just queued.
@@ -332,12 +334,12 @@ class Runner:
     def _start_validation(self, state: TrainState, done: int) -> None:
         whole_state = self._program.unpack_state(state)
         if self._async is not None:
-            with listening(show=lambda *_: None, should_stop=self._stop.is_cut_short):
+            with listening(show=lambda *_: None, should_stop=self._is_cut_short):
                 self._async.start(whole_state, done)
         elif self._validate is not None:
             self._console.status("validating")
             try:
-                with listening(should_stop=self._stop.is_cut_short):
+                with listening(should_stop=self._is_cut_short):
                     metrics = self._validate(whole_state)
             except ActivityStopped:
                 self._validation_skipped = True
@@ -427,6 +429,16 @@ class Runner:
 
         return wait_for_scores
 
+    def _is_cut_short(self) -> bool:
+        """Whether what the run is doing should end: on a signal, or without more data."""
+        return self._data_failure is not None or self._stop.is_cut_short()
+
+    @property
+    def _data_failure(self) -> BaseException | None:
+        """Why the next updates cannot be made; None if no more are needed."""
+        needs_data = self._called < self._schedule.total_updates
+        return self._infeed.failure if needs_data else None
+
     def _drain_all(self) -> None:
         while self._pending:
             self._drain()
@@ -435,7 +447,7 @@ class Runner:
         """Wait for the oldest call in flight, and report its updates."""
         call = self._pending.popleft()
         if (self._calls.pace.call_seconds or 1.0) > _POLLED_CALL_SECONDS:
-            _wait_for(call.info)
+            self._wait_for(call.info)
         assert self._non_finite_check is not None
         values = self._non_finite_check.check(call.info, call.updates)
         self._calls.pace.add(call.updates)
@@ -450,6 +462,19 @@ class Runner:
         newest = {name: float(value[-1]) for name, value in values.items()}
         newest |= {n: v for n, v in self._metrics.items() if _is_validation(n)}
         self._console.advance(self._drained, newest, self._throughput.per_second())
+
+    def _wait_for(self, info: Any) -> None:
+        """Wait for a call in Python, where signals are handled, and not in C++."""
+        last_moment = None
+        for value in info.values():
+            is_ready = getattr(value, "is_ready", None)
+            while is_ready is not None and not is_ready():
+                time.sleep(_POLL_SECONDS)
+                if (failure := self._data_failure) is None:
+                    continue
+                last_moment = last_moment or time.monotonic() + _LAST_CALL_SECONDS
+                if time.monotonic() > last_moment:
+                    raise failure
 
     def _log_means(self) -> None:
         """Write an event with the means since the last one."""
@@ -496,14 +521,6 @@ class Runner:
 
     def _epoch(self, update: int) -> float:
         return round(update / self._schedule.updates_per_epoch, 6)
-
-
-def _wait_for(info: Any) -> None:
-    """Wait for a call in Python, where signals are handled, and not in C++."""
-    for value in info.values():
-        is_ready = getattr(value, "is_ready", None)
-        while is_ready is not None and not is_ready():
-            time.sleep(_POLL_SECONDS)
 
 
 def _with_prefix(metrics: dict[str, float]) -> dict[str, float]:

@@ -266,6 +266,47 @@ def test_a_killed_worker_is_an_error_and_the_next_iteration_has_new_ones():
         assert len(find_workers()) == 2 and not find_workers() & first
 
 
+@needs_proc
+def test_a_killed_worker_is_known_before_its_batch_is_requested():
+    with made_images(num_workers=2) as source:
+        stream = source.stream(8, seed=3)
+        batches = iter(stream)
+        next(batches)
+        assert stream.failure is None
+        os.kill(min(find_workers()), signal.SIGKILL)
+        wait_until(lambda: stream.share(slice(0, 4)).failure is not None)
+        assert isinstance(stream.failure, DataWorkerError)
+        with pytest.raises(DataWorkerError):
+            list(batches)
+        assert stream.failure is not None  # the consumer may not know yet
+        next(iter(stream))
+        assert stream.failure is None
+
+
+@needs_proc
+def test_an_idle_worker_that_is_killed_is_replaced_silently():
+    with made_images(21, num_workers=2) as source:
+        batches = EvaluationBatches(source, 4)
+        expected = [element["batch"] for element in batches]
+        first = find_workers()
+        os.kill(min(first), signal.SIGKILL)
+        (pool,) = source._idle
+        wait_until(lambda: pool.failure is not None)
+        assert batches.failure is None
+        assert_equal([element["batch"] for element in batches], expected)
+        assert not find_workers() & first
+
+
+@needs_proc
+def test_a_killed_worker_of_an_evaluation_is_known_at_once():
+    with made_images(4000, num_workers=2) as source:
+        batches = EvaluationBatches(source, 4)
+        iterator = iter(batches)
+        next(iterator)
+        os.kill(min(find_workers()), signal.SIGKILL)
+        wait_until(lambda: isinstance(batches.failure, DataWorkerError))
+
+
 def test_memory_that_cannot_be_reserved_is_a_plain_error(monkeypatch):
     def fail(descriptor, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 import threading
@@ -572,3 +573,39 @@ def test_a_process_stages_only_its_samples_of_every_element(kind, monkeypatch):
         assert infeed.peek().shape == (4,)
         if kind != "iterator":  # it cannot read the samples again that were cut off
             assert staged(infeed, 1, None) == [[50, 51, 52, 53]]
+
+
+class Workers:
+    """A dataset that may fail long before the loop comes to the element it cannot make."""
+
+    def __init__(self, failure=None):
+        self.failure = failure
+        self._position = 0
+
+    def seek(self, position):
+        self._position = position
+
+    def __iter__(self):
+        return (np.float32(number) for number in itertools.count(self._position))
+
+
+def test_a_failure_of_the_dataset_is_raised_before_what_is_staged():
+    dataset = Workers()
+    with mr.Infeed(dataset) as infeed:
+        assert infeed.chunk(8).data[0] == 0
+        infeed.took(3)
+        dataset.failure = RuntimeError("worker 2 is gone")
+        with pytest.raises(RuntimeError, match="worker 2 is gone"):
+            infeed.chunk(8)
+        assert infeed.failure is dataset.failure
+        dataset.failure = None  # it has new workers
+        chunk = infeed.chunk(8)
+        assert (infeed.position, chunk.data[chunk.start]) == (3, 3)
+
+
+def test_an_attribute_of_the_same_name_may_be_something_else():
+    with mr.Infeed(Workers(failure=lambda: "a method")) as infeed:
+        assert infeed.failure is None
+        for _ in range(2):
+            assert infeed.chunk(1).data[0] == infeed.position
+            infeed.took(1)
