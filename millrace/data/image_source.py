@@ -400,8 +400,9 @@ class ImageStream:
         if source.num_workers < usual:
             ideas.append(f"use more workers (--num-workers {usual})")
         if decoder_name() == "Pillow":
-            libraries = "simplejpeg opencv-python-headless"
-            ideas.append(f"install a faster decoder (pip install {libraries})")
+            ideas.append(
+                "install faster decoders: millrace[images], with pip install '.[images]'"
+            )
         if not source.is_packed:
             ideas.append("resize the images once (millrace data pack --short-side 256)")
         if not ideas:

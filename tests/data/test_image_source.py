@@ -3,7 +3,9 @@
 import io
 import itertools
 import struct
+import tomllib
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from millrace.data.decoded_cache import DecodedCache
 from millrace.data.image_source import TooManyCorrupt
 from millrace.data.imagenet import ImageFolder
 from millrace.data.stream import EvaluationBatches, Stream
+
+ROOT = Path(__file__).parents[2]
 
 
 def corrupt_file(path, number=0, keep=0.8):
@@ -313,10 +317,12 @@ def test_the_advice_for_a_slow_stream_names_what_is_not_done_yet(monkeypatch):
     monkeypatch.setattr(image_source, "decoder_name", lambda: "Pillow")
     advice = source.stream(4).advice
     assert advice == (
-        "Use more workers (--num-workers 2); or install a faster decoder (pip install "
-        "simplejpeg opencv-python-headless); or resize the images once (millrace data pack "
+        "Use more workers (--num-workers 2); or install faster decoders: millrace[images], "
+        "with pip install '.[images]'; or resize the images once (millrace data pack "
         "--short-side 256)."
     )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "simplejpeg" in " ".join(project["optional-dependencies"]["images"])
     source.num_workers, source.is_packed = 2, True
     monkeypatch.setattr(image_source, "decoder_name", lambda: "OpenCV")
     advice = source.stream(4).share(slice(0, 2)).advice

@@ -173,7 +173,7 @@ def _time(function: Callable[[], Any]) -> float:
 
 def _profile_lines(report: dict[str, Any]) -> Iterator[str]:
     workers = report["num_workers"]
-    where = f"{workers} worker processes" if workers else "threads"
+    where = f"{workers} worker process{'es' * (workers > 1)}" if workers else "threads"
     per_core = report["images_per_core_second"]
     yield f"{per_core:,.0f} images/s per core, {where}, decoded by {report['decoder']}"
     steps = report["microseconds_per_image"]

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import yaml
 from image_files import encode, example, make_image, write_folders, write_records
+from worker_jobs import MadeImages, read_slowly
 
 from millrace.apps.cnn import datasets
 from millrace.cli import main
 from millrace.data import cifar as cifar_files
+from millrace.data.decoding import decoder_name
+from millrace.data.image_source import num_cores
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +173,40 @@ def test_the_benchmark_decodes_image_files(command, tmp_path):
         *("--micro-batch-size", "5", "--json", "--quiet", "--num-epochs", "2"),
     )
     assert status == 0, errors
-    assert [e["elements_processed"] for e in json.loads(out)["epochs"]] == [3, 3]
+    report = json.loads(out)
+    assert [e["elements_processed"] for e in report["epochs"]] == [3, 3]
+
+
+def test_the_benchmark_of_image_files_says_where_the_time_goes(command, tmp_path):
+    write_folders(tmp_path)
+    status, out, errors = command(
+        *("cnn", "benchmark-dataset", "--dataset", "imagefolder", "--image-size", "16"),
+        *("--micro-batch-size", "5", "--json", "--num-epochs", "2", "--num-workers", "1"),
+    )
+    assert status == 0, errors
+    report = json.loads(out)
+    assert (report["num_workers"], report["decoder"]) == (1, decoder_name())
+    throughput = report["epochs"][1]["elements_per_second"] * 5
+    assert report["images_per_core_second"] == pytest.approx(throughput)  # of one worker
+    steps = report["microseconds_per_image"]
+    assert list(steps) == ["reading", "decoding", "resizing", "staging", "copying"]
+    assert all(0 < microseconds < 1e6 for microseconds in steps.values())
+    per_core, total = (line for line in errors.splitlines() if "image" in line)
+    expected = f"{throughput:,.0f} images/s per core, 1 worker process, decoded by "
+    assert per_core == expected + decoder_name()
+    shares = {n: f"{value / sum(steps.values()):.0%}" for n, value in steps.items()}
+    listed = ", ".join(f"{name} {share}" for name, share in shares.items())
+    assert total == f"{sum(steps.values()) / 1000:.2f} ms per image: {listed}"
+
+
+def test_the_time_of_each_step_is_that_of_one_image():
+    source = MadeImages(40, read=read_slowly, num_workers=0)  # 10 ms per image
+    batch = next(iter(source.stream(8)))
+    report = datasets._profile(source, 50.0, batch)
+    assert 10_000 < report["microseconds_per_image"]["reading"] < 60_000
+    assert report["images_per_core_second"] == 50 / num_cores()
+    lines = list(datasets._profile_lines(report))
+    assert lines[0].endswith(f" images/s per core, threads, decoded by {decoder_name()}")
 
 
 @pytest.mark.parametrize(
