@@ -85,13 +85,18 @@ class Trial:
 
 def test_updates_whose_data_is_staged_are_not_made_first(tmp_path):
     trial = Trial(tmp_path, lambda: time.sleep(0.25), updates=400, logs=400, checkpoint=200)
-    infeed = trial.runner._infeed
-    trial.kill_when(lambda: infeed.position > 4 and infeed.elements_read > 300)
+    infeed, positions = trial.runner._infeed, []
+
+    def is_time():
+        positions.append(infeed.position)
+        return positions[-1] > 4 and infeed.elements_read - positions[-1] > 100
+
+    trial.kill_when(is_time)
     with pytest.raises(DataWorkerError, match=KILLED):
         trial.run()
     assert trial.seconds < 10
     done = trial.runner.progress()["updates"]
-    assert 4 < done < 100
+    assert positions[-1] <= done < positions[-1] + 40
     # What was computed is reported, and what was saved can be resumed.
     assert [event["update"] for event in trial.directory.read_metrics()][-1] == done
     assert [int(path.name[-9:]) for path in trial.checkpoints.saved()][-1] <= done
