@@ -78,11 +78,7 @@ class RunFiles(NamedTuple):
 
 
 def save_run_files(folder: Path, config: AutoencoderConfig, ratings: RatingData) -> None:
-    """Write the files to the run directory; a resumed run keeps those it has.
-
-    Raises:
-        ConfigurationError: A rating file has changed since the run was started.
-    """
+    """Write the files to the run directory; a resumed run keeps those it has."""
     _save_rating_files(folder, config)
     training = ratings.training
     ids = {_COLUMNS[config.data.rows]: training.item_ids}
@@ -115,21 +111,35 @@ def _load_popularity(path: Path) -> Popularity | None:
 
 
 def _save_rating_files(folder: Path, config: AutoencoderConfig) -> None:
+    if not load_rating_files(folder):
+        files = _list_rating_files(config)
+        write_atomically(folder / RATINGS, json.dumps(files, indent=2) + "\n")
+
+
+def _list_rating_files(config: AutoencoderConfig) -> dict[str, dict[str, str]]:
     paths = {role: getattr(config.data, f"{role}_data_file") for role in ROLES}
-    files = {
+    return {
         role: {"file": str(path.absolute()), "hash": hash_file(path)}
         for role, path in paths.items()
-        if path is not None
+        if path is not None and path.is_file()
     }
+
+
+def load_kept_biases(folder: Path, config: AutoencoderConfig) -> ColumnBiases | None:
+    """Return the biases that a run to resume has trained with, if it has any.
+
+    Raises:
+        ConfigurationError: A rating file has changed since the run was started.
+    """
     before = load_rating_files(folder)
-    for role, entry in before.items():
-        if role in files and entry["hash"] != files[role]["hash"]:
+    for role, entry in _list_rating_files(config).items():
+        if role in before and before[role]["hash"] != entry["hash"]:
             raise ConfigurationError(
-                f"{paths[role]} has changed since the run in {folder} was started. Start a "
-                "new run."
+                f"{getattr(config.data, f'{role}_data_file')} has changed since the run in "
+                f"{folder} was started. Start a new run."
             )
-    if not before:
-        write_atomically(folder / RATINGS, json.dumps(files, indent=2) + "\n")
+    path = folder / BIASES
+    return _load_biases(path) if config.data.subtract_biases and path.exists() else None
 
 
 def load_rating_files(folder: Path) -> dict[str, Any]:
