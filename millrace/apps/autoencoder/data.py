@@ -209,7 +209,13 @@ def print_notices(ratings: RatingData, config: TrainingConfig, run: Run) -> None
             "--training-data-file and --validation-data-file."
         )
     warn_unseen(ratings, run)
-    for name in ("size", "batch_size"):
+    if config.recipe_reason:
+        run.console.line(
+            f"The graphcore recipe is chosen by {config.recipe_reason}: it has the "
+            "settings of Graphcore's application. --recipe modern has settings for your "
+            "own ratings."
+        )
+    for name in ("size", "batch_size") if config.recipe != "modern" else ():
         given = option_value(config, name)
         reference = getattr(options.reference_settings, name, None)
         if options.kind == "file" and given and reference and given != reference:

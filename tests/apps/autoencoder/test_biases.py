@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from autoencoder_runs import (
     ITEMS,
-    SMALL,
+    PLAIN,
     USERS,
     clip,
     command,
@@ -30,7 +30,7 @@ from millrace.data.ratings.reading import load_ratings
 from millrace.program.mixed_precision import narrow
 from millrace.report.sections import read_sections
 
-RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
+RECIPE = f"{PLAIN} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "
 TOP = 4
 

@@ -12,6 +12,7 @@ from autoencoder_runs import command, dense, events_of, summary_of
 import millrace as mr
 from millrace.apps.autoencoder.baselines import find_better, score_baselines
 from millrace.apps.autoencoder.config import AutoencoderConfig, recipe
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.data import RatingData, subtract_biases
 from millrace.config import ConfigurationError, parse
@@ -234,6 +235,59 @@ def test_options_of_the_reference_choose_its_recipe(folder, options):
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        "--gradient-clipping --no-selu --no-prng --batches-per-step 20 --loss-scaling 8",
+        "--no-dropout",
+        "--learning-rate-decay 1,0.1,0.01",
+        "--multiprocessing",
+        "--select-devices 0 --build-init --logdir logs",
+        "--precision 16.16",
+    ],
+)
+def test_ordinary_options_do_not_change_the_recipe(folder, args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = shlex.split(f"--training-data-file {folder}/ratings.csv {args}")
+    config, _ = parse(AutoencoderConfig, given, program="x")
+    assert config.recipe == "modern" and config.recipe_reason is None
+    assert config.data.subtract_biases and config.resolved_batch_size == 8
+    for name, value in {
+        "no_dropout": config.model.dropout_rate is None,
+        "gradient_clipping": config.plan.loss_scaling == 8 and config.model.no_selu,
+        "learning_rate_decay": config.training.decay_factors == [1, 0.1, 0.01]
+        and not config.training.has_cosine_schedule,
+        "multiprocessing": config.early_stopping is None and config.validates_async,
+        "precision": config.training.loss_scaling == "dynamic",
+    }.items():
+        assert value == (f"--{name.replace('_', '-')}" in given), name
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ("--base-learning-rate -14 --size 128 --batch-size 8", "--base-learning-rate"),
+        ("--detached-refeeding --size 128 --batch-size 8", "--detached-refeeding"),
+        ("", "the file name 3m_train.txt"),
+        ("--base-learning-rate -14", "--base-learning-rate and the file name 3m_train.txt"),
+    ],
+)
+def test_a_run_says_what_has_chosen_the_recipe_of_the_reference(
+    folder, tmp_path, capsys, args, reason
+):
+    is_named = "file name" in reason
+    file = tmp_path / ("3m_train.txt" if is_named else "mine.txt")
+    file.write_text((folder / "ratings.csv").read_text())
+    run = f"train --training-data-file {file} {args} --epochs 0.1 --run-dir {tmp_path}/run"
+    ended = command(capsys, run)
+    assert ended.status == 0, ended.err
+    shown = " ".join(ended.err.split())
+    assert f"The graphcore recipe is chosen by {reason}: it has" in shown
+    assert "--recipe modern has settings for your own ratings" in shown
+    ended = command(capsys, f"{run}-again --recipe graphcore")
+    assert ended.status == 0 and "is chosen by" not in ended.err
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         ("--recipe modern --data random", "random ones have nothing to learn"),
@@ -296,6 +350,33 @@ def test_items_are_liked_from_a_fraction_of_the_scale(folder):
     assert choose(folder)["positive_from"] == 4
     assert choose(folder, rating_range=[0.5, 10.0])["positive_from"] == 8
     assert choose(folder, rating_range=[0.5, 10.0], positive_from=6)["positive_from"] == 6
+
+
+def test_a_sweep_of_own_ratings_has_the_settings_of_the_recipe(folder):
+    words = f"--training-data-file {folder}/ratings.csv --dropout-rates 0.2 0.4"
+    config, _ = parse(SweepConfig, words.split(), program="x")
+    alone, _ = parse(AutoencoderConfig, words.split()[:2], program="x")
+    assert config.recipe == "modern" and config.num_trials == 8
+    assert (config.data, config.model) == (alone.data, alone.model)
+    assert config.training == alone.training and config.steps_per_log == 40
+    assert alone.learning_rate in config.learning_rates
+    own = f"{words} --learning-rates 0.1 --batch-size 4 --steps-per-log 3"
+    config, _ = parse(SweepConfig, own.split(), program="x")
+    assert config.learning_rates == [0.1] and config.resolved_batch_size == 4
+    assert config.steps_per_log == 3
+
+
+def test_the_best_of_a_sweep_of_own_ratings_can_be_trained_alone(folder, tmp_path):
+    args = f"sweep --training-data-file {folder}/ratings.csv --epochs 2 --quiet "
+    args += "--learning-rates 1e-4 0.02 --input-offset 0 --weight-decay 1e-4 "
+    assert command(None, f"{args}--run-dir {tmp_path}/sweep").status == 0
+    best = summary_of(tmp_path / "sweep")["best"]
+    assert best["learning_rate"] == 0.02
+    args = f"train --config best --config-path {tmp_path}/sweep/best.yml --quiet "
+    assert command(None, f"{args}--run-dir {tmp_path}/run").status == 0
+    trained = summary_of(tmp_path / "run")
+    assert trained["best"]["validation_rmse"] == pytest.approx(best["value"], rel=1e-4)
+    assert "linear items" in trained["baselines"]["validation_rmse"]
 
 
 def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):
