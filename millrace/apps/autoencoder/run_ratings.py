@@ -28,7 +28,7 @@ from millrace.data.ratings.matrix import (
     from_events,
     transpose,
 )
-from millrace.data.ratings.reading import hash_file
+from millrace.data.ratings.reading import hash_file, load_like
 from millrace.durable import replacing, write_atomically
 
 ITEMS = "items.npy"
@@ -187,7 +187,7 @@ def load_ratings_for(
 ) -> FittedRatings:
     """Load the ratings of the run that trained a model, or those in other files."""
     config = _replace_files(config, files, training, validation)
-    loaded = data.load(config.data, config.run.seed, objective=config.training.objective)
+    loaded = _load_ratings(config)
     known, unknown = _fit_columns(loaded.training, files.column_ids, config.data.rows)
     targets, unseen = _fit_targets(loaded.validation, known)
     if config.data.rows == "items":
@@ -201,6 +201,31 @@ def load_ratings_for(
     if files.column_biases is not None:
         fitted = data.subtract_biases(fitted, files.column_biases)
     return FittedRatings(fitted, unknown)
+
+
+def _load_ratings(config: AutoencoderConfig) -> RatingData:
+    """Load ratings, those to predict with all of their users and items.
+
+    The model may know items that are not in the file of known ratings.
+    """
+    options, seed = config.data, config.run.seed
+    paths = {r: getattr(options, f"{r}_data_file") for r in ("validation", "test")}
+    if options.training_data_file is None or not any(paths.values()):
+        return data.load(options, seed, objective=config.training.objective)
+    dropped = dict.fromkeys(("validation_data_file", "test_data_file"))
+    held_out = 0.0 if paths["validation"] else options.validation_fraction
+    without = replace_options(config, **dropped, validation_fraction=held_out)
+    loaded = data.load(without.data, seed, objective=config.training.objective)
+    limits = (options.rating_range[0], options.rating_range[1])
+    file, no_ratings = options.training_data_file, options.no_ratings
+    targets = {
+        role: load_like(path, file, loaded.training, limits, no_ratings=no_ratings)
+        for role, path in paths.items()
+        if path is not None
+    }
+    if options.rows == "items":
+        targets = {role: transpose(ratings) for role, ratings in targets.items()}
+    return loaded._replace(**targets)
 
 
 def without_targets(config: AutoencoderConfig) -> AutoencoderConfig:
@@ -233,8 +258,10 @@ def _replace_files(
     validation: Path | None,
 ) -> AutoencoderConfig:
     """Return the configuration of a run with other rating files."""
-    given = {"training_data_file": training, "validation_data_file": validation}
-    given = {name: path for name, path in given.items() if path is not None}
+    paths = {"training_data_file": training, "validation_data_file": validation}
+    given: dict[str, Any] = {n: path for n, path in paths.items() if path is not None}
+    if given:
+        given["test_data_file"] = None  # that of the run belongs to its own ratings
     for role in ROLES:
         if f"{role}_data_file" not in given:
             _check_file(config, files, role)
@@ -306,7 +333,8 @@ def _fit_targets(targets: Ratings | None, known: Ratings) -> tuple[Ratings | Non
     if not aligned.num_ratings:
         raise ConfigurationError(
             "The model can predict none of the validation ratings. Are they from the same "
-            "dataset?"
+            "dataset? Ratings of new users are predicted from others of theirs, which "
+            "belong in --training-data-file."
         )
     return aligned, unseen
 

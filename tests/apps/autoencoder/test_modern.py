@@ -125,6 +125,66 @@ def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
     assert "6 recommendations for 2 users" in ended.out
 
 
+def rename_users(path, folder, name, users=("u3", "u4", "u5", "u6")):
+    """Write the ratings of some users under other names; return the file and ratings."""
+    lines = [line.split(",") for line in path.read_text().split()]
+    own = [(f"new{u[1:]}", int(i), float(r)) for u, i, r in lines if u in users]
+    file = folder / name
+    file.write_text("".join(f"{user},{item},{rating:g}\n" for user, item, rating in own))
+    return file, own
+
+
+def test_new_users_are_folded_in_when_they_are_validated(folder, trained, tmp_path, capsys):
+    given, known = rename_users(folder / "ratings.csv", tmp_path, "given.csv")
+    later, targets = rename_users(folder / "test.csv", tmp_path, "later.csv")
+    args = f"validate {trained} --validation-data-file {later} --top 5 --run-dir {tmp_path}"
+    ended = command(capsys, f"{args}/v --training-data-file {given}")
+    assert ended.status == 0, ended.err
+    assert "all of them are folded in from their ratings" in " ".join(ended.err.split())
+    found = summary_of(tmp_path / "v")["metrics"]
+    assert not any(name.startswith("test_") for name in found)  # those of the run's users
+    model = mr.autoencoder.load(trained)
+    errors, recalls = [], []
+    for user in sorted({user for user, *_ in targets}):
+        own = {item: rating for u, item, rating in known if u == user}
+        predicted = model.predict(own)
+        wanted = {item: rating for u, item, rating in targets if u == user}
+        errors += [predicted[item] - rating for item, rating in wanted.items()]
+        relevant = {item for item, rating in wanted.items() if rating >= 4}
+        best = {item for item, _ in model.recommend(own, top=5)}
+        if relevant:
+            recalls.append(len(best & relevant) / len(relevant))
+    assert found["validation_rmse"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+    assert found["validation_mae"] == pytest.approx(np.mean(np.abs(errors)))
+    assert found["validation_recall_at_5"] == pytest.approx(np.mean(recalls))
+
+
+def test_without_files_the_held_out_and_the_test_ratings_are_validated(trained, tmp_path):
+    assert command(None, f"validate {trained} --run-dir {tmp_path}/v --quiet").status == 0
+    found, summary = summary_of(tmp_path / "v")["metrics"], summary_of(trained)
+    assert found["validation_rmse"] == pytest.approx(summary["best"]["validation_rmse"])
+    assert found["test_rmse"] == pytest.approx(summary["metrics"]["test_rmse"])
+
+
+def test_new_users_without_known_ratings_are_an_error_or_left_out(
+    folder, trained, tmp_path, capsys
+):
+    later, _ = rename_users(folder / "test.csv", tmp_path, "later.csv")
+    args = f"validate {trained} --validation-data-file {later} --run-dir {tmp_path}"
+    ended = command(capsys, f"{args}/none")
+    assert ended.status == 2
+    assert "Ratings of new users are predicted from others of theirs" in ended.err
+    assert "Traceback" not in ended.err
+    later.write_text(later.read_text() + (folder / "test.csv").read_text())
+    ended = command(capsys, f"{args}/some")
+    assert ended.status == 0, ended.err
+    shown = " ".join(ended.err.split())
+    assert "4 users and 0 items do not occur" in shown
+    assert "give these users known ratings in --training-data-file" in shown
+    found = summary_of(tmp_path / "some")["metrics"]["validation_rmse"]
+    assert found == pytest.approx(summary_of(trained)["metrics"]["test_rmse"], rel=0.05)
+
+
 @pytest.mark.parametrize("rows", ["users", "items"])
 def test_simple_models_match_numpy(rows):
     users, items, values = make_ratings(2)
