@@ -10,6 +10,7 @@ import pytest
 from autoencoder_runs import command, dense, events_of, summary_of
 
 import millrace as mr
+from millrace.apps.autoencoder import baselines
 from millrace.apps.autoencoder.baselines import find_better, score_baselines
 from millrace.apps.autoencoder.config import AutoencoderConfig, recipe
 from millrace.apps.autoencoder.config.commands import SweepConfig
@@ -215,6 +216,22 @@ def test_simple_models_match_numpy(rows):
         output = np.clip((x @ weights)[later.users, later.items] + base, 0.5, 5)
         expected.append(np.sqrt(np.mean((output - actual) ** 2)))
     assert found["linear items"] == pytest.approx(min(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["rating", "ranking"])
+def test_a_run_without_linear_items_says_so(
+    folder, objective, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(baselines._MOST_ITEMS, "cpu", NUM_ITEMS - 1)
+    args = f"train --training-data-file {folder}/ratings.csv --epochs 1 "
+    ended = command(capsys, f"{args}--objective {objective} --run-dir {tmp_path}/run")
+    assert ended.status == 0, ended.err
+    reason = "not computed: there are 120 items, and its closed form is for up to 119 on a"
+    assert " ".join(ended.err.split()).count(reason) == 2  # at the start and at the end
+    summary = summary_of(tmp_path / "run")
+    assert summary["linear_items"].startswith(reason)
+    assert ("the network ranks alone" in ended.err) == (objective == "ranking")
+    assert all("linear items" not in simple for simple in summary["baselines"].values())
 
 
 def test_a_model_that_loses_says_so(folder, tmp_path, capsys):
