@@ -180,7 +180,8 @@ class AutoencoderConfig(TrainingConfig):
     The best checkpoint is chosen by NDCG@10."""
     search: int | None = field(default=None, metadata=_MAY_CHANGE)
     """Train this many models together on one device, with settings around those of the
-    options, drop the worse half several times, and keep the best by validation error."""
+    options, drop the worse half several times, and keep the best by validation error. It
+    is for the objective rating."""
     search_over: list[Searched] = field(default_factory=list)
     """Options that a search varies: learning_rate, weight_decay, dropout_rate and
     input_dropout_rate (default: all of them)."""
