@@ -44,11 +44,11 @@ def solve_column_biases(
 
     square = (num_columns, num_columns)
     solved, failure = cg(
-        LinearOperator(square, multiply, dtype=float),
+        LinearOperator(square, multiply),
         sums - rated.T @ (row_sums / of_rows),
         rtol=_TOLERANCE,
         maxiter=_MOST_ITERATIONS,
-        M=LinearOperator(square, precondition, dtype=float),
+        M=LinearOperator(square, precondition),
     )
     assert not failure, f"the biases are not exact after {failure} iterations"
     return solved.astype(np.float32)

@@ -336,7 +336,7 @@ def fit_biases(
     of_column = solve_column_biases(
         ratings.starts,
         ratings.items,
-        np.float64(ratings.values) - mean,
+        ratings.values.astype(np.float64) - mean,
         ratings.num_items,
         strength,
     )
