@@ -21,12 +21,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jax
 import rating_baselines as baselines
 from harness import Result, build_parser, publish
 
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.autoencoder.config.commands import ValidateConfig
 from millrace.apps.autoencoder.evaluate import validate
+from millrace.apps.autoencoder.metrics import RankingOptions
+from millrace.apps.autoencoder.predictor import build_predict, load_recommender
+from millrace.apps.autoencoder.ranking import Scorer, measure_ranking
+from millrace.apps.autoencoder.run_ratings import load_ratings_for
 from millrace.apps.autoencoder.train import train
 from millrace.config import build, load_named
 from millrace.data.ratings.matrix import align
@@ -104,6 +109,22 @@ def measure_objective(
     }
 
 
+def measure_network(run: Path, test_file: Path) -> dict[str, float]:
+    """Rank the items of the test ratings by the network of a run, without linear items."""
+    recommender = load_recommender(run)
+    config = recommender.config
+    ratings = load_ratings_for(config, recommender.files, validation=test_file).ratings
+    assert ratings.validation is not None
+    return measure_ranking(
+        Scorer(*build_predict(recommender._replace(linear=None), ratings.training)),
+        ratings.training,
+        ratings.validation,
+        RankingOptions((10,), config.data.positive_from),
+        config.resolved_validation_batch_size,
+        jax.local_devices()[0],
+    )
+
+
 def compare_objectives(args: argparse.Namespace, folder: Path) -> Result:
     """Compare the rankings of both objectives with the simple ones."""
     found = {name: measure_objective(name, args, folder) for name in ("rating", "ranking")}
@@ -112,6 +133,8 @@ def compare_objectives(args: argparse.Namespace, folder: Path) -> Result:
         name: {c: entry["metrics"][f"validation_{c}_at_10"] for c in columns}
         for name, entry in found.items()
     }
+    alone = measure_network(folder / "ranking", Path(f"{args.prefix}test.txt"))
+    figures["network alone"] = {c: alone[f"{c}_at_10"] for c in columns}
     simple = found["ranking"]["baselines"]
     for name in simple["test_ndcg_at_10"]:
         figures[name] = {c: simple[f"test_{c}_at_10"][name] for c in columns}
@@ -126,7 +149,9 @@ def compare_objectives(args: argparse.Namespace, folder: Path) -> Result:
         ratio=figures["ranking"]["ndcg"] / figures[other]["ndcg"],
         target=1.0,
         at_least=True,
-        explanation="Ratings of 4 and more are relevant; all unrated items are ranked.",
+        explanation="Ratings of 4 and more are relevant; all unrated items are ranked. The "
+        "score of ranking is that of linear items plus weighted logits of the network; "
+        "network alone is the same checkpoint without linear items.",
         numbers={"figures": figures},
     )
 

@@ -124,6 +124,7 @@ LAYERS = (
         "likelihood",
         "mistakes",
         "monitoring",
+        "new_users",
         "predictor",
         "preview",
         "residuals",

@@ -157,6 +157,7 @@ def sweep(
     seed: int = 0,
     quiet: bool = False,
     debug: bool = False,
+    recipe: Literal["auto", "modern", "graphcore"] = "auto",
     base_learning_rates: str = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20",
     learning_rates: list[float] = ...,
     dropout_rates: list[float] = ...,

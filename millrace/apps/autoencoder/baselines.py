@@ -33,6 +33,7 @@ POPULARITY = "popularity"
 
 _MOST_ITEMS = {"cpu": 5_000, "gpu": 20_000}
 """Items for which the closed form takes seconds; its time grows with their third power."""
+_DEVICES = {"cpu": "a CPU", "gpu": "a GPU"}
 _BATCH_SIZE = 512
 _PENALTIES = (400.0, 1200.0)
 """L2 penalties of the linear model, in units of the mean squared residual. The one with the
@@ -65,11 +66,24 @@ def score_baselines(
     targets = {"validation": ratings.validation, "test": ratings.test}
     given = {role: part for role, part in targets.items() if part is not None}
     scores = {role: _score_biases(part) for role, part in given.items()}
-    most = _MOST_ITEMS.get(device.platform, 0)
-    if with_linear and given and ratings.training.num_items <= most:
+    missing = explain_missing_linear(ratings.training.num_items, device)
+    if with_linear and given and missing is None:
         for role, rmse in _score_linear(ratings.training, given, device).items():
             scores[role][LINEAR_ITEMS] = rmse
     return scores
+
+
+def explain_missing_linear(num_items: int, device: Any) -> str | None:
+    """Return why there is no linear item model, or None if there is one."""
+    most = _MOST_ITEMS.get(device.platform)
+    if most is None:
+        return f"not computed on {device.platform}"
+    if num_items <= most:
+        return None
+    return (
+        f"not computed: there are {num_items:,} items, and its closed form is for up to "
+        f"{most:,} on {_DEVICES[device.platform]}"
+    )
 
 
 def _score_biases(targets: Ratings) -> dict[str, float]:
@@ -177,7 +191,7 @@ def fit_linear_items(
     device: Any,
 ) -> jax.Array | None:  # (items, items)
     """Fit the linear model that ranks items, if their number allows it."""
-    if training.num_items > _MOST_ITEMS.get(device.platform, 0):
+    if explain_missing_linear(training.num_items, device) is not None:
         return None
     liked = binarize(training, positive_from)
     gram = _compute_gram(liked, device)

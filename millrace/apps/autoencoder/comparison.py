@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from millrace.apps.autoencoder.baselines import (
+    explain_missing_linear,
     find_better,
     fit_linear_items,
     score_baselines,
@@ -103,7 +104,11 @@ def score_simple_models(
     device: Any,
 ) -> None:
     """Compute and print how good the simplest models are."""
-    if ratings.validation is None or config.data.kind == "random":
+    if config.data.kind == "random":
+        return
+    if config.recipe == "modern":
+        _say_what_is_missing(config, run, ratings, device)
+    if ratings.validation is None:
         return
     if config.training.objective == "ranking":
         scores = score_ranking_baselines(ratings, linear, _build_options(config), device)
@@ -119,6 +124,22 @@ def score_simple_models(
     )
     run.summary["baselines"] = {f"{role}_rmse": of for role, of in scores.items()}
     _print_to_beat(run, "RMSE", scores["validation"])
+
+
+def _say_what_is_missing(
+    config: AutoencoderConfig, run: Run, ratings: RatingData, device: Any
+) -> None:
+    """Say so if there is no linear item model to compare with, or to rank with."""
+    training = ratings.training
+    by_item = config.data.rows == "items"
+    num_items = training.num_users if by_item else training.num_items
+    if (reason := explain_missing_linear(num_items, device)) is None:
+        return
+    if config.training.objective == "ranking":
+        reason += "; the network ranks alone"
+    run.summary["linear_items"] = reason
+    run.closing_notes["linear items"] = reason
+    run.console.line(f"Linear items are {reason}.")
 
 
 def _print_to_beat(run: Run, title: str, scores: dict[str, float]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from millrace.apps.autoencoder.config.commands import ConvertConfig
+from millrace.apps.autoencoder.config.data import REFERENCE_SETTINGS
 from millrace.config import ConfigurationError, writing
 from millrace.data.ratings.chunks import Events
 from millrace.data.ratings.reading import read_timed_events
@@ -144,6 +145,11 @@ def _print_counts(
         f"To train: millrace autoencoder train --training-data-file {train} "
         f"--validation-data-file {valid} --test-data-file {paths['test']}"
     )
+    if train.name in REFERENCE_SETTINGS:
+        print(
+            f"The name {train.name} chooses the recipe of Graphcore's application. Add "
+            "--recipe modern for a lower error."
+        )
 
 
 def _format_counts(events: Events, chosen: np.ndarray) -> str:

@@ -72,16 +72,26 @@ class RatingData(NamedTuple):
         return self._replace(**{n: function(s) for n, s in splits.items() if s is not None})
 
 
-def load(options: DataOptions, seed: int, *, objective: Objective = "rating") -> RatingData:
-    """Load or generate the ratings, with the rows that the options ask for."""
+def load(
+    options: DataOptions,
+    seed: int,
+    *,
+    objective: Objective = "rating",
+    biases: ColumnBiases | None = None,
+) -> RatingData:
+    """Load or generate the ratings, with the rows that the options ask for.
+
+    Biases to subtract are fitted to the training ratings, unless they are given.
+    """
     ratings = _load_by_user(options, seed)
     check_objective(ratings.training, objective, options)
     ratings = ratings.map(transpose) if options.rows == "items" else ratings
     if not options.subtract_biases:
         return ratings
-    biases = fit_biases(
-        ratings.training, options.bias_strength, normalize=options.normalize_ratings
-    )
+    if biases is None:
+        biases = fit_biases(
+            ratings.training, options.bias_strength, normalize=options.normalize_ratings
+        )
     return subtract_biases(ratings, biases)
 
 
@@ -199,7 +209,13 @@ def print_notices(ratings: RatingData, config: TrainingConfig, run: Run) -> None
             "--training-data-file and --validation-data-file."
         )
     warn_unseen(ratings, run)
-    for name in ("size", "batch_size"):
+    if config.recipe_reason:
+        run.console.line(
+            f"The graphcore recipe is chosen by {config.recipe_reason}: it has the "
+            "settings of Graphcore's application. --recipe modern has settings for your "
+            "own ratings."
+        )
+    for name in ("size", "batch_size") if config.recipe != "modern" else ():
         given = option_value(config, name)
         reference = getattr(options.reference_settings, name, None)
         if options.kind == "file" and given and reference and given != reference:

@@ -17,12 +17,15 @@ from millrace.apps.autoencoder.data import (
     RatingData,
     open_evaluation_source,
 )
+from millrace.apps.autoencoder.item_rows import EncodedItems, predict_for_users
 from millrace.apps.autoencoder.metrics import (
     RankingOptions,
+    build_error_metrics,
     build_metrics,
     compute_scores,
 )
 from millrace.apps.autoencoder.model import Model
+from millrace.apps.autoencoder.new_users import load_new_users
 from millrace.apps.autoencoder.predictor import (
     Recommender,
     build_predict,
@@ -173,15 +176,23 @@ def validate(config: ValidateConfig, run: Run) -> None:
         config.checkpoint, config.which, announce=run.console.line
     )
     trained = recommender.config
-    ratings, unknown = load_ratings_for(
-        trained,
-        recommender.files,
-        training=config.training_data_file,
-        validation=config.validation_data_file,
-    )
+    files = (config.training_data_file, config.validation_data_file)
+    folded = load_new_users(recommender, *files)
+    if folded is None:
+        ratings, unknown = load_ratings_for(
+            trained, recommender.files, training=files[0], validation=files[1]
+        )
+    else:
+        ratings, unknown = folded.ratings, folded.unknown
     _describe(run, recommender, ratings)
+    if folded is not None:
+        run.console.line(
+            f"The model was not trained on some users of {files[0]}: all of them are "
+            "folded in from their ratings in it."
+        )
     if unknown.num_ratings:
-        run.console.warning(format_unknown(unknown, trained.data.rows))
+        rows = trained.data.rows if folded is None else "users"
+        run.console.warning(format_unknown(unknown, rows))
     relevant = config.relevant_rating
     if relevant is None:
         relevant = trained.data.positive_from  # 4 by default
@@ -192,7 +203,9 @@ def validate(config: ValidateConfig, run: Run) -> None:
         if targets is None:
             continue
         run.console.status("validating" if kind == "validation" else "testing")
-        scores = _compute_scores(recommender, known, targets, ranking, batch_size)
+        scores = _compute_scores(
+            recommender, known, targets, ranking, batch_size, folded and folded.encoded
+        )
         if math.isnan(scores[f"ndcg_at_{ranking.longest}"]):
             run.console.warning(
                 f"No {kind} rating is {relevant:g} or more for an item that its user has "
@@ -202,7 +215,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
             scores = {name: x for name, x in scores.items() if "_at_" not in name}
         for name, value in scores.items():
             metrics[f"{kind}_{name}"] = value
-        if recommender.ranks:
+        if recommender.ranks or folded is not None:
             continue
         save_residuals(
             run.directory.path,
@@ -227,20 +240,39 @@ def _compute_scores(
     targets: Ratings,
     ranking: RankingOptions,
     batch_size: int,
+    encoded: EncodedItems | None = None,
 ) -> dict[str, float]:
-    """Return all metrics; items are ranked for users, whatever the rows of the model."""
+    """Return all metrics; items are ranked for users, whatever the rows of the model.
+
+    `encoded` has columns for users who are folded in; the ratings are then by user.
+    """
     device, scores = jax.local_devices()[0], {}
     if not recommender.ranks:
         source = open_evaluation_source(known, targets, batch_size)
-        clip = recommender.config.data.clip_predictions
-        metric_fn = build_metrics(recommender.model, known.biases, clip=clip)
+        metric_fn, weights = _build_error_metrics(recommender, known, encoded)
         plan = recommender.config.plan
         validator = Validator(metric_fn, plan, source, batch_size, device)
-        scores = validator.score(recommender.params)
-    if recommender.config.data.rows == "items":
+        scores = validator.score(weights)
+    if recommender.config.data.rows == "items" and encoded is None:
         known, targets = transpose(known), transpose(targets)
-    scorer = Scorer(*build_predict(recommender, known))
+    scorer = Scorer(*build_predict(recommender, known, encoded))
     return scores | measure_ranking(scorer, known, targets, ranking, batch_size, device)
+
+
+def _build_error_metrics(
+    recommender: Recommender, known: Ratings, encoded: EncodedItems | None
+) -> tuple[MetricFn, Any]:
+    """Return the metric function of rating errors, and its weights."""
+    model, clip = recommender.model, recommender.config.data.clip_predictions
+    if encoded is None:
+        return build_metrics(model, known.biases, clip=clip), recommender.params
+
+    def predict(weights: Any, rows: jax.Array, users: jax.Array) -> jax.Array:
+        del rows
+        return predict_for_users(model, weights, users)
+
+    metric_fn = build_error_metrics(predict, known.num_items, known.biases, clip=clip)
+    return metric_fn, encoded
 
 
 def test_checkpoint(config: AutoencoderConfig, run: Run) -> None:
@@ -284,3 +316,8 @@ def _describe(run: Run, recommender: Recommender, ratings: RatingData) -> None:
         f"{ratings.training.num_ratings:,}",
     )
     data.warn_unseen(ratings, run)
+    if ratings.unseen is not None and ratings.unseen.num_users:
+        run.console.line(
+            "Ratings of users are predicted from others of theirs: give these users known "
+            "ratings in --training-data-file to count them as well."
+        )

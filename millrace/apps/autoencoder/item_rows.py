@@ -77,11 +77,35 @@ def fold_in(
         residuals: The ratings without biases.
         penalty: L2 penalty of the sum of squared errors.
     """
+    features = _build_features(encoded)
+    return features @ _solve_user(features[items], residuals, penalty)
+
+
+def fold_in_users(encoded: EncodedItems, known: Ratings, penalty: float) -> EncodedItems:
+    """Return the items with columns of the last layer for other users, as of ``fold_in``.
+
+    Args:
+        encoded: The items.
+        known: The ratings of these users without biases.
+        penalty: L2 penalty of the sum of squared errors.
+    """
+    features = _build_features(encoded)
+    columns = np.zeros((known.num_users, features.shape[1]), np.float32)
+    for user in np.flatnonzero(known.num_ratings_by_user).tolist():
+        items, residuals = known.get_user(user)
+        columns[user] = _solve_user(features[items], residuals, penalty)
+    layer = OutputLayer(jnp.asarray(columns[:, :-1]), jnp.asarray(columns[:, -1]))
+    return EncodedItems(encoded.hidden.astype(jnp.float32), layer)
+
+
+def _build_features(encoded: EncodedItems) -> np.ndarray:  # (items, width + 1)
     hidden = np.asarray(encoded.hidden, np.float64)
-    features = np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
-    rated = features[items]
+    return np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
+
+
+def _solve_user(rated: np.ndarray, residuals: np.ndarray, penalty: float) -> np.ndarray:
     gram = rated.T @ rated + penalty * np.eye(rated.shape[1])
-    return features @ np.linalg.solve(gram, rated.T @ residuals)
+    return np.linalg.solve(gram, rated.T @ residuals)
 
 
 def predict_for_users(

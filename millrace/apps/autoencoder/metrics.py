@@ -34,18 +34,35 @@ class RankingOptions(NamedTuple):
 def build_metrics(
     model: Model, biases: Biases | None = None, *, clip: bool = False
 ) -> MetricFn:
+    """Return the metric function of the rating errors of a model; see below."""
+
+    def predict(params: Any, rows: jax.Array, users: jax.Array) -> jax.Array:
+        del users
+        return predict_rows(model, params, rows)
+
+    return build_error_metrics(predict, model.num_items, biases, clip=clip)
+
+
+def build_error_metrics(
+    predict: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    num_columns: int,
+    biases: Biases | None = None,
+    *,
+    clip: bool = False,
+) -> MetricFn:
     """Return the metric function of rating errors.
 
     Args:
-        model: The model.
+        predict: ``(weights, rows, users) -> predictions`` without biases.
+        num_columns: The columns of a row.
         biases: Those subtracted from the ratings, if any; clipping needs them.
         clip: Whether predictions are limited to the scale of the ratings.
     """
 
-    def metric_fn(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+    def metric_fn(weights: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
         del model_state
-        rows = to_dense_rows(batch, model.num_items)
-        output = predict_rows(model, params, rows).astype(jnp.float32)
+        rows = to_dense_rows(batch, num_columns)
+        output = predict(weights, rows, batch["user"]).astype(jnp.float32)
         return _compute_rating_errors(output, batch, biases, clip=clip)
 
     return metric_fn

@@ -223,7 +223,7 @@ class Recommender(NamedTuple):
                 "A model with rows of items and without biases predicts only for users of "
                 "its training ratings: call recommend_to(user)."
             )
-        encoded, item_biases, penalty = self._encode_items()
+        encoded, item_biases, penalty = self.encode_items()
         items, values = self._find_items(ratings), _check_finite(ratings)
         base = self.column_biases.mean + item_biases
         residuals, unit = values - base[items], self.column_biases.unit
@@ -232,7 +232,7 @@ class Recommender(NamedTuple):
         output = left * unit + base + of_user
         return dict(zip(self.item_ids.tolist(), output.tolist(), strict=True))
 
-    def _encode_items(self) -> tuple[EncodedItems, np.ndarray, float]:
+    def encode_items(self) -> tuple[EncodedItems, np.ndarray, float]:
         """Return the items with their biases, and the penalty of a user's weights.
 
         The weight decay of training is a penalty of the mean squared error; this is the one
@@ -388,8 +388,13 @@ Predict = Callable[[Any, jax.Array, jax.Array], jax.Array]
 """``(weights, rows, users) -> ratings``; rows and ratings are (users, items)."""
 
 
-def build_predict(recommender: Recommender, ratings: Ratings) -> tuple[Predict, Any]:
-    """Return a function that predicts ratings, or scores, by user, and its weights."""
+def build_predict(
+    recommender: Recommender, ratings: Ratings, encoded: EncodedItems | None = None
+) -> tuple[Predict, Any]:
+    """Return a function that predicts ratings, or scores, by user, and its weights.
+
+    `encoded` has the columns of the users, if they are not those of the model.
+    """
     model, config = recommender.model, recommender.config
     if recommender.ranks:
         return _build_ranking_predict(recommender)
@@ -397,6 +402,8 @@ def build_predict(recommender: Recommender, ratings: Ratings) -> tuple[Predict, 
     compute_dtype = config.plan.types.compute
     if config.data.rows == "users":
         weights: Any = narrow(recommender.params, compute_dtype)
+    elif encoded is not None:
+        weights = encoded
     else:
         batch_size = config.resolved_validation_batch_size
         by_item = transpose(ratings)

@@ -28,7 +28,7 @@ from millrace.data.ratings.matrix import (
     from_events,
     transpose,
 )
-from millrace.data.ratings.reading import hash_file
+from millrace.data.ratings.reading import hash_file, load_like
 from millrace.durable import replacing, write_atomically
 
 ITEMS = "items.npy"
@@ -78,11 +78,7 @@ class RunFiles(NamedTuple):
 
 
 def save_run_files(folder: Path, config: AutoencoderConfig, ratings: RatingData) -> None:
-    """Write the files to the run directory; a resumed run keeps those it has.
-
-    Raises:
-        ConfigurationError: A rating file has changed since the run was started.
-    """
+    """Write the files to the run directory; a resumed run keeps those it has."""
     _save_rating_files(folder, config)
     training = ratings.training
     ids = {_COLUMNS[config.data.rows]: training.item_ids}
@@ -115,21 +111,35 @@ def _load_popularity(path: Path) -> Popularity | None:
 
 
 def _save_rating_files(folder: Path, config: AutoencoderConfig) -> None:
+    if not load_rating_files(folder):
+        files = _list_rating_files(config)
+        write_atomically(folder / RATINGS, json.dumps(files, indent=2) + "\n")
+
+
+def _list_rating_files(config: AutoencoderConfig) -> dict[str, dict[str, str]]:
     paths = {role: getattr(config.data, f"{role}_data_file") for role in ROLES}
-    files = {
+    return {
         role: {"file": str(path.absolute()), "hash": hash_file(path)}
         for role, path in paths.items()
-        if path is not None
+        if path is not None and path.is_file()
     }
+
+
+def load_kept_biases(folder: Path, config: AutoencoderConfig) -> ColumnBiases | None:
+    """Return the biases that a run to resume has trained with, if it has any.
+
+    Raises:
+        ConfigurationError: A rating file has changed since the run was started.
+    """
     before = load_rating_files(folder)
-    for role, entry in before.items():
-        if role in files and entry["hash"] != files[role]["hash"]:
+    for role, entry in _list_rating_files(config).items():
+        if role in before and before[role]["hash"] != entry["hash"]:
             raise ConfigurationError(
-                f"{paths[role]} has changed since the run in {folder} was started. Start a "
-                "new run."
+                f"{getattr(config.data, f'{role}_data_file')} has changed since the run in "
+                f"{folder} was started. Start a new run."
             )
-    if not before:
-        write_atomically(folder / RATINGS, json.dumps(files, indent=2) + "\n")
+    path = folder / BIASES
+    return _load_biases(path) if config.data.subtract_biases and path.exists() else None
 
 
 def load_rating_files(folder: Path) -> dict[str, Any]:
@@ -177,7 +187,7 @@ def load_ratings_for(
 ) -> FittedRatings:
     """Load the ratings of the run that trained a model, or those in other files."""
     config = _replace_files(config, files, training, validation)
-    loaded = data.load(config.data, config.run.seed, objective=config.training.objective)
+    loaded = _load_ratings(config)
     known, unknown = _fit_columns(loaded.training, files.column_ids, config.data.rows)
     targets, unseen = _fit_targets(loaded.validation, known)
     if config.data.rows == "items":
@@ -191,6 +201,31 @@ def load_ratings_for(
     if files.column_biases is not None:
         fitted = data.subtract_biases(fitted, files.column_biases)
     return FittedRatings(fitted, unknown)
+
+
+def _load_ratings(config: AutoencoderConfig) -> RatingData:
+    """Load ratings, those to predict with all of their users and items.
+
+    The model may know items that are not in the file of known ratings.
+    """
+    options, seed = config.data, config.run.seed
+    paths = {r: getattr(options, f"{r}_data_file") for r in ("validation", "test")}
+    if options.training_data_file is None or not any(paths.values()):
+        return data.load(options, seed, objective=config.training.objective)
+    dropped = dict.fromkeys(("validation_data_file", "test_data_file"))
+    held_out = 0.0 if paths["validation"] else options.validation_fraction
+    without = replace_options(config, **dropped, validation_fraction=held_out)
+    loaded = data.load(without.data, seed, objective=config.training.objective)
+    limits = (options.rating_range[0], options.rating_range[1])
+    file, no_ratings = options.training_data_file, options.no_ratings
+    targets = {
+        role: load_like(path, file, loaded.training, limits, no_ratings=no_ratings)
+        for role, path in paths.items()
+        if path is not None
+    }
+    if options.rows == "items":
+        targets = {role: transpose(ratings) for role, ratings in targets.items()}
+    return loaded._replace(**targets)
 
 
 def without_targets(config: AutoencoderConfig) -> AutoencoderConfig:
@@ -223,8 +258,10 @@ def _replace_files(
     validation: Path | None,
 ) -> AutoencoderConfig:
     """Return the configuration of a run with other rating files."""
-    given = {"training_data_file": training, "validation_data_file": validation}
-    given = {name: path for name, path in given.items() if path is not None}
+    paths = {"training_data_file": training, "validation_data_file": validation}
+    given: dict[str, Any] = {n: path for n, path in paths.items() if path is not None}
+    if given:
+        given["test_data_file"] = None  # that of the run belongs to its own ratings
     for role in ROLES:
         if f"{role}_data_file" not in given:
             _check_file(config, files, role)
@@ -296,7 +333,8 @@ def _fit_targets(targets: Ratings | None, known: Ratings) -> tuple[Ratings | Non
     if not aligned.num_ratings:
         raise ConfigurationError(
             "The model can predict none of the validation ratings. Are they from the same "
-            "dataset?"
+            "dataset? Ratings of new users are predicted from others of theirs, which "
+            "belong in --training-data-file."
         )
     return aligned, unseen
 

@@ -410,7 +410,9 @@ def _build_best_options(config: SweepConfig, best: Trial) -> dict[str, Any]:
     for name, option in flat_options(AutoencoderConfig).items():
         if option.metadata.get("may_change") or name not in plain:
             continue
-        if plain[name] != defaults[name]:
+        # What is not given would come from the modern recipe, not from the defaults.
+        matters = config.recipe == "modern" and plain[name] is not None
+        if matters or plain[name] != defaults[name]:
             value = option_value(config, name)
             given[name] = str(value.resolve()) if isinstance(value, Path) else value
     for name, values in (

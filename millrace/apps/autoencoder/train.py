@@ -29,7 +29,7 @@ from millrace.apps.autoencoder.program import (
 )
 from millrace.apps.autoencoder.ranking import read_network_weight
 from millrace.apps.autoencoder.residuals import save_residuals
-from millrace.apps.autoencoder.run_ratings import save_run_files
+from millrace.apps.autoencoder.run_ratings import load_kept_biases, save_run_files
 from millrace.apps.autoencoder.search import is_search, search
 from millrace.checkpoint.best import BestMetric
 from millrace.checkpoint.store import Checkpoints, checkpoints_in
@@ -53,7 +53,12 @@ def train(config: AutoencoderConfig, run: Run) -> None:
         return
     training_device, validation_device = _select_devices(config)
     run.console.status("reading ratings")
-    ratings = data.load(config.data, config.run.seed, objective=config.training.objective)
+    ratings = data.load(
+        config.data,
+        config.run.seed,
+        objective=config.training.objective,
+        biases=load_kept_biases(run.directory.path, config),
+    )
     if config.training.no_validation:
         ratings = ratings._replace(validation=None, unseen=None)
     check_positives(config, ratings)

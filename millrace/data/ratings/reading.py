@@ -150,6 +150,25 @@ def load_targets(
 
     Ratings of users or items that are not in training are dropped and counted.
     """
+    loaded = load_like(path, training_path, like, limits, no_ratings=no_ratings)
+    targets, unseen = align(loaded, like)
+    if not targets.num_ratings:
+        raise DatasetError(
+            f"No rating in {path} has both its user and its item in {training_path}. Are "
+            "the identifiers the same?"
+        )
+    return targets, unseen
+
+
+def load_like(
+    path: str | Path,
+    training_path: str | Path,
+    like: Ratings,
+    limits: tuple[float, float],
+    *,
+    no_ratings: bool = False,
+) -> Ratings:
+    """Return the ratings of a file; it must have ratings if those in training have."""
     loaded = load_ratings(path, limits=limits, no_ratings=no_ratings)
     if loaded.implicit != like.implicit:
         with_ratings, without = (training_path, path)
@@ -159,13 +178,7 @@ def load_targets(
             f"{without} has no ratings, but {with_ratings} has. Give two files with "
             "ratings, or ignore them with --no-ratings."
         )
-    targets, unseen = align(loaded, like)
-    if not targets.num_ratings:
-        raise DatasetError(
-            f"No rating in {path} has both its user and its item in {training_path}. Are "
-            "the identifiers the same?"
-        )
-    return targets, unseen
+    return loaded
 
 
 def read_timed_events(

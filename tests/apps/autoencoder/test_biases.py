@@ -1,6 +1,7 @@
 """With biases subtracted, errors, rankings and predictions are still of full ratings."""
 
 import csv
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from autoencoder_runs import (
     ITEMS,
-    SMALL,
+    PLAIN,
     USERS,
     clip,
     command,
@@ -29,7 +30,7 @@ from millrace.data.ratings.reading import load_ratings
 from millrace.program.mixed_precision import narrow
 from millrace.report.sections import read_sections
 
-RECIPE = f"{SMALL} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
+RECIPE = f"{PLAIN} --batches-per-step 2 --learning-rate 0.02 --untied-decoder --no-dropout "
 RECIPE += "--no-dense-refeeding --epochs 2 --subtract-biases "
 TOP = 4
 
@@ -183,3 +184,28 @@ def test_a_resumed_run_keeps_its_biases(trained, capsys):
     assert ended.status == 2 and "train.txt has changed since the run" in ended.err
     ended = command(capsys, f"{args} --subtract-biases False")
     assert ended.status == 2 and "subtract_biases" in ended.err.replace("-", "_")
+
+
+def test_a_resumed_run_subtracts_the_biases_that_it_has_kept(trained, capsys, expected):
+    """Those of an older version may differ from what would be fitted now."""
+
+    def score_biases():
+        return summary_of(trained)["baselines"]["validation_rmse"]["biases"]
+
+    known, later, _ = expected
+    rows = load_recommender(trained).config.data.rows
+    turn = transpose if rows == "items" else lambda ratings: ratings
+    fitted = fit_biases(turn(known))
+    old = replace(fitted, of_column=fitted.of_column - 2)
+    kept, before = (trained / BIASES).read_bytes(), score_biases()
+    np.savez(trained / BIASES, **asdict(old))
+    files = f"--training-data-file {trained.parent}/train.txt "
+    files += f"--validation-data-file {trained.parent}/valid.txt "
+    ended = command(
+        capsys, f"train {RECIPE}{files}--rows {rows} --run-dir {trained} --resume"
+    )
+    (trained / BIASES).write_bytes(kept)
+    assert ended.status == 0, ended.err
+    wanted = np.square(old.subtract(turn(later), turn(known)).values).mean() ** 0.5
+    assert score_biases() == pytest.approx(wanted, abs=0.01)
+    assert abs(wanted - before) > 0.1

@@ -171,8 +171,17 @@ def test_every_named_configuration_is_complete(name):
             "a default only for files called 3m_train.txt",
         ),
         (
-            "--training-data-file mine.txt --batch-size 8 --no-prng",
-            "size must be given for mine.txt",
+            "--training-data-file mine.txt --batch-size 8 --base-learning-rate -12",
+            "size must be given for mine.txt: the graphcore recipe, chosen by "
+            "--base-learning-rate, has a default only for files called 3m_train.txt",
+        ),
+        (
+            "--training-data-file mine.txt --detached-refeeding",
+            "chosen by --detached-refeeding, has a default only",
+        ),
+        (
+            "--training-data-file mine.txt --detached-refeeding --recipe modern",
+            "The modern recipe trains without re-feeding. Leave out --detached-refeeding",
         ),
         ("--training-data-file nope.txt", "There is no file nope.txt."),
         ("--size 100", "--size must be one of 128, 256, 512; got '100'"),
@@ -246,6 +255,10 @@ def test_a_sweep_accepts_every_named_configuration(name):
     ("args", "message"),
     [
         ("--num-ipus 3 --base-learning-rates 16,17", "has 2 values, but num_ipus is 3"),
+        (
+            f"--training-data-file {__file__} --num-ipus 2",
+            "the graphcore recipe, chosen by --num-ipus, has a default only for files",
+        ),
         ("--base-learning-rates=-16", "without their signs"),
         ("--base-learning-rates 16..x", "must be like 16..20, got '16..x'"),
         ("--base-learning-rates 16,16", "more than once"),

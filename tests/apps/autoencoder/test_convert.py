@@ -78,6 +78,7 @@ def test_the_netflix_prize_is_split_at_a_published_period(
     printed = capsys.readouterr().out
     assert "2 ratings, because 1 users and 1 items are not in training" in printed
     assert "Published: 13,675,402 ratings by 311,315 users" in printed
+    assert "The name 3m_train.txt chooses the recipe of Graphcore's" in printed
 
 
 def test_the_periods_are_the_published_ones():

@@ -10,8 +10,10 @@ import pytest
 from autoencoder_runs import command, dense, events_of, summary_of
 
 import millrace as mr
+from millrace.apps.autoencoder import baselines
 from millrace.apps.autoencoder.baselines import find_better, score_baselines
 from millrace.apps.autoencoder.config import AutoencoderConfig, recipe
+from millrace.apps.autoencoder.config.commands import SweepConfig
 from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.data import RatingData, subtract_biases
 from millrace.config import ConfigurationError, parse
@@ -124,6 +126,66 @@ def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
     assert "6 recommendations for 2 users" in ended.out
 
 
+def rename_users(path, folder, name, users=("u3", "u4", "u5", "u6")):
+    """Write the ratings of some users under other names; return the file and ratings."""
+    lines = [line.split(",") for line in path.read_text().split()]
+    own = [(f"new{u[1:]}", int(i), float(r)) for u, i, r in lines if u in users]
+    file = folder / name
+    file.write_text("".join(f"{user},{item},{rating:g}\n" for user, item, rating in own))
+    return file, own
+
+
+def test_new_users_are_folded_in_when_they_are_validated(folder, trained, tmp_path, capsys):
+    given, known = rename_users(folder / "ratings.csv", tmp_path, "given.csv")
+    later, targets = rename_users(folder / "test.csv", tmp_path, "later.csv")
+    args = f"validate {trained} --validation-data-file {later} --top 5 --run-dir {tmp_path}"
+    ended = command(capsys, f"{args}/v --training-data-file {given}")
+    assert ended.status == 0, ended.err
+    assert "all of them are folded in from their ratings" in " ".join(ended.err.split())
+    found = summary_of(tmp_path / "v")["metrics"]
+    assert not any(name.startswith("test_") for name in found)  # those of the run's users
+    model = mr.autoencoder.load(trained)
+    errors, recalls = [], []
+    for user in sorted({user for user, *_ in targets}):
+        own = {item: rating for u, item, rating in known if u == user}
+        predicted = model.predict(own)
+        wanted = {item: rating for u, item, rating in targets if u == user}
+        errors += [predicted[item] - rating for item, rating in wanted.items()]
+        relevant = {item for item, rating in wanted.items() if rating >= 4}
+        best = {item for item, _ in model.recommend(own, top=5)}
+        if relevant:
+            recalls.append(len(best & relevant) / len(relevant))
+    assert found["validation_rmse"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+    assert found["validation_mae"] == pytest.approx(np.mean(np.abs(errors)))
+    assert found["validation_recall_at_5"] == pytest.approx(np.mean(recalls))
+
+
+def test_without_files_the_held_out_and_the_test_ratings_are_validated(trained, tmp_path):
+    assert command(None, f"validate {trained} --run-dir {tmp_path}/v --quiet").status == 0
+    found, summary = summary_of(tmp_path / "v")["metrics"], summary_of(trained)
+    assert found["validation_rmse"] == pytest.approx(summary["best"]["validation_rmse"])
+    assert found["test_rmse"] == pytest.approx(summary["metrics"]["test_rmse"])
+
+
+def test_new_users_without_known_ratings_are_an_error_or_left_out(
+    folder, trained, tmp_path, capsys
+):
+    later, _ = rename_users(folder / "test.csv", tmp_path, "later.csv")
+    args = f"validate {trained} --validation-data-file {later} --run-dir {tmp_path}"
+    ended = command(capsys, f"{args}/none")
+    assert ended.status == 2
+    assert "Ratings of new users are predicted from others of theirs" in ended.err
+    assert "Traceback" not in ended.err
+    later.write_text(later.read_text() + (folder / "test.csv").read_text())
+    ended = command(capsys, f"{args}/some")
+    assert ended.status == 0, ended.err
+    shown = " ".join(ended.err.split())
+    assert "4 users and 0 items do not occur" in shown
+    assert "give these users known ratings in --training-data-file" in shown
+    found = summary_of(tmp_path / "some")["metrics"]["validation_rmse"]
+    assert found == pytest.approx(summary_of(trained)["metrics"]["test_rmse"], rel=0.05)
+
+
 @pytest.mark.parametrize("rows", ["users", "items"])
 def test_simple_models_match_numpy(rows):
     users, items, values = make_ratings(2)
@@ -154,6 +216,22 @@ def test_simple_models_match_numpy(rows):
         output = np.clip((x @ weights)[later.users, later.items] + base, 0.5, 5)
         expected.append(np.sqrt(np.mean((output - actual) ** 2)))
     assert found["linear items"] == pytest.approx(min(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["rating", "ranking"])
+def test_a_run_without_linear_items_says_so(
+    folder, objective, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(baselines._MOST_ITEMS, "cpu", NUM_ITEMS - 1)
+    args = f"train --training-data-file {folder}/ratings.csv --epochs 1 "
+    ended = command(capsys, f"{args}--objective {objective} --run-dir {tmp_path}/run")
+    assert ended.status == 0, ended.err
+    reason = "not computed: there are 120 items, and its closed form is for up to 119 on a"
+    assert " ".join(ended.err.split()).count(reason) == 2  # at the start and at the end
+    summary = summary_of(tmp_path / "run")
+    assert summary["linear_items"].startswith(reason)
+    assert ("the network ranks alone" in ended.err) == (objective == "ranking")
+    assert all("linear items" not in simple for simple in summary["baselines"].values())
 
 
 def test_a_model_that_loses_says_so(folder, tmp_path, capsys):
@@ -234,6 +312,59 @@ def test_options_of_the_reference_choose_its_recipe(folder, options):
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        "--gradient-clipping --no-selu --no-prng --batches-per-step 20 --loss-scaling 8",
+        "--no-dropout",
+        "--learning-rate-decay 1,0.1,0.01",
+        "--multiprocessing",
+        "--select-devices 0 --build-init --logdir logs",
+        "--precision 16.16",
+    ],
+)
+def test_ordinary_options_do_not_change_the_recipe(folder, args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = shlex.split(f"--training-data-file {folder}/ratings.csv {args}")
+    config, _ = parse(AutoencoderConfig, given, program="x")
+    assert config.recipe == "modern" and config.recipe_reason is None
+    assert config.data.subtract_biases and config.resolved_batch_size == 8
+    for name, value in {
+        "no_dropout": config.model.dropout_rate is None,
+        "gradient_clipping": config.plan.loss_scaling == 8 and config.model.no_selu,
+        "learning_rate_decay": config.training.decay_factors == [1, 0.1, 0.01]
+        and not config.training.has_cosine_schedule,
+        "multiprocessing": config.early_stopping is None and config.validates_async,
+        "precision": config.training.loss_scaling == "dynamic",
+    }.items():
+        assert value == (f"--{name.replace('_', '-')}" in given), name
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ("--base-learning-rate -14 --size 128 --batch-size 8", "--base-learning-rate"),
+        ("--detached-refeeding --size 128 --batch-size 8", "--detached-refeeding"),
+        ("", "the file name 3m_train.txt"),
+        ("--base-learning-rate -14", "--base-learning-rate and the file name 3m_train.txt"),
+    ],
+)
+def test_a_run_says_what_has_chosen_the_recipe_of_the_reference(
+    folder, tmp_path, capsys, args, reason
+):
+    is_named = "file name" in reason
+    file = tmp_path / ("3m_train.txt" if is_named else "mine.txt")
+    file.write_text((folder / "ratings.csv").read_text())
+    run = f"train --training-data-file {file} {args} --epochs 0.1 --run-dir {tmp_path}/run"
+    ended = command(capsys, run)
+    assert ended.status == 0, ended.err
+    shown = " ".join(ended.err.split())
+    assert f"The graphcore recipe is chosen by {reason}: it has" in shown
+    assert "--recipe modern has settings for your own ratings" in shown
+    ended = command(capsys, f"{run}-again --recipe graphcore")
+    assert ended.status == 0 and "is chosen by" not in ended.err
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         ("--recipe modern --data random", "random ones have nothing to learn"),
@@ -296,6 +427,33 @@ def test_items_are_liked_from_a_fraction_of_the_scale(folder):
     assert choose(folder)["positive_from"] == 4
     assert choose(folder, rating_range=[0.5, 10.0])["positive_from"] == 8
     assert choose(folder, rating_range=[0.5, 10.0], positive_from=6)["positive_from"] == 6
+
+
+def test_a_sweep_of_own_ratings_has_the_settings_of_the_recipe(folder):
+    words = f"--training-data-file {folder}/ratings.csv --dropout-rates 0.2 0.4"
+    config, _ = parse(SweepConfig, words.split(), program="x")
+    alone, _ = parse(AutoencoderConfig, words.split()[:2], program="x")
+    assert config.recipe == "modern" and config.num_trials == 8
+    assert (config.data, config.model) == (alone.data, alone.model)
+    assert config.training == alone.training and config.steps_per_log == 40
+    assert alone.learning_rate in config.learning_rates
+    own = f"{words} --learning-rates 0.1 --batch-size 4 --steps-per-log 3"
+    config, _ = parse(SweepConfig, own.split(), program="x")
+    assert config.learning_rates == [0.1] and config.resolved_batch_size == 4
+    assert config.steps_per_log == 3
+
+
+def test_the_best_of_a_sweep_of_own_ratings_can_be_trained_alone(folder, tmp_path):
+    args = f"sweep --training-data-file {folder}/ratings.csv --epochs 2 --quiet "
+    args += "--learning-rates 1e-4 0.02 --input-offset 0 --weight-decay 1e-4 "
+    assert command(None, f"{args}--run-dir {tmp_path}/sweep").status == 0
+    best = summary_of(tmp_path / "sweep")["best"]
+    assert best["learning_rate"] == 0.02
+    args = f"train --config best --config-path {tmp_path}/sweep/best.yml --quiet "
+    assert command(None, f"{args}--run-dir {tmp_path}/run").status == 0
+    trained = summary_of(tmp_path / "run")
+    assert trained["best"]["validation_rmse"] == pytest.approx(best["value"], rel=1e-4)
+    assert "linear items" in trained["baselines"]["validation_rmse"]
 
 
 def test_too_few_ratings_to_hold_out_are_an_error(tmp_path, capsys):

@@ -222,8 +222,8 @@ def test_another_validation_file_must_have_the_same_ids(trained, tmp_path, capsy
     other.write_text("nobody\tnothing\t3\n")
     args = f"validate --checkpoint {trained} --run-dir {tmp_path}/v "
     ended = command(capsys, args + f"--validation-data-file {other}")
-    assert ended.status == 1
-    assert "Are the identifiers the same?" in ended.err
+    assert ended.status == 2
+    assert "Are they from the same dataset?" in ended.err
     ended = command(capsys, args + f"--training-data-file {other} --quiet")
     assert ended.status in (1, 2) and "Traceback" not in ended.err
 

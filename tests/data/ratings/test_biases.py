@@ -34,18 +34,49 @@ def test_additive_biases_are_recovered():
     assert np.abs(weak.of_column).mean() < 0.7 * np.abs(fitted.of_column).mean()
 
 
-def test_the_biases_are_the_least_squares_solution():
-    ratings = random_ratings(40, 30, 500, seed=1)
-    fitted = fit_biases(ratings, strength=5.0)
-    users = np.repeat(np.arange(40), ratings.num_ratings_by_user)
-    values, count = np.float64(ratings.values), ratings.num_ratings
-    design = np.zeros((count + 70, 70))
-    design[np.arange(count), users] = design[np.arange(count), 40 + ratings.items] = 1
-    design[count:] = np.sqrt(5.0) * np.eye(70)
-    target = np.append(values - values.mean(), np.zeros(70))
-    solved = np.linalg.lstsq(design, target, rcond=None)[0]
-    np.testing.assert_allclose(fitted.of_column, solved[40:], atol=2e-3)
-    np.testing.assert_allclose(fitted.of_rows(ratings), solved[:40], atol=2e-3)
+def make_sparse(num_users=2000, num_items=1200, num_ratings=40_000):
+    """Return ratings of which a few users and items have most, as in real data."""
+    random = np.random.default_rng(3)
+    users = (num_users * random.random(num_ratings) ** 3).astype(int)
+    items = (num_items * random.random(num_ratings) ** 3).astype(int)
+    of_user, of_item = random.normal(0, 0.5, num_users), random.normal(0, 0.6, num_items)
+    noisy = 3.5 + of_user[users] + of_item[items] + random.normal(0, 0.9, num_ratings)
+    ids = {"user_ids": np.arange(num_users), "item_ids": np.arange(num_items)}
+    return from_events(users, items, np.clip(np.round(noisy), 1, 5), **ids)
+
+
+def solve_densely(ratings, strength):
+    """Return the biases of users and of items by the normal equations."""
+    num_users, size = ratings.num_users, ratings.num_users + ratings.num_items
+    values = np.float64(ratings.values)
+    columns = np.stack([ratings.users, num_users + ratings.items], axis=1)
+    equations, sums = strength * np.eye(size), np.zeros(size)
+    for one, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        np.add.at(equations, (columns[:, one], columns[:, other]), 1)
+    np.add.at(sums, columns, (values - values.mean())[:, None])
+    solved = np.linalg.solve(equations, sums)
+    return solved[:num_users], solved[num_users:]
+
+
+@pytest.mark.parametrize("strength", [0.5, 5.0, 10.0])
+def test_the_biases_are_the_least_squares_solution(strength):
+    ratings = make_sparse()
+    of_user, of_item = solve_densely(ratings, strength)
+    fitted = fit_biases(ratings, strength)
+    np.testing.assert_allclose(fitted.of_column, of_item, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(fitted.of_rows(ratings), of_user, rtol=0, atol=1e-6)
+    turned = fit_biases(transpose(ratings), strength)
+    np.testing.assert_allclose(turned.of_column, of_user, rtol=0, atol=1e-6)
+
+
+def test_biases_without_shrinkage_explain_ratings_that_do_not_overlap():
+    users, items, values = np.array([[0, 0, 2], [0, 1, 3], [1, 3, 5]])
+    ids = {"user_ids": np.arange(4), "item_ids": np.arange(5)}
+    ratings = from_events(users, items, values.astype(np.float32), **ids)
+    fitted = fit_biases(ratings, strength=0.0)
+    found = fitted.subtract(ratings, ratings)
+    np.testing.assert_allclose(found.biases.lookup(users, items), values, atol=1e-5)
+    assert np.isfinite(fitted.of_column).all() and np.isfinite(found.biases.of_user).all()
 
 
 def test_residuals_plus_biases_are_the_ratings_and_no_residual_is_zero():

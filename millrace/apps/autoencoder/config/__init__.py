@@ -70,6 +70,16 @@ class TrainingConfig:
     model: ModelOptions = ModelOptions()
     training: TrainingOptions = TrainingOptions()
     run: RunOptions = RunOptions()
+    recipe: Literal["auto", "modern", "graphcore"] = "auto"
+    """What options that are not given stand for: settings for the size of your own ratings
+    (modern), or the defaults of Graphcore's application (graphcore). auto is modern for a
+    training file, unless it has a name of that application or there is an option of its
+    learning rates or --detached-refeeding; the run says so."""
+    recipe_reason: str | None = field(
+        default=None,
+        metadata=_MAY_CHANGE | TRANSIENT | {"hidden": True, "may_differ": True},
+    )
+    """The options or the file name that chose the graphcore recipe."""
 
     def __post_init__(self) -> None:
         self.data.check_source()
@@ -101,12 +111,13 @@ class TrainingConfig:
     @property
     def resolved_size(self) -> int:
         """The size of the model, after defaults."""
-        return self.model.size or self.data.default_for("size")
+        return self.model.size or self.data.default_for("size", self.recipe_reason)
 
     @property
     def resolved_batch_size(self) -> int:
         """Rows per weight update, after defaults."""
-        return self.training.batch_size or self.data.default_for("batch_size")
+        given = self.training.batch_size
+        return given or self.data.default_for("batch_size", self.recipe_reason)
 
     @property
     def resolved_validation_batch_size(self) -> int:
@@ -153,10 +164,6 @@ class AutoencoderConfig(TrainingConfig):
         ("rows", "optimizer", "learning_rate", "precision"), "by recipe"
     )
 
-    recipe: Literal["auto", "modern", "graphcore"] = "auto"
-    """What options that are not given stand for: settings for the size of your own ratings
-    (modern), or the defaults of Graphcore's application (graphcore). auto is modern for a
-    training file, unless it has a name or an option of that application."""
     base_learning_rate: float = -16.0
     """Exponent of the learning rate, which is 2^EXPONENT x batch_size."""
     learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
@@ -173,7 +180,8 @@ class AutoencoderConfig(TrainingConfig):
     The best checkpoint is chosen by NDCG@10."""
     search: int | None = field(default=None, metadata=_MAY_CHANGE)
     """Train this many models together on one device, with settings around those of the
-    options, drop the worse half several times, and keep the best by validation error."""
+    options, drop the worse half several times, and keep the best by validation error. It
+    is for the objective rating."""
     search_over: list[Searched] = field(default_factory=list)
     """Options that a search varies: learning_rate, weight_decay, dropout_rate and
     input_dropout_rate (default: all of them)."""

@@ -17,6 +17,7 @@ from millrace.apps.autoencoder.config import (
     check_lengths,
     choose_example,
 )
+from millrace.apps.autoencoder.config.recipe import expand_training_options
 from millrace.apps.autoencoder.config.training import Hyperparameters, parse_numbers
 from millrace.config import STORED, ConfigurationError
 from millrace.run.options import ShortRunOptions, Which
@@ -30,6 +31,10 @@ _MOST_MODELS = 1000
 """Bound on the models of a range; a larger one is a typo."""
 _OUTPUT_SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".parquet")
 _TOLERANCE = 1e-6
+_NOT_IN_SWEEPS = ("learning_rate", "early_stopping", "steps_per_log")
+"""Options of the modern recipe that a sweep does not take over."""
+_RATE_FACTORS = (0.25, 0.5, 1.0, 2.0)
+"""The learning rates of a sweep with the modern recipe, relative to that of the recipe."""
 _DEFAULT_EXPONENTS = "12.5,13,13.5,14,14.5,15,15.5,16,16.5,17,17.5,18,18.5,19,19.5,20"
 
 
@@ -48,7 +53,7 @@ class SweepConfig(TrainingConfig):
     """Train recommenders with different learning rates or other settings, all together."""
 
     common_options: ClassVar = (
-        *("training_data_file", "validation_data_file", "data", "rows"),
+        *("training_data_file", "validation_data_file", "data", "recipe", "rows"),
         *("size", "dropout_rate", "untied_decoder", "no_dense_refeeding"),
         *("epochs", "batch_size", "weight_decay", "optimizer"),
         *("learning_rates", "base_learning_rates", "dropout_rates"),
@@ -83,16 +88,23 @@ class SweepConfig(TrainingConfig):
     def start_from_named(named: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """Return a named configuration; without ratings, it means random ones."""
         del given
-        return {"data": None} | named
+        return {"data": None, "recipe": "graphcore"} | named
 
     @staticmethod
     def expand_options(values: dict[str, Any]) -> dict[str, Any]:
         """Choose ratings to learn from, and rates that suit them, if none are given."""
+        has_rates = bool({"learning_rates", "base_learning_rates", "num_ipus"} & {*values})
         if any(name in values for name in SOURCES):
-            return values
-        example = choose_example(values)
+            expanded = expand_training_options(values)
+            dropped = {*_NOT_IN_SWEEPS} - {*values}
+            chosen = {name: v for name, v in expanded.items() if name not in dropped}
+            if not has_rates and "learning_rate" in expanded:
+                rate = expanded["learning_rate"]
+                chosen["learning_rates"] = [rate * factor for factor in _RATE_FACTORS]
+            return chosen
+        example = choose_example(values) | {"recipe": "graphcore"}
         example.pop("learning_rate", None)
-        if not {"learning_rates", "base_learning_rates", "num_ipus"} & values.keys():
+        if not has_rates:
             example["learning_rates"] = [0.003, 0.01, 0.02, 0.03]
         return example | values
 

@@ -162,15 +162,20 @@ class DataOptions:
             return _SYNTHETIC_SETTINGS
         return REFERENCE_SETTINGS.get(self.training_data_file.name.removesuffix(".gz"))
 
-    def default_for(self, option: str) -> int:
-        """Return the reference value of ``size`` or ``batch_size`` for this data."""
+    def default_for(self, option: str, recipe_reason: str | None = None) -> int:
+        """Return the reference value of ``size`` or ``batch_size`` for this data.
+
+        `recipe_reason` is what chose the graphcore recipe, if that was not asked for.
+        """
         if (settings := self.reference_settings) is not None:
             return getattr(settings, option)
         file = self.training_data_file
         assert file is not None
         if not file.exists():
             raise ValueError(f"There is no training_data_file {file}.")
+        chosen = f", chosen by {recipe_reason}," if recipe_reason else ""
         raise ValueError(
-            f"{option} must be given for {file.name}: there is a default only for files "
-            f"called {', '.join(REFERENCE_SETTINGS)}."
+            f"{option} must be given for {file.name}: the graphcore recipe{chosen} has a "
+            f"default only for files called {', '.join(REFERENCE_SETTINGS)}. Give it, or "
+            "--recipe modern, which chooses it for any file."
         )

@@ -16,11 +16,17 @@ from millrace.data.ratings.counts import Counts, count_arrays, count_file
 Values = dict[str, Any]
 
 _GRAPHCORE_ONLY = (
-    *("base_learning_rate", "learning_rate_decay", "loss_scaling", "gradient_clipping"),
-    *("no_selu", "no_dropout", "no_prng", "detached_refeeding", "batches_per_step"),
-    *("select_devices", "multiprocessing", "build_init", "logdir", "testing_on_checkpoint"),
+    *("base_learning_rate", "base_learning_rates", "num_ipus", "detached_refeeding"),
 )
-"""Options that nobody gives who does not know Graphcore's application."""
+"""Options that choose the graphcore recipe: the modern one does without them."""
+_REPLACES = {
+    "base_learning_rate": "learning_rate",
+    "learning_rate_decay": "learning_rate_schedule",
+    "no_dropout": "dropout_rate",
+    "multiprocessing": "early_stopping",
+}
+"""Options that take the place of one of the modern recipe."""
+_FULL_PRECISION = "32.32"
 
 _MANY_USERS = 50_000
 """Above this many users, rows are users: a column for each would make the network large."""
@@ -47,14 +53,14 @@ _MODERN: Values = {
     **{"clip_predictions": True},
     **{"size": 128, "untied_decoder": True, "no_dense_refeeding": True},
     **{"zero_output_layer": True, "dropout_rate": 0.5, "learning_rate": 0.02},
-    **{"precision": "32.32", "loss_scaling": 1.0, "steps_per_log": 5},
+    **{"precision": _FULL_PRECISION, "loss_scaling": 1.0, "steps_per_log": 5},
 }
 _RANKING: Values = {
     **{"rows": "users", "size": 256, "untied_decoder": True, "dropout_rate": 0.0},
     **{"input_dropout_rate": 0.5, "optimizer": "Adam"},
     **{"learning_rate": 1e-3, "learning_rate_schedule": "cosine", "weight_decay": 0.0},
     **{"batch_size": 64, "epochs": 20.0, "early_stopping": 6},
-    **{"precision": "32.32", "loss_scaling": 1.0, "steps_per_log": 5},
+    **{"precision": _FULL_PRECISION, "loss_scaling": 1.0, "steps_per_log": 5},
 }
 """Chosen on MovieLens-1M, 500 and 1,000 of its users, and 7,900 users of Netflix."""
 _MANY_RANKED: Values = {"batch_size": 256, "epochs": 10.0, "early_stopping": 3}
@@ -78,31 +84,49 @@ _FOR_MANY_USERS: Values = {
 
 def expand_training_options(values: Values) -> Values:
     """Choose the recipe, and complete the options with it."""
-    recipe = values.get("recipe") or "auto"
-    if recipe == "auto":
-        recipe = "modern" if _is_modern(values) else "graphcore"
+    if (recipe := values.get("recipe") or "auto") == "auto":
+        reasons = _find_reasons(values)
+        values = values | {"recipe_reason": " and ".join(reasons) or None}
+        is_modern = _has_own_ratings(values) and not reasons
+        recipe = "modern" if is_modern else "graphcore"
     values = values | {"recipe": recipe}
     return _complete(values) if recipe == "modern" else values
 
 
-def _is_modern(values: Values) -> bool:
-    """Whether these are the user's own ratings, without options of the reference."""
-    if values.get("objective") == "ranking" and values.get("data") == "generated":
-        return True
+def _has_own_ratings(values: Values) -> bool:
+    """Whether there are ratings to learn from, for which the modern recipe is made."""
+    if values.get("testing_on_checkpoint") is not None:
+        return False  # the checkpoint has its own options
+    if values.get("data") == "generated":
+        return values.get("objective") == "ranking"
     if values.get("data") not in (None, "file"):
         return False
-    if any(values.get(name) is not None for name in _GRAPHCORE_ONLY):
-        return False
-    if values.get("arrays") is not None:
-        return True
+    return any(values.get(name) is not None for name in ("arrays", "training_data_file"))
+
+
+def _find_reasons(values: Values) -> list[str]:
+    """Return what asks for Graphcore's recipe: options and the name of a file."""
+    if not _has_own_ratings(values) or values.get("data") == "generated":
+        return []
+    reasons = [flag(name) for name in _GRAPHCORE_ONLY if _is_given(values, name)]
     file = values.get("training_data_file")
-    return (
-        file is not None and Path(file).name.removesuffix(".gz") not in REFERENCE_SETTINGS
-    )
+    if file is not None and Path(file).name.removesuffix(".gz") in REFERENCE_SETTINGS:
+        reasons.append(f"the file name {Path(file).name}")
+    return reasons
+
+
+def _is_given(values: Values, name: str) -> bool:
+    # An exponent of 0 is given; only options that are off are not.
+    return values.get(name) is not None and values[name] is not False
 
 
 def _complete(values: Values) -> Values:
     """Return the options with those that are not given from the modern recipe."""
+    if _is_given(values, "detached_refeeding"):
+        raise ConfigurationError(
+            "The modern recipe trains without re-feeding. Leave out "
+            f"{flag('detached_refeeding')}, or give --recipe graphcore."
+        )
     counts = _count(values)
     settings = _choose_settings(values, counts)
     settings["batch_size"] = _fitting_batch(
@@ -115,6 +139,8 @@ def _complete(values: Values) -> Values:
     settings.setdefault("weight_decay", _choose_weight_decay(counts.ratings))
     _, largest = values.get("rating_range") or DataOptions().rating_range
     settings.setdefault("positive_from", float(f"{_LIKED_FROM * largest:.6g}"))
+    if values.get("precision", _FULL_PRECISION) != _FULL_PRECISION:
+        del settings["loss_scaling"]  # dynamic, as 16 bits need it
     if values.get("no_validation"):
         del settings["early_stopping"]
     elif not _has_validation(values):
@@ -122,7 +148,9 @@ def _complete(values: Values) -> Values:
         settings["validation_fraction"] = float(f"{fraction:.3g}")
     if values.get("learning_rate_schedule", "cosine") != "cosine":
         settings.pop("learning_rate_schedule", None)
-    return settings | {name: value for name, value in values.items() if value is not None}
+    replaced = {other for name, other in _REPLACES.items() if _is_given(values, name)}
+    kept = {name: value for name, value in settings.items() if name not in replaced}
+    return kept | {name: value for name, value in values.items() if value is not None}
 
 
 def _choose_settings(values: Values, counts: Counts) -> Values:
