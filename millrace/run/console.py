@@ -13,6 +13,7 @@ from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
 from millrace.plan import Plan
+from millrace.report.best import describe_checkpoint
 from millrace.run.bar import (
     TRAINING,
     Bar,
@@ -324,6 +325,7 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         summary["status"]: result,
         **divergence_rows(summary),
+        **rising_loss_rows(summary),
         **shown,
         **best_rows(summary.get("best") or {}),
     }
@@ -347,9 +349,8 @@ def best_rows(best: Mapping[str, Any]) -> dict[str, str]:
         text += f" at update {best['update']:,}"
     if best.get("epoch") is not None:
         text += f", epoch {best['epoch']:g}"
-    if best.get("checkpoint") is not None:
-        text += f" ({best['checkpoint']})"
-    return {"best": text}
+    place = describe_checkpoint(best)
+    return {"best": f"{text} ({place})" if place else text}
 
 
 def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -363,10 +364,23 @@ def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def rising_loss_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return a table row about a run whose loss is larger at the end than at its start."""
+    if not (rising := summary.get("rising_loss")):
+        return {}
+    return {
+        "loss rose": f"the training loss was {format_number(rising['first_loss'])} at the "
+        f"start and {format_number(rising['loss'])} in the last {rising['updates']} "
+        "updates; use a smaller --learning-rate"
+    }
+
+
 def result_styles(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the colors of the rows: green only for a run that is as it should be."""
-    fine = summary["status"] == "completed" and not summary.get("diverged")
-    return {summary["status"]: "green" if fine else "yellow", "diverged": "bold red"}
+    is_worse = summary.get("diverged") or summary.get("rising_loss")
+    fine = summary["status"] == "completed" and not is_worse
+    colors = {summary["status"]: "green" if fine else "yellow"}
+    return colors | {"diverged": "bold red", "loss rose": "bold yellow"}
 
 
 def time_and_memory_rows(summary: Mapping[str, Any]) -> dict[str, str]:
