@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
+from rich.text import Text
 
 from millrace.distributed.progress import enter_phase, move, reach_update
 from millrace.loop.event_schedule import EventSchedule
@@ -75,6 +76,7 @@ class Console:
         self._in_notebook = in_notebook()
         self._shown = Progression()
         self._bar: Bar | None = None
+        self._cell_output: Any = None
         self._line_time = time.perf_counter()
         self._printed: set[str] = set()
         self._clock_start = time.perf_counter()
@@ -112,11 +114,17 @@ class Console:
         self, rows: Mapping[str, Any], styles: Mapping[str, str] | None = None
     ) -> None:
         """Print names and values in two columns, some in a style such as a color."""
-        width = max(map(len, rows), default=0)
-        for name, value in rows.items():
-            if not self._quiet:
-                text = self._wrap(f"{name:<{width}}  {value}", width + 2)
-                self._print(text, (styles or {}).get(name))
+        if self._quiet or not rows:
+            return
+        width = max(map(len, rows))
+        lines = [
+            Text(
+                self._wrap(f"{name:<{width}}  {value}", width + 2),
+                (styles or {}).get(name, ""),
+            )
+            for name, value in rows.items()
+        ]
+        self._print(Text("\n").join(lines))  # at once: a notebook has an output for each
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Start to show progress over `total` updates.
@@ -130,8 +138,9 @@ class Console:
         if elapsed is not None:
             self._end_phase()
             self._clock_start = time.perf_counter() - elapsed
-        self._close_bar()
         self._shown = Progression(total, done)
+        if self._bar is not None:
+            self._bar.show(self._shown)
         self._open_bar()
 
     def status(self, what: str) -> None:
@@ -176,7 +185,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(at_once=True)
         elif self._in_notebook:
-            self._bar = NotebookBar(self._shown)
+            self._bar = NotebookBar(self._shown, self._cell_output)
+            self._cell_output = self._bar.output
         else:
             self._bar = TerminalBar(self._rich, self._shown)
 
@@ -226,7 +236,7 @@ class Console:
         lines = [line for part in parts for line in part or [""]]
         return head + ("\n" + " " * indent).join(lines)
 
-    def _print(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str | Text, style: str | None = None) -> None:
         self._line_time = time.perf_counter()
         self._rich.print(text, style=style, markup=False)
 

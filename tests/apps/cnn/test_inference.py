@@ -391,7 +391,9 @@ def test_real_data_are_measured_in_whole_passes_until_the_figure_is_stable(
 
     now, done = [100.0], [0]
     config = parsed("--batch-size 64")
-    monkeypatch.setattr("millrace.apps.cnn.inference.feed.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "millrace.apps.cnn.inference.feed.time.perf_counter", lambda: now[0]
+    )
     with build_feed(config, data.load(config.train_config), 64) as feed:
         monkeypatch.setattr(feed, "_evaluate", evaluate)
         measured = feed.run(None)
