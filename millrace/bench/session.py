@@ -31,7 +31,7 @@ from millrace.bench.spec import Entry
 from millrace.bench.torch_peer import TorchPeer, require_torch
 from millrace.bench.workload import CannotRun, Workload, measure
 from millrace.config import flat_options, option_value, replace_options
-from millrace.loop.activity import listening
+from millrace.loop.activity import listening, report_progress
 from millrace.program import compiling
 from millrace.run.console import Console
 
@@ -138,14 +138,17 @@ class Session:
         With several threads, all are compiled before the first is yielded, because
         compilation would disturb the measurements.
         """
-        self._show("compiling")
         if self._num_threads == 1:
             pending = {
                 name: functools.partial(self._compile, name) for name in self._entries
             }
         else:
+            self._show("compiling")
             with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:
                 futures = {name: pool.submit(self._compile, name) for name in self._entries}
+                ended = concurrent.futures.as_completed(futures.values())
+                for count, _ in enumerate(ended, 1):
+                    report_progress(count, len(futures))
             pending = {name: future.result for name, future in futures.items()}
         for name, compile_entry in pending.items():
             if (work := self._try(name, compile_entry)) is not None:
@@ -165,6 +168,8 @@ class Session:
             self._configs[name],
             self._config.xla_options,
         )
+        if self._num_threads == 1:
+            self._show("compiling", name)
         work = build_workload(entry, config, self._devices)
         work.compile(options)
         work.estimate_cost()
@@ -187,7 +192,7 @@ class Session:
     def _measure(self, name: str, work: Workload) -> None:
         repeat, seconds = self._config.repeat, self._config.seconds
         most = max(self._config.max_seconds, seconds)
-        self._show(f"measuring {name}")
+        self._show("measuring", name)
         figures = self._try(name, lambda: measure(work, repeat, seconds, most))
         if figures is not None:
             figures |= roofline_shares(figures, self._results["limits"])
@@ -218,7 +223,7 @@ class Session:
         figures = self._figures[name]
         if self._config.peer == "torch" and figures["status"] == "measured":
             if name in peer.works:
-                self._show(f"measuring {name} in PyTorch")
+                self._show("measuring in PyTorch:", name)
                 repeat, seconds = self._config.repeat, self._config.torch_seconds
                 figures |= compare_with_torch(figures, peer.measure(name, repeat, seconds))
             else:
@@ -250,10 +255,28 @@ class Session:
         elapsed = time.perf_counter() - self._started
         self._console.line(f"{elapsed:7.1f} s  {text}")
 
-    def _show(self, activity: str) -> None:
-        """Show what is being done in a bar, where there is a terminal."""
+    def _show(self, activity: str, name: str = "") -> None:
+        """Show what is being done in a bar, where there is a terminal.
+
+        Args:
+            activity: What is done.
+            name: The entry that it is done with, if it is one.
+        """
+        if name:
+            activity = _describe_activity(activity, name, list(self._entries))
         if self._console.live:
             self._console.status(activity)
+
+
+def _describe_activity(activity: str, name: str, names: Sequence[str]) -> str:
+    """Return an activity with its entry, and which of several entries it is.
+
+    >>> _describe_activity("measuring", "b", ["a", "b"])
+    'measuring b, 2 of 2 entries'
+    """
+    if len(names) == 1:
+        return f"{activity} {name}"
+    return f"{activity} {name}, {names.index(name) + 1} of {len(names)} entries"
 
 
 def find_unmeasured(

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import functools
 import logging
+import math
 import statistics
 import time
 from typing import Any
@@ -147,7 +148,8 @@ def _time_blocks(
     measured = Stability(repeat, block_seconds=0.0, max_seconds=max_seconds)
     work.run(0.0)  # dropped: caches and queues were still filling
     while not measured.is_done:
-        report_progress(len(measured.rates), None)
+        # A figure that is stable earlier ends the measurement.
+        report_progress(int(measured.seconds), math.ceil(max_seconds))
         started = time.perf_counter()
         units = work.run(seconds / repeat)
         elapsed = time.perf_counter() - started

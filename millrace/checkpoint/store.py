@@ -319,7 +319,12 @@ def _snapshot(leaf: Any) -> Any:
         return _snapshot(leaf)
     if leaf.sharding.memory_kind not in (None, _device_memory(leaf)):
         return leaf
-    return jnp.copy(leaf)
+    (device, *_) = leaf.sharding.device_set
+    if device.platform != "cpu" or is_prng_key(leaf):
+        return jnp.copy(leaf)
+    # A copy on the device is compiled for each shape. Next to another compilation, such as
+    # that of a validation that Ctrl-C has cut, 46 of them took 4 s on a CPU.
+    return np.array(jax.device_get(leaf))
 
 
 def _device_memory(leaf: jax.Array) -> str:

@@ -18,6 +18,7 @@ from millrace.distributed.environment import (
     format_mistake,
 )
 from millrace.output import drop_lost_output
+from millrace.report.best import NOT_SAVED, describe_checkpoint
 from millrace.report.record import read_events
 
 Model = TypeVar("Model")
@@ -32,11 +33,15 @@ class Best(NamedTuple):
     epoch: float | None
     checkpoint: Path | None
     """The checkpoint with these weights, unless none was written."""
+    place: str = ""
+    """The checkpoint as text: its path, or that none was written and which is the best."""
 
     def format(self) -> str:
         """Return one line: ``validation accuracy 0.75 at epoch 11``."""
         text = f"{self.metric.replace('_', ' ')} {_format_metric(self.value)}"
-        return text if self.epoch is None else f"{text} at epoch {self.epoch:g}"
+        if self.epoch is not None:
+            text += f" at epoch {self.epoch:g}"
+        return f"{text} ({NOT_SAVED})" if self.place.startswith(NOT_SAVED) else text
 
 
 def read_best(run: Path, summary: Mapping[str, Any]) -> Best | None:
@@ -51,6 +56,7 @@ def read_best(run: Path, summary: Mapping[str, Any]) -> Best | None:
         best.get("update"),
         best.get("epoch"),
         None if checkpoint is None else run / checkpoint,
+        describe_checkpoint(best),
     )
 
 
@@ -89,14 +95,18 @@ class RunResult(Generic[Model]):
     def card(self) -> Card:
         """Return what a notebook shows: status, metrics and the place of the report."""
         rows = self._outcome()
+        if self.best is not None and self.best.place:
+            rows["checkpoint"] = self.best.place
         rows |= {name: _format_metric(value) for name, value in self.metrics.items()}
         return Card("Run", rows | {"report": self.path / "report.html"})
 
     def _outcome(self) -> dict[str, str]:
         """Return how the run ended, and its best validation result."""
         status = self.summary["status"]
-        if self.summary.get("diverged"):
-            status += ", but diverged" if status == "completed" else ", diverged"
+        verdict = "diverged" if self.summary.get("diverged") else ""
+        verdict = "the loss rose" if self.summary.get("rising_loss") else verdict
+        if verdict:
+            status += f", but {verdict}" if status == "completed" else f", {verdict}"
         best = self.best
         return {"status": status} | ({} if best is None else {"best": best.format()})
 

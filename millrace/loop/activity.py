@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from millrace.distributed.signals import end_with_signal_while
+
 _POLL_SECONDS = 0.05
 
 Value = TypeVar("Value")
@@ -73,7 +75,8 @@ def run_stoppable(function: Callable[[], Value]) -> Value:
     """Call a function that computes or compiles for long, and return its result.
 
     It runs on another thread, because Python handles signals only while the main thread is
-    not in C++. If the run ends meanwhile, the thread is abandoned.
+    not in C++. If the run ends meanwhile, the thread is abandoned. If it still works when
+    the process exits, the signal ends the process: Python would crash in the thread.
 
     Raises:
         ActivityStopped: The run has been asked to end.
@@ -94,7 +97,8 @@ def run_stoppable(function: Callable[[], Value]) -> Value:
 
     context = copy_context()
     name = "millrace-activity"
-    threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
+    thread = threading.Thread(target=context.run, args=(run,), name=name, daemon=True)
+    thread.start()
     while True:
         with contextlib.suppress(TimeoutError):
             return result.result(_POLL_SECONDS)
@@ -102,4 +106,5 @@ def run_stoppable(function: Callable[[], Value]) -> Value:
             return result.result()
         listener = _listener.get()
         if listener is not None and listener.should_stop():
+            end_with_signal_while(thread.is_alive)
             raise ActivityStopped

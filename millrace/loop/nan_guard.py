@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ _FIRST_UPDATES = 10
 _SMALL_LOSS = 1.0
 """First losses below this count as this much: a loss may start close to 0."""
 _MIN_PATIENCE, _MAX_PATIENCE = 5, 100
+_RISEN = 1.5
+"""A loss that ends this many times above the first ones has not been learned from."""
+_LAST_UPDATES = 100
 
 
 _MAX_BAD_BATCHES = 1
@@ -56,6 +59,7 @@ class NonFiniteCheck:
         stop_on_divergence: Whether to stop if the loss stays non-finite or explodes.
         total_updates: Number of updates of the run; a loss has exploded if it is large for
             a twentieth of them.
+        first_losses: The losses of the first updates, if a resumed run has made them.
     """
 
     def __init__(
@@ -66,10 +70,13 @@ class NonFiniteCheck:
         *,
         stop_on_divergence: bool = False,
         total_updates: int | None = None,
+        first_losses: Iterable[float] = (),
     ) -> None:
         self.divergence: dict[str, float] | None = None
         """The update, the loss there and the first loss of a run that has diverged."""
-        self._first_losses: list[float] = []
+        self.first_losses = list(first_losses)
+        """The losses of the first updates of the run."""
+        self._last_losses = np.zeros(0)
         self._large_in_a_row = 0
         patience = (total_updates or 0) // 20
         self._patience = min(_MAX_PATIENCE, max(_MIN_PATIENCE, patience))
@@ -105,9 +112,10 @@ class NonFiniteCheck:
 
     def _check_size(self, losses: np.ndarray) -> None:
         """Report a loss that stays far above the first ones."""
-        missing = _FIRST_UPDATES - len(self._first_losses)
+        missing = _FIRST_UPDATES - len(self.first_losses)
         if missing > 0:
-            self._first_losses += np.abs(losses[:missing]).astype(float).tolist()
+            self.first_losses += losses[:missing].astype(float).tolist()
+        self._last_losses = np.append(self._last_losses, losses)[-_LAST_UPDATES:]
         first = self._find_first_loss()
         if not math.isfinite(first) or self.divergence is not None:
             return
@@ -131,9 +139,25 @@ class NonFiniteCheck:
 
     def _find_first_loss(self) -> float:
         """Return the loss at the start: that of the first update, if the next explode."""
-        if not self._first_losses:
+        if not self.first_losses:
             return math.nan
-        return min(self._first_losses[0], float(np.median(self._first_losses)))
+        sizes = np.abs(self.first_losses)
+        return float(min(sizes[0], np.median(sizes)))
+
+    def find_rise(self) -> dict[str, float] | None:
+        """Return the last loss and the first one if training has made it clearly larger.
+
+        A loss with negative values may be any objective, so it is never reported. Every one
+        of the last losses must be above the first: a single batch may be easy by chance.
+        """
+        first = self._find_first_loss()
+        last = self._last_losses[-(self._update // 2) :]
+        if len(last) < _FIRST_UPDATES or min(self.first_losses) <= 0:
+            return None
+        mean = float(last.mean())
+        if not (last.min() > first and mean > _RISEN * max(first, _SMALL_LOSS)):
+            return None
+        return {"loss": mean, "updates": len(last), "first_loss": first}
 
     def _place(self, update: int) -> str:
         if not self._updates_per_epoch:

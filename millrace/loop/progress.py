@@ -118,6 +118,8 @@ class SavedProgress(NamedTuple):
     num_events: int
     data_state: Any = None
     """The state of the dataset's iterator, if it has one."""
+    first_losses: tuple[float, ...] = ()
+    """The losses of the first updates, which later ones are compared with."""
 
     @classmethod
     def read(cls, manifest: dict[str, Any]) -> "SavedProgress":
@@ -133,6 +135,7 @@ class SavedProgress(NamedTuple):
             MetricSums.read(manifest["since_log"]),
             _read_count(manifest.get("num_events", 0)),
             manifest.get("data_state"),
+            tuple(float(loss) for loss in manifest.get("first_losses", ())),
         )
 
     def position_in(self, samples_per_element: int) -> int:

@@ -62,6 +62,7 @@ class Runner:
         stop_on_divergence: Whether a loss that stays non-finite or explodes ends the run.
             Otherwise it is a warning.
         on_compiled: Called before the first update; an error it raises ends the run.
+        loss_falls: Whether a loss that ends far above its start is a failure.
         callbacks: Called after log events, validations and checkpoints.
         trace: Records a few calls.
     """
@@ -79,6 +80,7 @@ class Runner:
         validate: Validate | AsyncValidation | None = None,
         stop_on_divergence: bool = False,
         on_compiled: Callable[[], None] | None = None,
+        loss_falls: bool = True,
         callbacks: Sequence[Callback] = (),
         trace: Trace | None = None,
     ) -> None:
@@ -93,6 +95,7 @@ class Runner:
         self._validate = None if isinstance(validate, AsyncValidation) else validate
         self._stop_on_divergence = stop_on_divergence
         self._on_compiled = on_compiled
+        self._loss_falls = loss_falls
         self._throughput = Throughput()
         self._trace = trace
         if trace is not None:
@@ -108,6 +111,7 @@ class Runner:
         self._pending: collections.deque[Call] = collections.deque()
         self._called = self._drained = 0
         self._since_log = MetricSums()
+        self._first_losses: tuple[float, ...] = ()
         self._non_finite_check: NonFiniteCheck | None = None
         self._metrics: dict[str, float] = {}
         self._validated_at = -1
@@ -126,6 +130,7 @@ class Runner:
             self._schedule.updates_per_epoch,
             stop_on_divergence=self._stop_on_divergence,
             total_updates=self._schedule.total_updates,
+            first_losses=self._first_losses,
         )
         total = self._schedule.total_updates
         self._calls = Calls(
@@ -180,10 +185,14 @@ class Runner:
         done = self._drained
         check = self._non_finite_check
         diverged = check.divergence if check is not None else None
+        rise = None
+        if check is not None and self._loss_falls and not diverged:
+            rise = check.find_rise()
         stopped_by = self._callbacks.stopped_by
         return {
             **({"stopped_by": stopped_by} if stopped_by else {}),
             **({"diverged": diverged} if diverged else {}),
+            **({"rising_loss": rise} if rise else {}),
             "updates": done,
             "samples": done * self._program.plan.batching.global_batch_size,
             "samples_per_second": self._throughput.per_second(),
@@ -218,6 +227,7 @@ class Runner:
         self._earlier_seconds = saved.time
         self._metrics = dict(saved.metrics)
         self._since_log = saved.since_log
+        self._first_losses = saved.first_losses
         self._write_lost_validation(saved)
         self._console.line(f"Resuming after update {saved.update}.")
         return self._program.place_state(restored.state)
@@ -385,6 +395,7 @@ class Runner:
     def _save(self, state: TrainState, done: int) -> None:
         if self._checkpoints is None:
             return
+        assert self._non_finite_check is not None
         self._console.status("saving a checkpoint")
         self._checkpoints.wait()
         self._send_saved()
@@ -401,6 +412,7 @@ class Runner:
             # An older validation says nothing about these weights.
             scores=self._metrics if self._validated_at == done else {},
             since_log=dataclasses.asdict(self._since_log),
+            first_losses=self._non_finite_check.first_losses,
             late_metadata=self._pending_scores(done),
             num_events=self._directory.num_events(),
             # A resumed run does not write the events before the checkpoint again, so they

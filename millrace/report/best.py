@@ -15,6 +15,8 @@ _DECISIVE = (
     *("perplexity", "loss"),
 )
 """The quantities by which runs are judged, the most telling first."""
+NOT_SAVED = "not saved"
+"""How the text about a result begins whose weights no checkpoint has."""
 _SPLITS = ("validation", "test", "", "train")
 
 
@@ -25,10 +27,13 @@ class Best(NamedTuple):
     value: float
     update: int | None = None
     epoch: float | None = None
+    place: str = ""
+    """Which checkpoint has it, as text, if that is known."""
 
     def format(self) -> str:
         """Return the value and its epoch: ``0.75 at epoch 11``."""
-        return format_number(self.value) + self.format_epoch(" at ")
+        text = format_number(self.value) + self.format_epoch(" at ")
+        return f"{text} ({NOT_SAVED})" if self.place.startswith(NOT_SAVED) else text
 
     def format_epoch(self, before: str = "") -> str:
         """Return the epoch after some text, or nothing if it is not known."""
@@ -86,7 +91,28 @@ def read_best(summary: Mapping[str, Any]) -> Best | None:
         value,
         int(update) if math.isfinite(update) else None,
         epoch if math.isfinite(epoch) else None,
+        describe_checkpoint(entry),
     )
+
+
+def describe_checkpoint(entry: Mapping[str, Any]) -> str:
+    """Return which checkpoint has the best result in a summary, and if none, the best one.
+
+    >>> describe_checkpoint({"checkpoint": "checkpoints/update-44"})
+    'checkpoints/update-44'
+    >>> other = {"value": 0.97, "epoch": 30, "checkpoint": "checkpoints/update-66"}
+    >>> describe_checkpoint({"checkpoint": None, "best_checkpoint": other})
+    'not saved; best checkpoint: 0.97 at epoch 30, checkpoints/update-66'
+    """
+    if "checkpoint" not in entry:
+        return ""
+    if entry["checkpoint"] is not None:
+        return str(entry["checkpoint"])
+    other = entry.get("best_checkpoint")
+    if not isinstance(other, dict):
+        return NOT_SAVED
+    best = Best("", as_number(other.get("value")), epoch=as_number(other.get("epoch")))
+    return f"{NOT_SAVED}; best checkpoint: {best.format()}, {other.get('checkpoint')}"
 
 
 def better_of(best: Best | None, metric: str, event: Mapping[str, Any]) -> Best | None:

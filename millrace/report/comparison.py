@@ -100,6 +100,8 @@ def _best_rows(records: Sequence[RunRecord]) -> list[list[Cell]]:
         values = [best.value if best else math.nan for best in own]
         texts = [best.format() if best else "" for best in own]
         rows.append([f"best {readable_name(metric)}", *_mark_best(metric, values, texts)])
+    if any(best and best.place for best in found):
+        rows.append(["its checkpoint", *(best.place if best else "" for best in found)])
     return rows
 
 

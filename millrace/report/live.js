@@ -150,8 +150,9 @@
         html("a", { href: `/runs/${run.id}` }, run.name), html("small", {}, run.command)),
       html("td", { class: `status-cell ${badge}` }, status(run)),
       html("td", { class: "in-best" }, run.best ? number(run.best.value) : "",
-        html("small", {}, (run.best?.title ?? "") +
-          (run.best?.epoch == null ? "" : `, epoch ${+run.best.epoch.toPrecision(4)}`))),
+        html("small", { title: run.best?.place ?? "" }, (run.best?.title ?? "") +
+          (run.best?.epoch == null ? "" : `, epoch ${+run.best.epoch.toPrecision(4)}`) +
+          (run.best?.place.startsWith("not saved") ? ", not saved" : ""))),
       ...cells);
   }
 

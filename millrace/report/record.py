@@ -27,7 +27,7 @@ _NUMBERS = (
 _TEXTS = ("status", "error", "command", "directory", "commit")
 _MAPPINGS = (
     *("metrics", "facts", "memory", "seconds", "machine", "versions", "device"),
-    *("changed_options", "best"),
+    *("changed_options", "best", "diverged", "rising_loss"),
 )
 _NUMBER_MAPPINGS = ("memory", "seconds")
 _LOSSES = ("train_loss", "loss")
@@ -77,6 +77,8 @@ class RunRecord:
         has_diverged = self.diverged_at is not None or self.summary.get("diverged")
         if self.status == "completed" and has_diverged:
             return "completed, but diverged", "diverged"
+        if self.status == "completed" and self.summary.get("rising_loss"):
+            return "completed, but the loss rose", "diverged"
         return self.status, self.status if self.status in _STATUSES else RUNNING
 
     @property

@@ -71,20 +71,7 @@ def _render_head(record: RunRecord) -> str:
         f"<h1>{escape(record.command or 'run')} · {escape(record.name)}</h1>",
         f'<p><span class="status {color}">{escape(badge)}</span></p>',
     ]
-    if (update := record.diverged_at) is not None:
-        parts.append(
-            f"<p>From update {update:,} on, the logged loss was not finite: training "
-            "diverged. A smaller learning rate may help.</p>"
-        )
-    elif isinstance(exploded := record.summary.get("diverged"), dict):
-        first, then = (
-            format_number(as_number(exploded.get(name))) for name in ("first_loss", "loss")
-        )
-        parts.append(
-            f"<p>The loss was {then} at update {as_number(exploded.get('update')):,g}, "
-            f"{first} at the start: training diverged. A smaller learning rate may "
-            "help.</p>"
-        )
+    parts.append(_render_verdict(record))
     if explanation := _EXPLANATIONS.get(status, ""):
         parts.append(f"<p>{explanation}</p>")
     if error := record.summary.get("error"):
@@ -96,6 +83,30 @@ def _render_head(record: RunRecord) -> str:
         )
     facts = value_table(record.summary.get("facts") or {})
     return "".join(parts) + _render_tiles(record) + facts
+
+
+def _render_verdict(record: RunRecord) -> str:
+    """Say whether training made the model worse."""
+    if (update := record.diverged_at) is not None:
+        return (
+            f"<p>From update {update:,} on, the logged loss was not finite: training "
+            "diverged. A smaller learning rate may help.</p>"
+        )
+    summary = record.summary
+    if found := summary.get("diverged"):
+        where, what = f"at update {as_number(found.get('update')):,g}", "diverged"
+    elif found := summary.get("rising_loss"):
+        where = f"in the last {as_number(found.get('updates')):g} updates"
+        what = "made the model worse"
+    else:
+        return ""
+    first, then = (
+        format_number(as_number(found.get(name))) for name in ("first_loss", "loss")
+    )
+    return (
+        f"<p>The loss was {then} {where}, {first} at the start: training {what}. A smaller "
+        "learning rate may help.</p>"
+    )
 
 
 class _Tile(NamedTuple):
@@ -131,7 +142,8 @@ def _put_best_first(record: RunRecord, tiles: dict[str, _Tile]) -> list[_Tile]:
     best = find_best(record)
     if best is None or split_metric(best.metric)[0] in ("train", ""):
         return list(tiles.values())
-    when, name = best.format_epoch("at "), readable_name(best.metric)
+    name = readable_name(best.metric)
+    when = ", ".join(part for part in (best.format_epoch("at "), best.place) if part)
     # A sweep has the error of its best trial as a metric.
     tiles = {n: tile for n, tile in tiles.items() if not n.startswith("best_")}
     last = tiles.pop(best.metric, None)

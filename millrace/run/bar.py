@@ -127,6 +127,9 @@ def _short(name: str) -> str:
 class Bar(Protocol):
     """Shows a progression until it is closed."""
 
+    def show(self, shown: Progression) -> None:
+        """Show another progression from now on."""
+
     def update(self, *, at_once: bool = False) -> None:
         """Show a change, soon or at once."""
 
@@ -143,16 +146,21 @@ class TerminalBar:
         self._metrics = Column(no_wrap=True, overflow="ellipsis", ratio=0)
         self._progress = _Line(
             SpinnerColumn(),
-            _TextOf(lambda: shown.activity),
+            _TextOf(lambda: self._shown.activity),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
-            _TextOf(lambda: shown.counts, "progress.download"),
-            _TextOf(lambda: shown.metrics, column=self._metrics),
-            _TextOf(lambda: shown.times, "progress.remaining"),
+            _TextOf(lambda: self._shown.counts, "progress.download"),
+            _TextOf(lambda: self._shown.metrics, column=self._metrics),
+            _TextOf(lambda: self._shown.times, "progress.remaining"),
             console=console,
         )
         self._task: TaskID = self._progress.add_task("", total=None)
         self.update()
         self._progress.start()
+
+    def show(self, shown: Progression) -> None:
+        """Show another progression from now on."""
+        self._shown = shown
+        self.update(at_once=True)
 
     def update(self, *, at_once: bool = False) -> None:
         """Show a change, by default at the next of ten refreshes per second."""
@@ -200,19 +208,28 @@ class _TextOf(ProgressColumn):
 
 
 class NotebookBar:
-    """One output of a notebook cell that is updated twice per second."""
+    """One output of a notebook cell that is updated twice per second.
 
-    def __init__(self, shown: Progression) -> None:
+    Args:
+        shown: What it shows.
+        output: The output of an earlier bar, which it continues.
+    """
+
+    def __init__(self, shown: Progression, output: Any = None) -> None:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         self._shown = shown
         self._closed = threading.Event()
         # With display_id, it is never None.
-        self._handle: Any = display(self._content(), raw=True, display_id=True)
+        self.output = output or display(self._content(), raw=True, display_id=True)
         # In the context of the cell, so that the output goes there.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._tick,), daemon=True)
         self._thread.start()
+
+    def show(self, shown: Progression) -> None:
+        """Show another progression from the next tick on."""
+        self._shown = shown
 
     def update(self, *, at_once: bool = False) -> None:
         """Show a change at the next tick."""
@@ -222,11 +239,11 @@ class NotebookBar:
         """Remove the bar."""
         self._closed.set()
         self._thread.join()
-        self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
+        self.output.update({"text/plain": "", "text/html": ""}, raw=True)
 
     def _tick(self) -> None:
         while not self._closed.wait(_TICK_SECONDS):
-            self._handle.update(self._content(), raw=True)
+            self.output.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
         shown = self._shown

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
+from rich.text import Text
 
 from millrace.distributed.progress import enter_phase, move, reach_update
 from millrace.loop.event_schedule import EventSchedule
 from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
 from millrace.plan import Plan
+from millrace.report.best import describe_checkpoint
 from millrace.run.bar import (
     TRAINING,
     Bar,
@@ -74,6 +76,7 @@ class Console:
         self._in_notebook = in_notebook()
         self._shown = Progression()
         self._bar: Bar | None = None
+        self._cell_output: Any = None
         self._line_time = time.perf_counter()
         self._printed: set[str] = set()
         self._clock_start = time.perf_counter()
@@ -111,11 +114,17 @@ class Console:
         self, rows: Mapping[str, Any], styles: Mapping[str, str] | None = None
     ) -> None:
         """Print names and values in two columns, some in a style such as a color."""
-        width = max(map(len, rows), default=0)
-        for name, value in rows.items():
-            if not self._quiet:
-                text = self._wrap(f"{name:<{width}}  {value}", width + 2)
-                self._print(text, (styles or {}).get(name))
+        if self._quiet or not rows:
+            return
+        width = max(map(len, rows))
+        lines = [
+            Text(
+                self._wrap(f"{name:<{width}}  {value}", width + 2),
+                (styles or {}).get(name, ""),
+            )
+            for name, value in rows.items()
+        ]
+        self._print(Text("\n").join(lines))  # at once: a notebook has an output for each
 
     def start(self, total: int, done: int, elapsed: float | None = None) -> None:
         """Start to show progress over `total` updates.
@@ -129,8 +138,9 @@ class Console:
         if elapsed is not None:
             self._end_phase()
             self._clock_start = time.perf_counter() - elapsed
-        self._close_bar()
         self._shown = Progression(total, done)
+        if self._bar is not None:
+            self._bar.show(self._shown)
         self._open_bar()
 
     def status(self, what: str) -> None:
@@ -175,7 +185,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(at_once=True)
         elif self._in_notebook:
-            self._bar = NotebookBar(self._shown)
+            self._bar = NotebookBar(self._shown, self._cell_output)
+            self._cell_output = self._bar.output
         else:
             self._bar = TerminalBar(self._rich, self._shown)
 
@@ -225,7 +236,7 @@ class Console:
         lines = [line for part in parts for line in part or [""]]
         return head + ("\n" + " " * indent).join(lines)
 
-    def _print(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str | Text, style: str | None = None) -> None:
         self._line_time = time.perf_counter()
         self._rich.print(text, style=style, markup=False)
 
@@ -324,6 +335,7 @@ def result_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         summary["status"]: result,
         **divergence_rows(summary),
+        **rising_loss_rows(summary),
         **shown,
         **best_rows(summary.get("best") or {}),
     }
@@ -347,9 +359,8 @@ def best_rows(best: Mapping[str, Any]) -> dict[str, str]:
         text += f" at update {best['update']:,}"
     if best.get("epoch") is not None:
         text += f", epoch {best['epoch']:g}"
-    if best.get("checkpoint") is not None:
-        text += f" ({best['checkpoint']})"
-    return {"best": text}
+    place = describe_checkpoint(best)
+    return {"best": f"{text} ({place})" if place else text}
 
 
 def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -363,10 +374,23 @@ def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def rising_loss_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return a table row about a run whose loss is larger at the end than at its start."""
+    if not (rising := summary.get("rising_loss")):
+        return {}
+    return {
+        "loss rose": f"the training loss was {format_number(rising['first_loss'])} at the "
+        f"start and {format_number(rising['loss'])} in the last {rising['updates']} "
+        "updates; use a smaller --learning-rate"
+    }
+
+
 def result_styles(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the colors of the rows: green only for a run that is as it should be."""
-    fine = summary["status"] == "completed" and not summary.get("diverged")
-    return {summary["status"]: "green" if fine else "yellow", "diverged": "bold red"}
+    is_worse = summary.get("diverged") or summary.get("rising_loss")
+    fine = summary["status"] == "completed" and not is_worse
+    colors = {summary["status"]: "green" if fine else "yellow"}
+    return colors | {"diverged": "bold red", "loss rose": "bold yellow"}
 
 
 def time_and_memory_rows(summary: Mapping[str, Any]) -> dict[str, str]:

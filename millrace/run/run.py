@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from millrace.checkpoint.best import BestMetric, Mode, parse_best
-from millrace.checkpoint.store import Checkpoints, checkpoints_in
+from millrace.checkpoint.store import Checkpoints
 from millrace.config import ConfigurationError, as_plain
 from millrace.distributed import coordination
 from millrace.distributed.coordination import check_same_data, check_same_start
@@ -64,7 +64,7 @@ from millrace.run.provenance import (
     run_metadata,
     write_phases,
 )
-from millrace.run.saved import choose_best, read_scores
+from millrace.run.saved import find_best_result
 from millrace.run.stuck import watching_progress
 from millrace.run.writers import open_writers
 from millrace.storage.address import display
@@ -74,6 +74,8 @@ from millrace.versions import versions
 
 _USAGE_ERROR = 2
 """The exit status after a wrong option, as shells and argparse have it."""
+_VERDICTS = ("diverged", "rising_loss")
+"""Entries of the summary about a loss that is not as it should be."""
 _STOPPED = {"status": "interrupted", "error": "stopped immediately"}
 
 
@@ -211,30 +213,11 @@ class Run:
         self._best_by = parse_best(metric, mode)
 
     def find_best(self) -> dict[str, Any] | None:
-        """Return the best validation result so far, as ``summary.json`` has it.
-
-        It is that of a checkpoint, unless there are none; None without validation.
-        """
+        """Return the best validation result so far, as ``summary.json`` has it, if any."""
         if self._best_by is None:
             return None
-        events = self.directory.read_metrics()
-        scored = read_scores(checkpoints_in(self._checkpoint_folder), events)
-        if (best := choose_best(scored, self._best_by)) is not None:
-            place = {"update": best.update, "epoch": best.epoch}
-            value = self._best_by.get(best.scores)
-            checkpoint = self._relative(best.path)
-        elif not scored and (event := self._best_by.choose((e, e) for e in events)):
-            place = {name: event.get(name) for name in ("update", "epoch")}
-            value, checkpoint = self._best_by.get(event), None
-        else:
-            return None
-        facts = {"metric": self._best_by.name, "mode": self._best_by.mode, "value": value}
-        return facts | place | {"checkpoint": checkpoint}
-
-    def _relative(self, path: Path) -> str:
-        """Return a path inside the run directory, so that the run can be moved."""
-        home = self.directory.home
-        return str(path.relative_to(home) if path.is_relative_to(home) else path.absolute())
+        folder, events = self._checkpoint_folder, self.directory.read_metrics()
+        return find_best_result(self._best_by, folder, events, self.directory.home)
 
     def train(
         self,
@@ -247,6 +230,7 @@ class Run:
         checkpoints: Checkpoints | None = None,
         stop_on_divergence: bool = False,
         on_compiled: Callable[[], None] | None = None,
+        loss_falls: bool = True,
         resume: bool | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainState:
@@ -262,6 +246,9 @@ class Run:
             checkpoints: Where to save and resume; see ``Run.checkpoints``.
             stop_on_divergence: Whether a loss that stays non-finite or explodes ends the
                 run. Otherwise it is a warning, and the summary says so.
+            loss_falls: Whether a positive loss that ends far above its start is a failure,
+                which the summary reports. Turn it off for losses that may rise, such as
+                those of two networks that compete.
             on_compiled: Called before the first update; an error it raises ends the run.
             resume: Whether to start from the newest of `checkpoints` (default: with
                 ``--resume``). A run in parts continues the part before in this way.
@@ -282,6 +269,7 @@ class Run:
             validate=validate,
             stop_on_divergence=stop_on_divergence,
             on_compiled=on_compiled,
+            loss_falls=loss_falls,
             callbacks=[*self.callbacks, *own],
             trace=trace,
         )
@@ -296,8 +284,9 @@ class Run:
         finally:
             progress = runner.progress()
             if not progress["samples_per_second"]:  # a resumed run had nothing left to do
-                speed = self._previous_summary.get("samples_per_second", 0.0)
-                progress["samples_per_second"] = speed
+                before = self._previous_summary
+                progress["samples_per_second"] = before.get("samples_per_second", 0.0)
+                progress |= {name: before[name] for name in _VERDICTS if name in before}
             self.summary |= progress
         if trace is not None:
             facts, self.closing_notes["profile"] = report_profile(
@@ -315,6 +304,11 @@ class Run:
             return None
         folder = self.directory.path / "profile"
         return Trace(folder, compiled_once=program.runs_parts)
+
+    def forget_verdicts(self) -> None:
+        """Drop what training said about its loss, which was that of several models."""
+        for name in _VERDICTS:
+            self.summary.pop(name, None)
 
     def stop(self) -> None:
         """Ask training to end after the current execution, with a checkpoint."""

@@ -221,6 +221,45 @@ def choose_best(
     return best_by.choose((each, each.scores) for each in scored)
 
 
+def find_best_result(
+    best_by: BestMetric, folder: Path, events: Sequence[Mapping[str, Any]], home: Path
+) -> dict[str, Any] | None:
+    """Return the best validation result of a run, as ``summary.json`` has it, if any.
+
+    If no checkpoint has these weights, the best one that there is comes with it.
+
+    Args:
+        best_by: What is best.
+        folder: The checkpoints.
+        events: The log events.
+        home: The run directory.
+    """
+    best_event = best_by.choose((event, event) for event in events)
+    best_saved = choose_best(read_scores(checkpoints_in(folder), events), best_by)
+    saved = event = None
+    if best_event is not None:
+        place = {name: best_event.get(name) for name in ("update", "epoch")}
+        event = {"value": best_by.get(best_event)} | place | {"checkpoint": None}
+    if best_saved is not None:
+        saved = {
+            "value": best_by.get(best_saved.scores),
+            "update": best_saved.update,
+            "epoch": best_saved.epoch,
+            "checkpoint": _relative(best_saved.path, home),
+        }
+    # Of equal results, the one with a checkpoint.
+    found = [(each, {best_by.name: each["value"]}) for each in (saved, event) if each]
+    if (best := best_by.choose(found)) is None:
+        return None
+    other = {} if saved in (None, best) else {"best_checkpoint": saved}
+    return {"metric": best_by.name, "mode": best_by.mode} | best | other
+
+
+def _relative(path: Path, home: Path) -> str:
+    """Return a path inside the run directory, so that the run can be moved."""
+    return str(path.relative_to(home) if path.is_relative_to(home) else path.absolute())
+
+
 def find_run(
     path: Path | str, *, command: str | None = None, needs_checkpoints: bool = True
 ) -> SavedRun:

@@ -9,6 +9,7 @@ from millrace.bench import workload
 from millrace.bench.measuring import count_latency_calls, drop_unsupported
 from millrace.bench.roofline import Cost
 from millrace.bench.workload import Workload
+from millrace.loop.activity import listening
 
 
 class Clocked(Workload):
@@ -65,6 +66,14 @@ def test_an_unstable_figure_is_measured_for_30_seconds(measure):
     assert not figures["measured"]["stable"]
     assert re.fullmatch(r"±\d+\.\d% after 3\d\.\d s", figures["measured"]["how"])
     assert len(figures["samples_per_second"]["values"]) == 5
+
+
+def test_the_bar_shows_how_much_of_the_time_is_over(measure):
+    seen = []
+    with listening(show=lambda done, total: seen.append((done, total))):
+        measure(Clocked([10.0, *[0.5, 1.5] * 20]), repeat=5, seconds=1.0)
+    assert seen == sorted(seen) and seen[0] == (0, 30)
+    assert 28 <= seen[-1][0] < 30
 
 
 def test_a_call_that_takes_longer_than_that_is_measured_once(measure):

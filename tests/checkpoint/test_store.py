@@ -61,6 +61,20 @@ def test_a_training_state_is_restored_bit_for_bit_with_its_structure(checkpoints
         assert new.tobytes() == np.asarray(old).tobytes()
 
 
+@pytest.mark.cpu("copies on an accelerator are programs")
+def test_saving_compiles_nothing_on_a_cpu(checkpoints):
+    shapes = [(3, 5), (7,), (2, 2, 11)]  # which no other test has
+    state = {str(shape): jax.device_put(np.ones(shape)) for shape in shapes}
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if "compile" in event else None
+    )
+    checkpoints.save(state, 1)
+    assert compiled == []
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(np.ones((3, 13))))
+    assert compiled
+
+
 def test_a_state_on_several_devices_is_saved_completely(checkpoints):
     mesh = Mesh(np.array(jax.devices()), ("replica",))
     weights = np.arange(32, dtype=np.float32)

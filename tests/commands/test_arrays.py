@@ -84,7 +84,12 @@ def test_the_notebook_runs_in_a_kernel(tmp_path):
     resources = {"metadata": {"path": str(tmp_path)}}
     client.NotebookClient(notebook, timeout=300, resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("text/html" in output.get("data", {}) for output in outputs) == 3
+    assert sum(bool(out.get("data", {}).get("text/html")) for out in outputs) == 3
+    # The settings, one widget that is empty at the end, the results, and the card.
+    (training,) = [cell for cell in notebook.cells if "mr.cnn.train(\n" in cell.source]
+    kinds = ["stream", "display_data", "stream", "execute_result"]
+    assert [output["output_type"] for output in training.outputs] == kinds
+    assert training.outputs[1]["data"]["text/plain"] == ""
 
 
 # Images and labels
@@ -114,7 +119,7 @@ def resume(path: Path, labels: np.ndarray) -> Any:
         num_epochs=4,
         micro_batch_size=32,
         optimizer="momentum",
-        lr_schedule_params={"initial_learning_rate": 0.003},
+        learning_rate=0.05,
         run_dir=path,
         quiet=True,
         resume=True,

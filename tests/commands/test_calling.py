@@ -6,6 +6,7 @@ import json
 import signal
 from xml.etree import ElementTree
 
+import jax
 import numpy as np
 import pytest
 from browser import PHONE, look_at
@@ -157,6 +158,17 @@ def test_a_generator_samples_and_reconstructs(vcd):
     assert np.array_equal(drawn, vcd.model.sample(5, seed=1))
     assert not np.array_equal(drawn, vcd.model.sample(5, seed=2))
     assert vcd.model.reconstruct(drawn > 0.5).shape == (5, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "vcd"])
+def test_load_returns_the_weights_and_the_predictor_of_every_application(name, request):
+    run = request.getfixturevalue(name)
+    loaded = mr.load(run.path)
+    assert loaded.command == f"{name} train" and loaded.update == run.best.update
+    assert type(loaded.predictor) is type(run.model)
+    for params in (loaded.predictor.params, run.model.params):
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    assert mr.load(run.path, which="last").update == run.summary["updates"]
 
 
 def test_every_plot_of_a_report_is_available_on_its_own(cnn, autoencoder, vcd, tmp_path):

@@ -147,6 +147,7 @@ def test_a_recipe_that_follows_from_shorthands_survives_its_config_file(tmp_path
     assert {n: again[n] for n in recipe} == {n: config[n] for n in recipe}
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_cnn_validate_takes_a_run_and_its_best_checkpoint(trained, tmp_path, capsys):
     arguments = f"--batch-size 8 --latency-calls 0 --run-dir {tmp_path}/v"
     assert status("cnn validate", trained, arguments) == 0

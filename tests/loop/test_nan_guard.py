@@ -144,3 +144,45 @@ def test_without_that_request_it_is_one_warning_and_a_fact_of_the_run(caplog):
 )
 def test_other_losses_are_no_alarm(losses):
     feed(losses, stop_on_divergence=True, total_updates=400)
+
+
+# Losses that end above their start
+
+
+@pytest.mark.parametrize("per_call", [1, 7, 1000])
+def test_a_loss_that_ends_far_above_its_start_is_found(per_call):
+    losses = [2.3, *[40.0] * 20, *np.linspace(9, 10, 60)]  # explodes at once, then settles
+    rise = feed(losses, per_call=per_call, total_updates=81).find_rise()
+    expected = pytest.approx(np.mean(losses[-40:]), rel=1e-6)
+    assert rise == {"loss": expected, "updates": 40, "first_loss": pytest.approx(2.3)}
+
+
+NOISE = np.random.default_rng(0).gamma(0.5, 4.0, 400)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        np.linspace(2.3, 0.1, 200),
+        [0.02] * 40 + [0.9] * 100,  # starts close to 0
+        [2.3] * 100 + [3.0] * 100,
+        [2.3] * 5 + [9.0] * 14,  # too few
+        [-5.0] * 40 + [8.0] * 100,  # a likelihood
+        [-1.0, *[1.0] * 40, *[90.0] * 100],
+        [0.01, *NOISE],  # the first batch was easy
+        [1.0] * 40 + [50.0] * 30 + [0.5] * 10,
+    ],
+)
+def test_a_loss_that_has_not_clearly_risen_is_none(losses):
+    assert feed(losses, total_updates=400).find_rise() is None
+
+
+def test_a_resumed_run_is_compared_with_its_first_losses():
+    first = feed([2.3] * 10)
+    later = NonFiniteCheck(mr.Plan(), 200, first_losses=first.first_losses)
+    later.check({"loss": np.full(15, 9.0)})
+    assert later.find_rise() == {
+        "loss": 9.0,
+        "updates": 15,
+        "first_loss": pytest.approx(2.3),
+    }

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -280,6 +282,34 @@ def test_a_signal_does_not_wait_for_a_program_with_calls_of_another_length(
     compiled.set()
     assert (result.interrupted, result.updates) == (True, 6)
     assert [path.name for path in checkpoints.saved()] == ["update-000000006"]
+
+
+ABANDONED = """
+import os, signal, time
+from millrace.distributed.signals import handle_signals
+from millrace.loop.activity import ActivityStopped, listening, run_stoppable
+
+def work():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(seconds)
+
+received = []
+with handle_signals(lambda *_: received.append(1)):
+    with listening(should_stop=lambda: bool(received)):
+        try:
+            run_stoppable(work)
+        except ActivityStopped:
+            print("stopped", flush=True)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(60, -signal.SIGTERM), (0.5, 0)])
+def test_a_signal_ends_a_process_that_still_compiles_at_its_exit(seconds, status):
+    script = ABANDONED.replace("seconds)", f"{seconds})", 1)
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.returncode) == ("stopped\n", status), done.stderr
 
 
 def test_what_runs_on_another_thread_has_the_settings_of_this_one():

@@ -265,14 +265,23 @@ def test_a_notebook_has_one_output_that_is_updated(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     monkeypatch.setattr("millrace.run.bar._TICK_SECONDS", 0.01)
     console = Console()
+    console.status("starting")
+    time.sleep(0.1)
     console.start(100, 0)
     console.status("training")
     console.advance(50, {"loss": 0.25}, 1234.5)
     console.event({"epoch": 1, "update": 50, "train_loss": 0.25})
     time.sleep(0.1)
     console.stop()
+    console.status("testing")
+    time.sleep(0.1)
+    console.stop()
     (updates,) = shown.outputs
     texts = [content["text/plain"] for content in updates]
-    assert any("50/100  loss 0.25  1,234 samples/s" in text for text in texts)
+    places = [
+        next(place for place, text in enumerate(texts) if expected in text)
+        for expected in ("starting", "50/100  loss 0.25  1,234 samples/s", "testing")
+    ]
+    assert places == sorted(places) and places[0] == 0
     assert texts[-1] == ""
     assert capsys.readouterr().err == ""  # and no line per event

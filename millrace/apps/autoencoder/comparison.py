@@ -1,5 +1,6 @@
 """The trained model next to the simple models of the same run."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -189,11 +190,19 @@ def report_ranking(
         run.closing_notes["score of an item"] = f"linear items + {weight}"
 
 
-def compare_with_simple_models(run: Run, metric: BestMetric) -> None:
-    """Compare the best model with the simple ones; say if it loses to one of them."""
+def compare_with_simple_models(
+    run: Run, metric: BestMetric, scores: Mapping[str, float]
+) -> None:
+    """Compare the best saved model with the simple ones; say if it loses to one of them.
+
+    Args:
+        run: Has the errors on the test ratings.
+        metric: The error on the validation ratings.
+        scores: The validation metrics of the model.
+    """
     reached = run.summary.get("ranking")
     if reached is None:
-        reached = {metric.name: run.summary["best"][metric.name]}
+        reached = {metric.name: scores[metric.name]}
         if "test_rmse" in run.summary["metrics"]:
             reached["test_rmse"] = run.summary["metrics"]["test_rmse"]
     measured = {n: of for n, of in run.summary["baselines"].items() if n in reached}

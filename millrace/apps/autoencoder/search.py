@@ -216,7 +216,7 @@ class _Rung:
             )
         if self.is_over:
             run.summary["status"] = "completed"
-        run.summary.pop("diverged", None)  # a trial that diverges is dropped
+        run.forget_verdicts()  # a trial that diverges is dropped
         self._count_work(before, start)
         return state
 

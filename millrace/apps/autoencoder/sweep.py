@@ -79,7 +79,7 @@ def sweep(config: SweepConfig, run: Run) -> None:
             validate=_build_validation(config, model, ratings, shares, devices),
             checkpoints=checkpoints,
         )
-    run.summary.pop("diverged", None)  # that of some rates is a result of the sweep
+    run.forget_verdicts()  # those of some rates are a result of the sweep
     if run.summary["status"] == "completed":
         _finish(config, run, trials, state)
 

@@ -274,20 +274,23 @@ def _report_best(
 ) -> None:
     """Report the best checkpoint; test it if the ratings have a test split."""
     run.console.status("testing")
-    folder, best = run.directory.home, run.find_best()
+    best = run.find_best()
     path = checkpoints_in(run.directory.checkpoints)[-1]
-    if best is not None and best["checkpoint"] is not None:
-        path = folder / best["checkpoint"]
+    saved = {} if best is None else best.get("best_checkpoint", best)
+    if saved.get("checkpoint") is not None:
+        path = run.directory.home / saved["checkpoint"]
     params, manifest = load_weights(path, model, config)
+    scores, metric = manifest["scores"], get_best_metric(config)
     if best is not None:
-        run.summary["best"] = best | manifest["scores"]
+        own = {metric.name: best["value"]}
+        run.summary["best"] = best | (own | scores if saved is best else own)
     if model.positive_from is not None:
         trained = TrainedRanking(model, params, linear, read_network_weight(manifest))
         report_ranking(config, run, trained, ratings, device)
     else:
         _report_errors(config, run, model, params, ratings, device)
-    if best is not None and "baselines" in run.summary:
-        compare_with_simple_models(run, get_best_metric(config))
+    if metric.name in scores and "baselines" in run.summary:
+        compare_with_simple_models(run, metric, scores)
 
 
 def _report_errors(

@@ -48,6 +48,8 @@ def train(config: VcdConfig, run: Run) -> None:
                 schedule,
                 validate=Monitor(config, images, program.devices, run.directory.path),
                 checkpoints=checkpoints,
+                # That of vcd has a gradient, but hardly a meaning.
+                loss_falls=config.model.resolved_objective != "vcd",
             )
         if run.summary["status"] == "completed":
             _test(config, run, images, program.unpack_state(state).params)

@@ -162,6 +162,7 @@ def test_the_only_argument_of_a_call_for_one_batch_is_the_batch():
     np.testing.assert_allclose(one, many[1], rtol=1e-6)
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_a_checkpoint_has_the_accuracy_found_in_training(trained, tmp_path):
     folder, training = trained
     expected = training["metrics"]["validation_accuracy"]
@@ -249,7 +250,11 @@ def test_latency_is_reported_in_milliseconds():
     # Images generated on the host repeat after 256.
     [("", 6), ("--synthetic-data --num-batches 3", 3), ("--generated-data", 4)],
 )
-def test_latency_calls_cycle_through_the_batches(source, distinct, tmp_path, monkeypatch):
+def test_latency_calls_cycle_through_the_batches(
+    source, distinct, tmp_path, monkeypatch, request
+):
+    if not source:
+        request.getfixturevalue("measured_once")
     seen = []
 
     def one(self, images):
@@ -365,3 +370,34 @@ def test_measurements_share_thirty_seconds(repeat, seconds, data_from):
     images = data.load(config.train_config)
     with build_feed(config, images, 1) as feed:
         assert feed._max_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("pass_seconds", "passes", "how"),
+    [
+        ([0.125] * 9, 5, "stable after 0.6 s"),
+        ([0.03125] * 99, 20, "stable after 0.6 s"),  # four passes make a block
+        ([8.0, 12.0] * 9, 4, "±11.5% after 40.0 s"),
+        ([40.0, 40.0], 1, "one measurement of 40.0 s"),
+    ],
+)
+def test_real_data_are_measured_in_whole_passes_until_the_figure_is_stable(
+    pass_seconds, passes, how, monkeypatch
+):
+    def evaluate():
+        now[0] += pass_seconds[done[0]]
+        done[0] += 1
+        return {"accuracy": 0.5}
+
+    now, done = [100.0], [0]
+    config = parsed("--batch-size 64")
+    monkeypatch.setattr(
+        "millrace.apps.cnn.inference.feed.time.perf_counter", lambda: now[0]
+    )
+    with build_feed(config, data.load(config.train_config), 64) as feed:
+        monkeypatch.setattr(feed, "_evaluate", evaluate)
+        measured = feed.run(None)
+    assert (done[0], measured.how) == (passes, how)
+    assert measured.metrics == {"accuracy": 0.5}
+    expected = 360 * passes / sum(pass_seconds[:passes])
+    assert measured.samples_per_second == pytest.approx(expected)

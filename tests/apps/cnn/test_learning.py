@@ -47,6 +47,7 @@ class Unaveraged(NamedTuple):
     optimizer_state: Any = None
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_the_average_is_validated_and_loaded(averaged):
     model = load_trained(averaged)
     (raw,) = restore_part(model.checkpoint, Unaveraged(model.params)).state[:1]

@@ -7,14 +7,21 @@ from pathlib import Path
 import pytest
 
 import millrace.apps.vcd as vcd
-from millrace.apps.vcd.config import VcdConfig
+from millrace.apps.vcd.config import SampleConfig, VcdConfig
 from millrace.apps.vcd.config.sections import (
     LikelihoodOptions,
     TrainingOptions,
 )
 from millrace.apps.vcd.program import hmc_settings
 from millrace.apps.vcd.train import build_schedule
-from millrace.config import ConfigurationError, as_plain, build, configure, load_named
+from millrace.config import (
+    ConfigurationError,
+    as_plain,
+    build,
+    configure,
+    load_named,
+    parse,
+)
 
 RUNS = Path(vcd.__file__).with_name("runs.yml")
 
@@ -235,3 +242,9 @@ def test_results_of_an_own_configuration_are_named_after_it(tmp_path):
 def test_what_a_nested_configuration_cannot_have_is_an_error(tmp_path, values, message):
     with pytest.raises(ConfigurationError, match=message):
         start_from(tmp_path, values)
+
+
+@pytest.mark.parametrize("words", [["runs/a"], ["-r", "runs/a"], ["--results-dir=runs/a"]])
+def test_a_trained_model_is_given_by_its_run_or_in_the_words_of_the_reference(words):
+    config, _ = parse(SampleConfig, words, program="x")
+    assert config.checkpoint_dir == Path("runs/a")

@@ -137,7 +137,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trained, command
 
 
 def test_evaluate_and_sample_work_on_a_trained_model(trained, command, tmp_path):
-    arguments = ("-r", trained.path, "--num-importance-samples", "100", "--seed", "0")
+    arguments = (trained.path, "--num-importance-samples", "100", "--seed", "0")
     chains = ("--num-test-burn-in-steps", "5", "--num-test-hmc-steps", "5")
     batch = ("--test-micro-batch-size", "180")
     status, output = command(
@@ -151,7 +151,7 @@ def test_evaluate_and_sample_work_on_a_trained_model(trained, command, tmp_path)
     status, output = command(
         "vcd",
         "sample",
-        *("-r", trained.path, "--num-rows", "3", "--num-columns", "4"),
+        *(trained.path, "--num-rows", "3", "--num-columns", "4"),
         *("--num-steps", "5", "--run-dir", tmp_path / "s"),
     )
     assert status == 0

@@ -55,7 +55,9 @@ class ValidateConfig:
     )
     """Samples per batch and replica; several sizes are measured in turn."""
     repeat: int = 1
-    """Throughput measurements per batch size."""
+    """Throughput measurements per batch size. With real data, each is of whole passes over
+    the validation set, until the figure is known to 1 % or the measurements have taken 30
+    seconds together; accuracy needs one pass, which may take longer."""
     num_batches: int | None = None
     """Batches per throughput measurement, with synthetic data (default: one pass over the
     validation set, or fewer if the figure is known to 1 %, or if the measurements take
