@@ -15,8 +15,8 @@ from docs_blocks import (
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TESTED_ELSEWHERE = {"pipelines.md"}
 SLOW = {
-    *("first_run.md", "cnn.md", "autoencoder.md", "vcd.md", "export.md"),
-    *("augmentation.md", "fine_tuning.md", "notebook.md", "several_gpus.md"),
+    *("cnn.md", "autoencoder.md", "vcd.md", "augmentation.md", "fine_tuning.md"),
+    "several_gpus.md",
 }
 """Pages whose blocks take long; other tests also cover what they do."""
 
