@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## train a small CNN on the embedded digits
-	$(BIN)/millrace cnn train --config digits_demo
+	$(BIN)/millrace cnn train
 	@echo "The command millrace is there after: . $(BIN)/activate"
 
 test: $(INSTALLED) lint types  ## everything CI checks

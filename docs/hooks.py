@@ -9,8 +9,10 @@ _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+)([^)#]+)(#[^)]*)?\)")
 _SNIPPET = re.compile(r'^--8<-- "(.+README\.md)"$', re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Include READMEs, and rewrite links that point outside of ``docs``."""
+    if page.file.name.startswith("results_"):
+        page.meta["hide"] = ["toc"]  # tables are as wide as the rest of the window
     markdown = _SNIPPET.sub(lambda match: _included(_ROOT / match[1]), markdown)
     return _LINK.sub(_link, markdown)
 

@@ -1,10 +1,10 @@
-"""A complete application: options, progress, checkpoints, --resume and a report.
+"""A complete application: options, progress, validation, checkpoints, --resume, a report.
 
 Try --help, --num-replicas 2 --virtual-devices 2, or Ctrl-C and then --resume RUN.
-After --run-dir runs/curve, another script has the weights in two lines:
+After --run-dir runs/curve, another script has the best weights in two lines:
 
     fitted = mr.load("runs/curve")
-    print(fitted.params["out"].shape, fitted.metrics["train_loss"])
+    print(fitted.params["out"].shape, fitted.metrics["validation_error"])
 """
 
 from dataclasses import dataclass
@@ -29,29 +29,42 @@ class CurveConfig:
     run: mr.RunOptions = mr.RunOptions()
 
 
-def loss_fn(params, model_state, batch, key):
+def errors(params, model_state, batch):
     hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"])
-    error = hidden @ params["out"] - batch["y"]
-    return jnp.mean(error**2), (model_state, {"largest": jnp.abs(error).max()})
+    return {"error": jnp.abs(hidden @ params["out"] - batch["y"])[:, 0]}
+
+
+def loss_fn(params, model_state, batch, key):
+    error = errors(params, model_state, batch)["error"]
+    return jnp.mean(error**2), (model_state, {"largest": error.max()})
+
+
+def points(count, seed):
+    x = np.random.default_rng(seed).uniform(-3, 3, (count, 1)).astype(np.float32)
+    return mr.ArraySource({"x": x, "y": np.sin(2 * x)})
 
 
 def train(config: CurveConfig, run) -> None:
-    x = np.linspace(-3, 3, 2048, dtype=np.float32)[:, None]
-    samples = mr.ArraySource({"x": x, "y": np.sin(2 * x)})
+    samples, held_out, plan = points(2048, 0), points(128, 1), config.plan
     schedule = mr.schedule_events(
-        updates_per_epoch=config.plan.batching.updates_per_epoch(len(x)),
+        updates_per_epoch=plan.batching.updates_per_epoch(len(samples)),
         num_epochs=config.num_epochs,
-        events_per_epoch={"log": 1, "checkpoint": 0.2},
+        events_per_epoch={"log": 1, "validate": 1, "checkpoint": 1},
     )
-    program = mr.training_program(loss_fn, optax.adam(config.learning_rate), config.plan)
-    run.describe(program.devices, config.plan, schedule, model="64 tanh units")
+    program = mr.training_program(loss_fn, optax.adam(config.learning_rate), plan)
+    evaluation = mr.EvaluationProgram(errors, plan)
+    run.describe(program.devices, plan, schedule, model="64 tanh units")
     draw = jax.random.normal(jax.random.key(config.run.seed), (2, 64))
     params = {"in": draw[:1] * 2, "bias": draw[1], "out": jnp.zeros((64, 1))}
-    infeed = mr.Infeed(mr.Stream(samples, config.plan.batching.samples_per_step))
-    with run.checkpoints(keep=3) as checkpoints:
+    infeed = mr.Infeed(mr.Stream(samples, plan.batching.samples_per_step))
+
+    def validate(state):
+        return mr.evaluate(evaluation, state, held_out, batch_size=64)
+
+    with run.checkpoints(keep=3, best="validation_error") as saved:
         state = program.init(params, seed=config.run.seed)
-        run.train(program, state, infeed, schedule, checkpoints=checkpoints)
-    print(f"curve: train loss {run.summary['metrics']['train_loss']:.4f}")
+        run.train(program, state, infeed, schedule, validate=validate, checkpoints=saved)
+    print(f"curve: validation error {run.summary['metrics']['validation_error']:.4f}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def console_with(text: str) -> Block:
 
 
 def test_the_fifteen_line_example_learns_ones(tmp_path):
-    output = run_python([python_with("all ones")], tmp_path)
+    output = run_python(python_with("all ones"), tmp_path)
     assert output.split() == ["[1.", *["1."] * 6, "1.]"]
 
 
@@ -51,8 +51,7 @@ def test_a_model_trained_on_a_folder_of_jpegs_recognizes_them(flowers):
     assert "daisy" in (flowers / "runs/flowers/report.html").read_text()
     assert "daisy" in " ".join(outputs[1])
     assert (flowers / "flowers-model" / "model.safetensors").is_file()
-    code = python_with("predict_files").partition("recommender = ")[0]
-    assert run_python([code], flowers).strip() == "['daisy', 'poppy']"
+    assert run_python(python_with("predict_files"), flowers).strip() == "['daisy', 'poppy']"
 
 
 @pytest.fixture
@@ -82,6 +81,4 @@ def test_custom_ratings_are_learned_and_lead_to_recommendations(ratings):
     assert rmse < 0.85  # the standard deviation of the ratings is 1.03
     assert outputs[3][0].startswith("using the best checkpoint: update ")
     assert outputs[3][1].startswith("user 7  (mean: ") and len(outputs[3]) == 5
-    code = "import millrace as mr\n"
-    code += "".join(python_with("recommender").partition("recommender = ")[1:])
-    assert run_python([code], ratings).count("(") == 3
+    assert run_python(python_with("recommender"), ratings).count("(") == 3

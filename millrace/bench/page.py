@@ -87,6 +87,7 @@ _SUBJECTS = {
     "reliability": _Subject(
         "Reliability", "", "chaos|detection|interrupts|repeatability|test_gpu"
     ),
+    "front_door": _Subject("The first hour", "", "front_door"),
     # What no other page has:
     "runtime": _Subject("Runtime", "", ""),
 }

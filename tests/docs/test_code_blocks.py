@@ -1,4 +1,4 @@
-"""The code in the documentation runs and prints the output shown."""
+"""Every block of code in the documentation runs alone, and prints the output shown."""
 
 import pytest
 from docs_blocks import (
@@ -7,59 +7,70 @@ from docs_blocks import (
     blocks,
     outputs_match,
     run_command,
-    run_python,
+    run_scripts,
     split_commands,
+    write_scripts,
 )
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TESTED_ELSEWHERE = {"pipelines.md"}
 SLOW = {
-    *("first_run.md", "cnn.md", "autoencoder.md", "vcd.md", "export.md"),
-    *("augmentation.md", "fine_tuning.md", "notebook.md", "several_gpus.md"),
+    *("cnn.md", "autoencoder.md", "vcd.md", "augmentation.md", "fine_tuning.md"),
+    "several_gpus.md",
 }
 """Pages whose blocks take long; other tests also cover what they do."""
 
 
-def pages_with(language: str) -> list:
+def pages_with_code() -> list:
     chosen = [
         page
         for page in PAGES
         if page.name not in TESTED_ELSEWHERE
-        and any(b.language == language for b in blocks(page))
+        and {"console", "python"} & {b.language for b in blocks(page)}
     ]
     return [
-        pytest.param(
-            page,
-            id=page.stem,
-            marks=[pytest.mark.slow] * (page.name in SLOW),
-        )
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.name in SLOW))
         for page in chosen
     ]
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
-def test_the_python_blocks_of_a_page_run(page, tmp_path):
-    codes = [b.text for b in blocks(page) if b.language == "python"]
-    # Blocks included from a file are tested with that file.
-    own = [code for code in codes if not code.startswith("--8<--")]
-    if own:
-        run_python(own, tmp_path)
-
-
-@pytest.mark.parametrize("page", pages_with("console"))
-def test_the_commands_of_a_page_print_the_output_shown(page, tmp_path):
-    for block in blocks(page):
+@pytest.mark.parametrize("page", pages_with_code())
+def test_every_block_of_a_page_runs_and_prints_the_output_shown(page, tmp_path):
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    found = blocks(page)
+    for block in found:
         if block.language != "console":
             continue
         for command, expected in split_commands(block):
-            printed = run_command(command, tmp_path)
+            printed = run_command(command, folder)
             assert outputs_match(expected, printed), f"$ {command}\n" + "\n".join(printed)
+    if scripts := write_scripts(found, folder):
+        run_scripts(scripts)
+
+
+def test_a_python_block_sees_neither_names_nor_files_of_others(tmp_path):
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    page = [
+        Block("console", "$ touch made"),
+        Block("python", "# After the command above\nopen('made')\nx = 1\n"),
+        Block("python", "import os\nopen('own', 'w').close()\nprint(len(os.listdir()))\n"),
+        Block("python", "# After the script above, in its folder\nopen('own')\n"),
+        Block("python", "print(x)\n"),
+    ]
+    (folder / "made").touch()
+    *scripts, last = write_scripts(page, folder)
+    assert run_scripts(scripts) == "3\n"  # the two scripts and "own"
+    with pytest.raises(AssertionError, match="name 'x' is not defined"):
+        run_scripts([scripts[0], last])
 
 
 def test_numbers_may_differ_but_words_may_not():
     expected = ["loss 0.25  in 3 s", "…", "done"]
     assert outputs_match(expected, ["loss 1.5e-3  in 12,000 s", "any", "line", "done"])
     assert outputs_match(expected, ["loss 1 in 2 s", "done"])
+    assert outputs_match(["loss 1"], ["loss 1  input_wait 0.025"])
     assert outputs_match(expected, ["loss nan in 2 s", "done"])
     assert not outputs_match(expected, ["cost 0.25  in 3 s", "done"])
     assert not outputs_match(expected, ["loss 0.25  in 3 s", "undone"])

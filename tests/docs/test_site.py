@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from browser import DESKTOP, PHONE, look_at
+from devtools import open_tab
 from docs_blocks import ROOT
 
 
@@ -54,6 +55,16 @@ def test_no_page_is_wider_than_a_phone(looked, pages):
         page for page, seen in zip(pages, looked.pages[::2], strict=True) if seen.overflow
     ]
     assert wide == []
+
+
+def test_no_table_of_results_is_cut_off_on_a_desktop(site, pages, tmp_path):
+    wraps = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+    with open_tab(tmp_path) as tab:
+        for page in (page for page in pages if page.startswith("results")):
+            tab.open(f"file://{site}/{page}", width=1280)
+            tab.wait_for(f"{wraps}.length > 0")
+            hidden = tab.evaluate(f"{wraps}.map(e => e.scrollWidth - e.clientWidth)")
+            assert max(hidden) == 0, page
 
 
 def test_text_can_be_selected(looked, pages):

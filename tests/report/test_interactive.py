@@ -25,6 +25,9 @@ from millrace.report.run_page import write_report
 SCRIPT = '<script>document.documentElement.id="hacked"</script>'
 HOSTILE = f"</script>{SCRIPT}<img src=x onerror=alert(1)>"
 LOSS, ACCURACY = "figure:nth-child(1) .plot", "figure:nth-child(2) .plot"
+SCREENS = list(itertools.product((1280, 380), (False, True)))
+"""Widths of a desktop and a phone, each light and dark."""
+on_each_screen = pytest.mark.parametrize("tab", SCREENS, indirect=True)
 
 
 def events(offset=0.0):
@@ -53,9 +56,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def tab(browser, folder):
+def tab(browser, folder, request):
     """A freshly opened report, which must cause no message of the browser."""
-    browser.open(f"file://{folder}/a/report.html")
+    width, dark = getattr(request, "param", SCREENS[0])
+    browser.open(f"file://{folder}/a/report.html", width=width, dark=dark)
     yield browser
     assert browser.problems == []
 
@@ -77,6 +81,7 @@ def curves(tab, plot=LOSS, css_class="curve"):
     )
 
 
+@on_each_screen
 def test_hovering_shows_the_values_of_all_curves_in_all_charts(tab):
     tab.hover(LOSS, 0.98)
     assert texts(tab, f"{LOSS} .tip.shown p") == ["epoch 10 · update 100 · 30.0 s"]
@@ -87,6 +92,7 @@ def test_hovering_shows_the_values_of_all_curves_in_all_charts(tab):
     assert texts(tab, ".tip.shown") == []
 
 
+@on_each_screen
 def test_a_click_in_the_legend_hides_a_curve_and_shows_it_again(tab):
     button = "figure:nth-child(1) .legend button:nth-child(2)"
     assert curves(tab) == ["train", "validation"]

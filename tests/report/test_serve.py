@@ -314,8 +314,9 @@ def test_the_page_sorts_filters_compares_and_shows_new_points(browser, tmp_path)
     assert problems == []
 
 
-@pytest.mark.parametrize(("width", "dark"), [(380, True), (1280, False)])
-def test_the_page_fits_a_phone_and_says_when_the_server_has_ended(
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 380])
+def test_the_page_fits_each_screen_and_says_when_the_server_has_ended(
     browser, runs, width, dark
 ):
     with serving(runs) as port:
@@ -323,6 +324,14 @@ def test_the_page_fits_a_phone_and_says_when_the_server_has_ended(
         browser.wait_for("document.querySelectorAll('#first .curve').length > 1")
         root = "document.documentElement"
         assert browser.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
+        color = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (int(color.split("(")[1].split(",")[0]) < 128) is dark
+        browser.hover(".plot")
+        assert browser.evaluate("document.querySelectorAll('.tip.shown').length") > 0
+        toggle, names = "#runs tbody tr:nth-child(1) input", "#first .curve"
+        shown = browser.evaluate(f"document.querySelectorAll('{names}').length")
+        browser.click(toggle)
+        browser.wait_for(f"document.querySelectorAll('{names}').length < {shown}")
     browser.wait_for("document.body.innerText.includes('the server has ended')")
     assert len(cells(browser, 2)) == 2  # the figures stay
     browser.problems.clear()

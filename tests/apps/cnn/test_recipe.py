@@ -9,6 +9,7 @@ import yaml
 from image_files import write_folders
 from seed_lines import SEED_LINES
 
+from millrace import cnn
 from millrace.apps.cnn.config import CnnConfig, recipe
 from millrace.commands.registry import COMMANDS
 from millrace.config import (
@@ -212,3 +213,10 @@ def test_an_impossible_option_is_an_error(words, message):
     with pytest.raises(ConfigurationError) as caught:
         parsed(words)
     assert str(caught.value) == message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_defaults_reach_98_5_percent_on_digits(tmp_path, seed):
+    done = cnn.train(seed=seed, run_dir=tmp_path / "run", quiet=True)
+    assert done.metrics["validation_accuracy"] >= 0.985
