@@ -48,7 +48,6 @@ _PEACEFUL_TIMES = 20
 """How many times as long as alone a command may take to end then."""
 _MOST_PROBLEMS = 5
 """Problems after which a campaign ends early."""
-_LOW_RATE = "0.0002"
 _ROUNDING = 1e-4
 """How far numbers may differ if a run has continued with fewer processes."""
 _LEFT_BEHIND = 35.0
@@ -62,14 +61,16 @@ def build_commands(images: Path) -> dict[str, list[str]]:
     cnn += ["--dataset-path", str(images), "--batch-size", "8", "--num-workers", "2"]
     cnn += ["--stuck-timeout", "15"]
     digits = ["cnn", "train", "--quiet", "--config", "digits_demo", "--num-epochs", "40"]
-    digits += ["--lr-schedule-params", "{epochs_to_total_decay: 40}"]
+    decay = "epochs_to_total_decay: 40"
+    usual = ["--lr-schedule-params", f"{{initial_learning_rate: 0.003125, {decay}}}"]
+    # With a low rate, rounding in another order does not grow.
+    low = ["--lr", "0.0002", "--lr-schedule-params", f"{{{decay}}}"]
     launch = ["launch", "--num-replicas", "2"]
     elastic = [*launch, "--elastic", "1:2", "--return-after", "10", "--timeout", "10"]
     return {
         "cnn, image files": [*cnn, "--epochs", "40"],
-        "cnn, two processes": [*launch, "--num-instances", "2", "--", *digits],
-        # With a low rate, rounding in another order does not grow.
-        "cnn, elastic": [*elastic, "--", *digits, "--lr", _LOW_RATE],
+        "cnn, two processes": [*launch, "--num-instances", "2", "--", *digits, *usual],
+        "cnn, elastic": [*elastic, "--", *digits, *low],
         "autoencoder": ["autoencoder", "train", "--quiet", "--epochs", "30"],
         "vcd": ["vcd", "train", "--quiet", "--config", "digits_demo", "--epochs", "20"],
     }
@@ -110,18 +111,21 @@ def describe_threads(pid: int) -> str:
 
 def train_undisturbed(name: str, command: list[str], folder: Path) -> Subject:
     """Run a command twice, and return what it gives; the second time nothing compiles."""
-    for number in range(2):
-        disk = Disk(folder / f"undisturbed-{number}")
-        started = time.monotonic()
-        attempt = start(command, disk)
-        ended = attempt.wait(600)
-        seconds = time.monotonic() - started
-        if not ended or attempt.process.returncode:
+    _run_to_end(name, command, Disk(folder / "undisturbed-0"))
+    started = time.monotonic()
+    expected = _run_to_end(name, command, Disk(folder / "undisturbed-1"))
+    return Subject(name, command, expected, time.monotonic() - started)
+
+
+def _run_to_end(name: str, command: list[str], disk: Disk) -> dict[str, Any]:
+    attempt = start(command, disk)
+    try:
+        if not attempt.wait(600) or attempt.process.returncode:
             raise RuntimeError(f"{name} does not run:\n{attempt.output}")
+        return read_results(disk.root / "run")
+    finally:
         attempt.close()
-        expected = read_results(disk.root / "run")
         disk.unmount()
-    return Subject(name, command, expected, seconds)
 
 
 class DisturbedRun:

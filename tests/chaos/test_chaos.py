@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +73,11 @@ def test_a_log_event_that_is_being_written_is_no_progress(tmp_path):
     assert read_events(tmp_path) == [{"update": 1}]
 
 
+def make_place(path) -> Any:
+    """Return what a `Disk` is for faults that need no file system of their own."""
+    return SimpleNamespace(root=path)
+
+
 COMMAND = """
 import json, sys, time
 for update in range(int(sys.argv[1])):
@@ -89,7 +95,7 @@ def test_a_command_that_hangs_after_a_pause_is_found(
     pause = {"a process stopped for a while": lambda *_: False}
     monkeypatch.setattr(campaign, "FAULTS", pause)
     (tmp_path / "run").mkdir()
-    found, disk = Findings(), SimpleNamespace(root=tmp_path)
+    found, disk = Findings(), make_place(tmp_path)
     subject = Subject("sleeper", [], {}, 1.0)
     words = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{COMMAND}"]
     attempt = Attempt([*words, str(updates)], disk, dict(os.environ))
@@ -108,7 +114,7 @@ def test_each_subject_meets_the_fault_that_it_has_met_least(tmp_path, monkeypatc
 
     faults = {"often": lambda *_: True, "seldom": lambda *_: True, "never": cannot}
     monkeypatch.setattr(campaign, "FAULTS", faults)
-    found, disk = Findings(), SimpleNamespace(root=tmp_path)
+    found, disk = Findings(), make_place(tmp_path)
     found.caused["sleeper"]["often"] += 3
     subject = Subject("sleeper", [], {}, 1.0)
     run = DisturbedRun(subject, disk, random.Random(0), found)
