@@ -286,10 +286,7 @@ class Run:
             trace=trace,
         )
         try:
-            timeout = self.options.stuck_timeout
-            if timeout is None and schedule.is_fixed:
-                timeout = 0.0  # an execution may take hours
-            with watching_progress(timeout, self.directory.home, self.record_failure):
+            with self.watching(has_long_calls=schedule.is_fixed):
                 result = runner.run(
                     state, resume=bool(self.options.resume) if resume is None else resume
                 )
@@ -309,6 +306,23 @@ class Run:
         if not result.interrupted:  # a callback asked for the end when it had come
             self.summary.pop("stopped_by", None)
         return result.state
+
+    def watching(
+        self, *, has_long_calls: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """End the run if nothing moves in the block for ``--stuck-timeout`` seconds.
+
+        ``train`` does so for training. What happens in the block must report progress.
+
+        Args:
+            has_long_calls: Whether the plan asks for calls that may take any time.
+        """
+        return watching_progress(
+            self.options.stuck_timeout,
+            self.directory.home,
+            self.record_failure,
+            has_long_calls=has_long_calls,
+        )
 
     def _make_trace(self, program: TrainingProgram) -> Trace | None:
         if not self.options.profile or not coordination.is_first():

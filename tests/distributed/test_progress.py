@@ -17,12 +17,15 @@ from millrace.distributed.progress import (
     Activity,
     Progress,
     Watch,
+    count_step,
     describe_stuck,
     move,
     own_activity,
+    reach_update,
     watched,
     write_stacks,
 )
+from millrace.run.stuck import watching_progress
 
 
 def training(steps: int) -> Activity:
@@ -139,6 +142,37 @@ def test_by_default_a_step_may_take_ten_times_the_longest(tmp_path):
             seen.update(rank, training(1), 1000.0)
         assert seen.find_stuck(1000.0 + 9_999) is None
         assert seen.find_stuck(1000.0 + 10_001) is not None
+
+
+def test_calls_of_any_length_are_watched_from_the_first_results_on(tmp_path):
+    with watched(None, tmp_path, lambda: False, excuses_first_call=True):
+        progress.enter_phase("training")
+        seen, hour = Progress(2, 0.0), 3600.0
+        for now in (0.0, 1.0):  # staged ahead
+            count_step()
+            update_all(seen, now)
+        update_all(seen, 1.9 * hour)
+        assert seen.find_stuck(2 * hour) is None
+        reach_update(own_activity().update + 100)
+        update_all(seen, 2 * hour)
+        assert seen.find_stuck(21 * hour) is None
+        stuck = seen.find_stuck(23 * hour)
+        assert stuck is not None and stuck.ranks == (0, 1)
+
+
+def update_all(seen: Progress, now: float) -> None:
+    for rank in range(2):
+        seen.update(rank, own_activity(), now)
+
+
+@pytest.mark.parametrize(("timeout", "is_found"), [(None, False), (60.0, True)])
+def test_a_timeout_of_the_user_also_limits_the_first_call(timeout, is_found, tmp_path):
+    with watching_progress(timeout, tmp_path, lambda _: None, has_long_calls=True):
+        progress.enter_phase("training")
+        seen = Progress(2, 0.0)
+        update_all(seen, 0.0)
+        update_all(seen, 4000.0)
+        assert (seen.find_stuck(4000.0) is not None) == is_found
 
 
 def test_a_single_process_is_watched_by_a_thread(tmp_path):
