@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,13 @@ from millrace.loop.runner import Runner, Validate
 from millrace.loop.trace import Trace
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
-from millrace.program.compiling import compiling, deterministic, is_compiling
+from millrace.program.compiling import (
+    chosen_persistent_cache,
+    compiling,
+    deterministic,
+    is_compiling,
+    refuse_persistent_cache,
+)
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
@@ -466,12 +471,13 @@ def _execute(
 
 def _find_compile_cache(console: Console) -> Path | None:
     """Return the folder of compiled programs, unless others could put theirs there."""
-    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    chosen = chosen_persistent_cache()
     if chosen and "://" not in chosen and (reason := find_writers(Path(chosen))):
         console.warning(
-            "Compiled programs in JAX_COMPILATION_CACHE_DIR may be those of others, "
-            f"because {reason}. They are used, because you chose the folder."
+            "Compiled programs in JAX_COMPILATION_CACHE_DIR are not used, because "
+            f"{reason}. Choose a folder of your own."
         )
+        refuse_persistent_cache()
     folder = compile_cache_folder()
     if (reason := find_writers(folder)) is None:
         return folder
