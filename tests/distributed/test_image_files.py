@@ -1,14 +1,21 @@
 """Image files in several processes with data workers: the batches of one without."""
 
+import os
+import re
+import signal
+from pathlib import Path
+
 import pytest
 from image_files import write_folders
 from launched import (
     alone,
     assert_same_history,
     assert_same_weights,
+    children_of,
     events,
     finish,
     launched,
+    pid_of,
     run,
     start,
     summary,
@@ -67,3 +74,50 @@ def test_one_process_continues_in_two_with_workers_in_mid_epoch(
     run(launched(directory, 2, *options, "--num-workers", "1", "--resume"))
     assert_same_weights(directory, expected)
     assert_same_history(directory, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_suspended_data_workers_are_shown_and_killed_and_the_run_continues(
+    num_processes, options, tmp_path
+):
+    directory, last = tmp_path / "run", num_processes - 1
+    options = (*options[:2], "--num-epochs", "10")  # more than is read ahead
+    slow = ("--delay", "0.2", "--num-workers", "2", "--stuck-timeout", "15")
+    process = start(launched(directory, num_processes, *options, *slow))
+    wait_for(directory, 3, process)
+    pid = pid_of(last, process) if last else children_of(process)[0]
+    workers = _find_data_workers(pid)
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    output = finish(process, 1)
+    named = rf"waiting for Process {last} \(pid {pid} on .*\): " if last else ""
+    assert re.search(rf"No progress for \d+ s[,:] {named}training after", output)
+    stacks = (directory / f"stuck-process-{last}.txt").read_text()
+    for worker in workers:
+        assert re.search(rf"child {worker}, T \(stopped\): .*decode_worker", stacks)
+        assert not _is_running(worker)
+    run(launched(directory, num_processes, *options, "--num-workers", "2", "--resume"))
+    alone_here = tmp_path / "alone"
+    run(alone(alone_here, *options, "--virtual-devices", "4", "--num-replicas", "4"))
+    assert_same_weights(directory, alone_here)
+    assert_same_history(directory, alone_here)
+
+
+def _is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"  # nobody may have asked how it ended
+
+
+def _find_data_workers(pid):
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(word) for file in files for word in file.read_text().split()]
+    return [
+        child
+        for child in children
+        if "decode_worker" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
