@@ -50,6 +50,9 @@ _MOST_PROBLEMS = 5
 """Problems after which a campaign ends early."""
 _ROUNDING = 1e-4
 """How far numbers may differ if a run has continued with fewer processes."""
+_LONGEST_PAUSE = 120.0
+"""Seconds within which more updates must follow a fault that need not end a command: it may
+meet one that still starts, on a machine with other work."""
 _LEFT_BEHIND = 35.0
 """Seconds after which no process of an ended command may be left: when a launcher is
 killed, the others save a checkpoint first."""
@@ -177,7 +180,8 @@ class DisturbedRun:
         )
         if not has_answered:
             expected = "ended" if must_end else "made progress or ended"
-            problem = f"has not {expected} {LONGEST_END:.0f} s after: {name}"
+            limit = LONGEST_END if must_end else _LONGEST_PAUSE
+            problem = f"has not {expected} {limit:.0f} s after: {name}"
             self._complain_of_hang(problem, attempt)
             return False
         times = self._findings.ends if must_end else self._findings.recoveries
@@ -206,7 +210,7 @@ class DisturbedRun:
 
     def _recover(self, attempt: Attempt, update: int) -> bool:
         """Wait for more updates or the end of a command; return whether there was one."""
-        deadline = time.monotonic() + LONGEST_END
+        deadline = time.monotonic() + _LONGEST_PAUSE
         while time.monotonic() < deadline:
             if self._read_update() > update or attempt.wait(0.2):
                 return True
@@ -358,9 +362,9 @@ def explain(findings: Findings, shortfalls: Sequence[str], args: Any) -> str:
     paragraphs = [
         f"Seed {args.seed}, {args.minutes:g} minutes, {args.parallel} runs at a time: "
         f"{findings.faults.total()} faults; {counts}.",
-        f"Time limit: a command must end within {LONGEST_END:.0f} s of a fault that ends "
-        "it. After any other fault, more updates must follow within the same time. No "
-        f"process may be left {_LEFT_BEHIND:.0f} s after the end.",
+        f"Time limits: a command must end within {LONGEST_END:.0f} s of a fault that ends "
+        f"it. After any other fault, more updates must follow within {_LONGEST_PAUSE:.0f} "
+        f"s. No process may be left {_LEFT_BEHIND:.0f} s after the end.",
         "\n".join(subjects),
         *(f"Not tested enough: {shortfall}." for shortfall in shortfalls),
         *(f"{problem.kind}: {problem.text}" for problem in findings.problems),

@@ -91,7 +91,7 @@ time.sleep(60)
 def test_a_command_that_hangs_after_a_pause_is_found(
     updates, is_hung, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(campaign, "LONGEST_END", 1.0)
+    monkeypatch.setattr(campaign, "_LONGEST_PAUSE", 1.0)
     pause = {"a process stopped for a while": lambda *_: False}
     monkeypatch.setattr(campaign, "FAULTS", pause)
     (tmp_path / "run").mkdir()
