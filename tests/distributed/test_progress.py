@@ -8,8 +8,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
-from small_runner import batches, make_runner
+from small_runner import batches, loss_fn, make_runner
 
 import millrace as mr
 from millrace.distributed import progress
@@ -25,6 +27,7 @@ from millrace.distributed.progress import (
     watched,
     write_stacks,
 )
+from millrace.loop.staging import Calls
 from millrace.run.stuck import watching_progress
 
 
@@ -291,3 +294,21 @@ def test_training_counts_its_calls(tmp_path):
     after = own_activity()
     assert after.steps - before.steps == 4
     assert after.moves > before.moves
+
+
+def test_slow_data_is_progress_while_a_long_chunk_is_read():
+    plan = mr.Plan(micro_batch_size=2, updates_per_execution=12)
+    program = mr.training_program(loss_fn, optax.sgd(0.01), plan)
+    moves = []
+
+    def slow_batches():
+        for batch in batches([1.0] * 12):
+            time.sleep(0.1)
+            moves.append(own_activity().moves)
+            yield batch
+
+    with mr.Infeed(slow_batches()) as infeed:
+        calls = Calls(program, infeed, execution=12, total=12, fixed=True)
+        calls.compile(program.init({"w": np.ones(1, np.float32)}))
+        calls.next_chunk()
+    assert len(set(moves)) > 6
