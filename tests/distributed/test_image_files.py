@@ -1,8 +1,10 @@
 """Image files in several processes with data workers: the batches of one without."""
 
+import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -79,30 +81,28 @@ def test_one_process_continues_in_two_with_workers_in_mid_epoch(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_suspended_data_workers_are_shown_and_killed_and_the_run_continues(
-    num_processes, options, tmp_path
+    num_processes, options, expected, tmp_path
 ):
     directory, last = tmp_path / "run", num_processes - 1
-    options = (*options[:2], "--num-epochs", "10")  # more than is read ahead
     slow = ("--delay", "0.2", "--num-workers", "2", "--stuck-timeout", "15")
     process = start(launched(directory, num_processes, *options, *slow))
-    wait_for(directory, 3, process)
+    wait_until(process, lambda: len(children_of(process)) == num_processes)
     pid = pid_of(last, process) if last else children_of(process)[0]
-    workers = _find_data_workers(pid)
-    assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
+    wait_until(process, lambda: _find_data_workers(pid))
+    while process.poll() is None:  # it may start others, for batches of another size
+        for worker in _find_data_workers(pid):
+            os.kill(worker, signal.SIGSTOP)
+        time.sleep(0.1)
     output = finish(process, 1)
     named = rf"waiting for Process {last} \(pid {pid} on .*\): " if last else ""
-    assert re.search(rf"No progress for \d+ s[,:] {named}training after", output)
+    assert re.search(rf"No progress for \d+ s[,:] {named}[a-z ]+ after update", output)
     stacks = (directory / f"stuck-process-{last}.txt").read_text()
-    for worker in workers:
-        assert re.search(rf"child {worker}, T \(stopped\): .*decode_worker", stacks)
-        assert not _is_running(worker)
+    stopped = re.findall(r"child (\d+), T \(stopped\): .*decode_worker", stacks)
+    assert len(stopped) >= 2
+    assert not any(map(_is_running, stopped))
     run(launched(directory, num_processes, *options, "--num-workers", "2", "--resume"))
-    alone_here = tmp_path / "alone"
-    run(alone(alone_here, *options, "--virtual-devices", "4", "--num-replicas", "4"))
-    assert_same_weights(directory, alone_here)
-    assert_same_history(directory, alone_here)
+    assert_same_weights(directory, expected)
+    assert_same_history(directory, expected)
 
 
 def _is_running(pid):
@@ -113,11 +113,18 @@ def _is_running(pid):
     return state not in "ZX"  # nobody may have asked how it ended
 
 
+def wait_until(process, condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def _find_data_workers(pid):
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(word) for file in files for word in file.read_text().split()]
-    return [
-        child
-        for child in children
-        if "decode_worker" in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in children.read_text().split():
+                if "decode_worker" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(int(child))
+    return found
