@@ -23,10 +23,10 @@ demo: $(INSTALLED)  ## train a small CNN on the embedded digits
 	@echo "The command millrace is there after: . $(BIN)/activate"
 
 test: $(INSTALLED) lint types  ## everything CI checks
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -rs -m slow
 
 # The whole suite on one GPU, in processes that share it. Without a virtual environment of
 # its own: make test-gpu INSTALLED= TEST_PYTHON=python3
