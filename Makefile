@@ -86,7 +86,8 @@ sbom: $(AUDIT)/.installed  ## list what an installation contains: dist/sbom.cdx.
 	@echo "written to dist/sbom.cdx.json"
 
 audit: $(AUDIT)/.installed  ## look up known vulnerabilities of requirements.lock; needs a network
-	$(AUDIT)/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	$(AUDIT)/bin/pip-audit --strict --require-hashes --disable-pip \
+	  --requirement requirements.lock
 
 clean:
 	rm -rf $(VENV) $(AUDIT) dist site
