@@ -23,10 +23,10 @@ demo: $(INSTALLED)  ## train a small CNN on the embedded digits
 	@echo "The command millrace is there after: . $(BIN)/activate"
 
 test: $(INSTALLED) lint types  ## everything CI checks
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -rs -m slow
 
 # The whole suite on one GPU, in processes that share it. Without a virtual environment of
 # its own: make test-gpu INSTALLED= TEST_PYTHON=python3
@@ -86,7 +86,8 @@ sbom: $(AUDIT)/.installed  ## list what an installation contains: dist/sbom.cdx.
 	@echo "written to dist/sbom.cdx.json"
 
 audit: $(AUDIT)/.installed  ## look up known vulnerabilities of requirements.lock; needs a network
-	$(AUDIT)/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	$(AUDIT)/bin/pip-audit --strict --require-hashes --disable-pip \
+	  --requirement requirements.lock
 
 clean:
 	rm -rf $(VENV) $(AUDIT) dist site

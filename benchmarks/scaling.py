@@ -40,8 +40,31 @@ class Cluster(NamedTuple):
 
 
 NETWORKS = (
-    Network("resnet50", 25_557_032, 256, 7285, "2026-11-15-cnn_resnet50_gpu-NVIDIA-H200"),
+    Network("resnet50", 25_557_032, 256, 7553, "2026-11-18-image_training-NVIDIA-H200"),
     Network("cifar_resnet56", 853_018, 128, 28640, "2026-11-15-cifar_accuracy-NVIDIA-H200"),
+)
+
+
+class ImageFiles(NamedTuple):
+    """Image files, and how fast a host has read and decoded them."""
+
+    name: str
+    images_per_second: float
+    cores: int
+    measured_in: str
+    """Name of the report in benchmarks/results."""
+
+    def speed_on(self, cores: int) -> float:
+        """Predict the speed of a host with another number of cores for this."""
+        return self.images_per_second / self.cores * cores
+
+
+IMAGE_FILES = (
+    ImageFiles("JPEG photographs", 8399, 16, "2026-11-18-image_training-NVIDIA-H200"),
+    # One device took no more, so this is the least that eight cores can do.
+    ImageFiles(
+        "packed with `--short-side 256`", 7559, 8, "2026-11-18-image_training-NVIDIA-H200"
+    ),
 )
 
 H200_CLUSTER = Cluster(
@@ -169,10 +192,26 @@ def format_pipelines_table(devices: Sequence[int] = DEVICES) -> str:
     return _format_table(["devices", *(f"accumulation {m}" for m in (16, 64, 256))], rows)
 
 
+def format_files_table(cores: Sequence[int] = (32, 64, 96, 128, 192)) -> str:
+    """Return a table of the speed of a node that trains ResNet-50 on image files."""
+    devices = H200_CLUSTER.devices_per_node
+    most = images_per_second(NETWORKS[0], devices)
+    rows = []
+    for count in cores:
+        cells = [str(count)]
+        for files in IMAGE_FILES:
+            # One core is left to the process of each device.
+            speed = min(most, files.speed_on(count - devices))
+            cells.append(f"{speed:,.0f} ({speed / most:.0%})")
+        rows.append(cells)
+    return _format_table(["cores", *(files.name for files in IMAGE_FILES)], rows)
+
+
 def _format_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [names, ["---:"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
-    print(format_replicas_table(), format_pipelines_table(), sep="\n\n")
+    tables = format_replicas_table, format_pipelines_table, format_files_table
+    print(*(make_table() for make_table in tables), sep="\n\n")

@@ -1,6 +1,8 @@
 """Caches that other users could change are not used."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -115,16 +117,43 @@ def test_compiled_programs_of_another_user_are_not_used(folder, monkeypatch):
     assert console.lines[0].endswith("compiled belongs to user 54321.")
 
 
-def test_a_chosen_folder_of_compiled_programs_that_others_may_write_to_is_named(
-    folder, monkeypatch
+USES_A_CACHE = """
+import os, sys
+import jax
+from millrace.run import run
+
+class Console:
+    def warning(self, line):
+        print(line)
+
+jax.jit(lambda x: x * 2.5).lower(1.0).compile()  # JAX has opened it
+run._find_compile_cache(Console())
+before = set(os.listdir(sys.argv[1]))
+jax.jit(lambda x: x * 3.5).lower(1.0).compile()
+print("used" if set(os.listdir(sys.argv[1])) != before else "not used")
+"""
+
+
+@pytest.mark.parametrize(("mode", "is_used"), [(0o700, True), (0o777, False)])
+def test_a_chosen_folder_of_compiled_programs_is_used_unless_others_may_write_to_it(
+    folder, mode, is_used
 ):
-    console = Console()
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
-    running._find_compile_cache(console)
-    assert console.lines == []
-    folder.chmod(0o777)
-    running._find_compile_cache(console)
-    assert f"because every user may write to {folder}" in console.lines[0]
+    folder.chmod(mode)
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    output = subprocess.run(
+        [sys.executable, "-c", USES_A_CACHE, str(folder)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    refusal = f"are not used, because every user may write to {folder}"
+    assert (refusal in output) == (not is_used)
+    assert output.splitlines()[-1] == ("used" if is_used else "not used")
 
 
 def test_datasets_of_tensorflow_are_not_read_where_everybody_can_write(folder, monkeypatch):

@@ -152,7 +152,7 @@ class Launcher:
             event = "starting all of them again"
         count = pluralize(len(members.slots), "process")
         if not members.has_enough:
-            self._report(f"{event}; {count} are left, less than {members.least}")
+            self._report(f"{event}; {count} left, fewer than {members.least}")
             return False
         self._report(f"{event}: {count}, from the last checkpoint")
         return True

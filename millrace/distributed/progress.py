@@ -97,7 +97,11 @@ def _move(**changes: Any) -> None:
 
 @contextlib.contextmanager
 def watched(
-    timeout: float | None, folder: Path, is_excused: Callable[[], bool]
+    timeout: float | None,
+    folder: Path,
+    is_excused: Callable[[], bool],
+    *,
+    excuses_first_call: bool = False,
 ) -> Iterator[None]:
     """Watch the progress of this process in the block.
 
@@ -106,8 +110,15 @@ def watched(
             for a time that suits the steps, if there are several processes.
         folder: Where to write what its threads do if it is stuck.
         is_excused: Returns whether it does what cannot be watched, such as compiling.
+        excuses_first_call: Whether to watch only from the first results on, because nobody
+            knows before how long a call takes.
     """
-    _own.timeout, _own.folder, _own.is_excused = timeout, folder, is_excused
+    first = _own.activity.update
+
+    def is_excused_now() -> bool:
+        return is_excused() or (excuses_first_call and _own.activity.update == first)
+
+    _own.timeout, _own.folder, _own.is_excused = timeout, folder, is_excused_now
     move()
     _own.is_watched = True
     try:
@@ -122,6 +133,8 @@ class _Seen(NamedTuple):
     """When it last moved."""
     step_since: float
     """When it made its last step."""
+    update_since: float
+    """When it got its last results."""
 
 
 class Stuck(NamedTuple):
@@ -145,25 +158,31 @@ class Progress:
     """
 
     def __init__(self, num_processes: int, now: float) -> None:
-        self._seen = {rank: _Seen(Activity(), now, now) for rank in range(num_processes)}
+        self._seen = {
+            rank: _Seen(Activity(), now, now, now) for rank in range(num_processes)
+        }
         self._longest = 0.0
         self._reported: tuple[int, int] | None = None
 
     def update(self, rank: int, activity: Activity, now: float) -> None:
         """Record what a process reports."""
         before = self._seen[rank]
-        since, step_since = before.since, before.step_since
+        _, since, step_since, update_since = before
         if activity.moves != before.activity.moves or activity.is_excused:
             since = now
         if activity.steps != before.activity.steps:
             self._longest = max(self._longest, now - step_since)
             step_since = now
-        self._seen[rank] = _Seen(activity, since, step_since)
+        if activity.update != before.activity.update:
+            # Calls are staged ahead: only results tell how long the first one has taken.
+            self._longest = max(self._longest, now - update_since)
+            update_since = now
+        self._seen[rank] = _Seen(activity, since, step_since, update_since)
 
     def restart_clock(self, now: float) -> None:
         """Measure all waiting times from now, after this process was suspended itself."""
         self._seen = {
-            rank: seen._replace(since=now, step_since=now)
+            rank: seen._replace(since=now, step_since=now, update_since=now)
             for rank, seen in self._seen.items()
         }
 
@@ -174,7 +193,7 @@ class Progress:
         """
         newest = max(seen.activity.steps for seen in self._seen.values())
         limit = max(_WARN_SECONDS, _WARN_STEPS * self._longest)
-        for rank, (activity, _, since) in self._seen.items():
+        for rank, (activity, _, since, _) in self._seen.items():
             is_slow = activity.steps < newest and now - since > limit
             if is_slow and (rank, activity.steps) != self._reported:
                 self._reported = rank, activity.steps

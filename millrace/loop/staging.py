@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from millrace.distributed import coordination
-from millrace.distributed.progress import count_step
+from millrace.distributed.progress import count_step, move
 from millrace.feeds.infeed import DatasetEnded, Infeed
 from millrace.feeds.stager import Chunk
 from millrace.loop.activity import ActivityStopped, run_stoppable
@@ -118,7 +118,7 @@ class Calls:
             self._program.chunk_sharding,
             only_full=not self._by_parts,
             partial=self._micro_batches if self._accepts_partial_chunks else None,
-            give_up=give_up,
+            give_up=self._noticing_elements(give_up),
         )
         if chunk is None or chunk.stop - chunk.start < self._micro_batches:
             raise DatasetEnded(
@@ -127,6 +127,22 @@ class Calls:
                 "on_end='stop') with millrace.train."
             )
         return chunk
+
+    def _noticing_elements(self, give_up: Callable[[], bool] | None) -> Callable[[], bool]:
+        """Return `give_up`, which is called while waiting, made to count as progress.
+
+        A chunk of slow data may take long; only data that no longer comes is stuck.
+        """
+        num_read = self._infeed.elements_read
+
+        def look() -> bool:
+            nonlocal num_read
+            if self._infeed.elements_read != num_read:
+                num_read = self._infeed.elements_read
+                move()
+            return give_up is not None and give_up()
+
+        return look
 
     def run(
         self, state: TrainState, chunk: Chunk, done: int, at_most: int

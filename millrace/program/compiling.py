@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from millrace.numbers import format_bytes
@@ -231,6 +232,17 @@ def no_persistent_cache() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
+
+
+def chosen_persistent_cache() -> str:
+    """Return where JAX stores compiled programs because the user wants it, or ""."""
+    return jax.config.values["jax_compilation_cache_dir"] or ""
+
+
+def refuse_persistent_cache() -> None:
+    """Make JAX neither read nor write compiled programs where the user has chosen."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # it keeps what it has opened
 
 
 def _enable_persistent_cache(folder: Path) -> None:

@@ -53,7 +53,8 @@ class RunOptions:
     stuck_timeout: float | None = field(default=None, metadata=_MAY_CHANGE | TRANSIENT)
     """Seconds without progress in training after which the run ends with an error that says
     what each process is doing; 0 for never (default: never for a single process, else 1800,
-    or ten times the longest step so far)."""
+    or ten times the longest step so far; with --updates-per-execution, from the end of the
+    first execution on)."""
     upload_timeout: float = field(default=300.0, metadata=_MAY_DIFFER | TRANSIENT)
     """Seconds without progress after which the end of a run no longer waits for its upload
     to object storage."""

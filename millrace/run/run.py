@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,13 @@ from millrace.loop.runner import Runner, Validate
 from millrace.loop.trace import Trace
 from millrace.output import dropping_lost_output, error_line
 from millrace.plan import Plan
-from millrace.program.compiling import compiling, deterministic, is_compiling
+from millrace.program.compiling import (
+    chosen_persistent_cache,
+    compiling,
+    deterministic,
+    is_compiling,
+    refuse_persistent_cache,
+)
 from millrace.program.step import TrainState
 from millrace.program.training import TrainingProgram
 from millrace.report.run_page import write_report
@@ -274,10 +279,7 @@ class Run:
             trace=trace,
         )
         try:
-            timeout = self.options.stuck_timeout
-            if timeout is None and schedule.is_fixed:
-                timeout = 0.0  # an execution may take hours
-            with watching_progress(timeout, self.directory.home, self.record_failure):
+            with self.watching(has_long_calls=schedule.is_fixed):
                 result = runner.run(
                     state, resume=bool(self.options.resume) if resume is None else resume
                 )
@@ -298,6 +300,23 @@ class Run:
         if not result.interrupted:  # a callback asked for the end when it had come
             self.summary.pop("stopped_by", None)
         return result.state
+
+    def watching(
+        self, *, has_long_calls: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """End the run if nothing moves in the block for ``--stuck-timeout`` seconds.
+
+        ``train`` does so for training. What happens in the block must report progress.
+
+        Args:
+            has_long_calls: Whether the plan asks for calls that may take any time.
+        """
+        return watching_progress(
+            self.options.stuck_timeout,
+            self.directory.home,
+            self.record_failure,
+            has_long_calls=has_long_calls,
+        )
 
     def _make_trace(self, program: TrainingProgram) -> Trace | None:
         if not self.options.profile or not coordination.is_first():
@@ -446,12 +465,13 @@ def _execute(
 
 def _find_compile_cache(console: Console) -> Path | None:
     """Return the folder of compiled programs, unless others could put theirs there."""
-    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    chosen = chosen_persistent_cache()
     if chosen and "://" not in chosen and (reason := find_writers(Path(chosen))):
         console.warning(
-            "Compiled programs in JAX_COMPILATION_CACHE_DIR may be those of others, "
-            f"because {reason}. They are used, because you chose the folder."
+            "Compiled programs in JAX_COMPILATION_CACHE_DIR are not used, because "
+            f"{reason}. Choose a folder of your own."
         )
+        refuse_persistent_cache()
     folder = compile_cache_folder()
     if (reason := find_writers(folder)) is None:
         return folder

@@ -19,7 +19,11 @@ from millrace.program.compiling import is_compiling
 
 @contextlib.contextmanager
 def watching_progress(
-    timeout: float | None, folder: Path, record_failure: Callable[[str], None]
+    timeout: float | None,
+    folder: Path,
+    record_failure: Callable[[str], None],
+    *,
+    has_long_calls: bool = False,
 ) -> Iterator[None]:
     """End this process if it makes no progress in the block for too long.
 
@@ -29,6 +33,8 @@ def watching_progress(
         timeout: As for ``--stuck-timeout``.
         folder: Where to write what the threads of this process do.
         record_failure: Called with a description before this process ends.
+        has_long_calls: Whether a call may take any time, as the user asked: without a
+            timeout, the first one is not watched.
     """
 
     def end(line: str) -> None:
@@ -42,7 +48,8 @@ def watching_progress(
         try_briefly(report)
         exit_now(LOST)  # the main thread may be in C++, or blocked by its output
 
-    with watched(timeout, folder, is_compiling):
+    excuses_first = has_long_calls and timeout is None
+    with watched(timeout, folder, is_compiling, excuses_first_call=excuses_first):
         is_alone = coordination.num_processes() == 1 and timeout
         watch = Watch(end) if is_alone else None
         try:

@@ -1,5 +1,6 @@
 """docs/scaling.md shows the tables of benchmarks/scaling.py, whose model is right."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,78 @@ from millrace.schedule.simulate import Link
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scaling.md").read_text()
+REPORT = "2026-11-16-launch_scaling-cpu"
 
 
-@pytest.mark.parametrize("table", ["format_replicas_table", "format_pipelines_table"])
+def read_report(name: str) -> str:
+    return (ROOT / "benchmarks/results" / f"{name}.md").read_text()
+
+
+def read_rows(text: str) -> dict[str, list[str]]:
+    """Return the cells of all tables by the first cell of their rows."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "format_replicas_table",
+        "format_pipelines_table",
+        "format_files_table",
+    ],
+)
 def test_the_page_shows_the_tables_of_the_script(table):
     assert getattr(scaling, table)() in PAGE
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_single_device_speeds_are_those_of_the_reports(network):
-    report = (ROOT / "benchmarks/results" / f"{network.measured_in}.md").read_text()
+    report = read_report(network.measured_in)
     assert f"{network.images_per_second:,.0f}" in report
     assert network.measured_in in PAGE
+
+
+@pytest.mark.parametrize("files", scaling.IMAGE_FILES, ids=lambda files: files.name)
+def test_speeds_of_image_files_are_those_of_the_report(files):
+    report = read_report(files.measured_in)
+    line = next(
+        line for line in report.splitlines() if f"{files.images_per_second:,} " in line
+    )
+    assert f" {files.cores} workers" in line
+    assert f"{files.images_per_second:,}" in PAGE
+
+
+COMPARED = {
+    "1 process, the other core idle": "1 process",
+    "2 independent processes, no exchange": "2 apart, no exchange",
+    "2 processes": "2 processes",
+    "4 processes": "4 processes",
+    "1 process with 2 virtual devices": "1 process, 2 devices",
+}
+
+
+def test_the_comparison_on_this_page_is_that_of_its_report():
+    page, report = read_rows(PAGE), read_rows(read_report(REPORT))
+    for ours, theirs in COMPARED.items():
+        measured, predicted, ratio = page[ours]
+        assert [measured, predicted] == report[theirs][:2]
+        if predicted:
+            quotient = float(measured.split()[0]) / float(predicted)
+            assert float(ratio) == round(quotient, 2)
+    link = re.search(r"processes: (.* GB/s) after (\d+) us", read_report(REPORT))
+    assert link is not None
+    assert f"{link[1]} and a latency of {link[2]} us" in PAGE
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_predictions_of_that_report_are_those_of_the_model(count):
+    rows = read_rows(read_report(REPORT))
+    apart = float(rows["2 apart, no exchange"][0].split()[0]) / 1000
+    link = Link(bytes_per_second=0.81e9, latency_seconds=86e-6)
+    predicted = shared_cores_seconds(apart, count, 2, 301e3, link)
+    shown = float(rows[f"{count} processes"][1])
+    assert 1000 * predicted == pytest.approx(shown, abs=0.2)
 
 
 @pytest.mark.parametrize(

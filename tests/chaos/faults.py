@@ -53,6 +53,11 @@ class Attempt:
         os.close(other)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the launcher replaces a lost process."""
+        return "--elastic" in self.command
+
+    @property
     def output(self) -> str:
         """What the terminal has shown."""
         self._read()
@@ -206,7 +211,7 @@ def _choose(attempt: Attempt, kind: str, chance: random.Random) -> int:
 def _kill(kind: str) -> Fault:
     def cause(attempt: Attempt, chance: random.Random) -> bool:
         os.kill(_choose(attempt, kind, chance), signal.SIGKILL)
-        return True
+        return not (kind == "worker" and attempt.is_elastic)
 
     return cause
 
@@ -240,7 +245,7 @@ def _stop_for_good(attempt: Attempt, chance: random.Random) -> bool:
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-    return True
+    return not attempt.is_elastic
 
 
 def _lose_terminal(attempt: Attempt, chance: random.Random) -> bool:

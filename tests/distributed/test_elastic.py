@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 from launched import (
     assert_same_history,
@@ -20,6 +22,7 @@ from launched import (
     wait_for,
 )
 
+import millrace as mr
 from millrace.apps.autoencoder.config import AutoencoderConfig
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.commands import ValidateConfig
@@ -73,13 +76,58 @@ def test_a_lost_process_is_replaced_by_accumulation_and_taken_back(tmp_path, und
 
 
 @pytest.mark.slow
+def test_a_process_that_gets_stuck_again_is_left_out(tmp_path, undisturbed):
+    directory = tmp_path / "run"
+    own = ("--stuck-timeout", "8", "--hang-in", "1")
+    options = ("--elastic", "1:2", "--return-after", "0")
+    output = finish(start(launched(directory, 1, *own, options=options)), timeout=180)
+    named = r"No progress for \d+ s, waiting for Process 1 \(pid \d+ on .*\): training"
+    assert len(re.findall(named, output)) >= 2
+    events = [
+        "starting all of them again: 2 processes, from the last checkpoint",
+        "continuing without process 1: 1 process, from the last checkpoint",
+    ]
+    places = [output.index(f"millrace launch: {event}") for event in events]
+    assert places == sorted(places)
+    assert_same_weights(directory, undisturbed)
+    assert_same_history(directory, undisturbed)
+
+
+BROKEN_LATER = 'if [ -e "$0" ] && [ "$MILLRACE_SLOT" = 1 ]; then exit 1; fi; exec "$@"'
+LOW_RATE = ("--num-epochs", "40", "--global-batch-size", "64", "--lr", "0.0002")
+
+
+@pytest.mark.slow
+def test_an_application_with_half_of_its_processes_ends_with_the_same_weights(tmp_path):
+    directory, broken = tmp_path / "run", tmp_path / "broken"
+    decay = ("--lr-schedule-params", "{epochs_to_total_decay: 40}")
+    train = [sys.executable, "-m", "millrace", "cnn", "train", "--config", "digits_demo"]
+    command = [*train, *LOW_RATE, *decay]
+    launch = [sys.executable, "-m", "millrace", "launch", "--elastic", "1:2"]
+    launch += ["--num-replicas", "2", "--return-after", "0", "--"]
+    wrapper = ["sh", "-c", BROKEN_LATER, str(broken)]
+    process = start([*launch, *wrapper, *command, "--run-dir", str(directory)])
+    wait_for(directory, 110, process)
+    broken.touch()
+    os.kill(pid_of(1, process), signal.SIGKILL)
+    output = finish(process, timeout=180)
+    assert "continuing without process 1: 1 process, from the last checkpoint" in output
+    alone = tmp_path / "alone"
+    run([*command, "--run-dir", str(alone)])
+    ours, theirs = (mr.load(each, which="last").params for each in (directory, alone))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert_same_history(directory, alone)
+
+
+@pytest.mark.slow
 def test_with_fewer_than_the_least_the_run_fails(tmp_path):
     directory, broken = tmp_path / "run", tmp_path / "broken"
     broken.write_text("0 1")
     own = ("--broken-devices", str(broken))
     output = run(launched(directory, 1, *own, options=("--elastic", "2:4")), status=1)
     assert "The device is gone." in output
-    assert "1 process are left" in output or "less than 2" in output
+    assert "1 process left, fewer than 2" in output
 
 
 SAVES_SLOWLY = """

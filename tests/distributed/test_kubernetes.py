@@ -1,6 +1,7 @@
 """The manifests of the examples are valid, and processes find one another with them."""
 
 import copy
+import json
 import subprocess
 import time
 from pathlib import Path
@@ -20,16 +21,9 @@ from millrace.distributed.signals import INTERRUPTED
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
-# The fields of jobset.x-k8s.io/v1alpha2 that JobSet documents and we may use.
-JOBSET = {
-    *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy"),
-    *("suspend", "coordinator", "managedBy", "ttlSecondsAfterFinished"),
-}
-NETWORK = {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"}
-REPLICATED_JOB = {"name", "groupName", "template", "replicas", "dependsOn"}
-FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
-RULE = {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}
-ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+JOBSET_SCHEMA = json.loads(
+    Path(__file__).parents[1].joinpath("jobset_schema.json").read_text()
+)
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -98,18 +92,37 @@ def test_a_misspelled_field_is_not_valid(schemas):
         schemas.validate(job, schemas.latest_version(), strict=True)
 
 
-def test_a_jobset_has_only_documented_fields():
+def validate_jobset(jobset: dict[str, Any]) -> None:
+    # It comes with kubernetes_validate.
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(jobset, JOBSET_SCHEMA)
+
+
+def test_the_jobset_is_valid():
+    validate_jobset(documents("jobset.yaml")["JobSet"])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "network", "publishNotReadyAddress"), True),
+        (("spec", "failurePolicy", "maxRestarts"), "10"),
+        (("spec", "failurePolicy", "rules", 0, "action"), "Fail"),
+        (("spec", "failurePolicy", "rules", 0, "onJobFailureReasons"), ["PodFailure"]),
+        (("spec", "replicatedJobs", 0, "template", "completions"), 4),
+        (("metadata", "name"), "Millrace"),
+    ],
+    ids=str,
+)
+def test_a_jobset_with_a_mistake_is_not_valid(path, value):
     jobset = documents("jobset.yaml")["JobSet"]
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    spec = jobset["spec"]
-    assert spec.keys() <= JOBSET
-    assert spec["network"].keys() <= NETWORK
-    assert spec["failurePolicy"].keys() <= FAILURE_POLICY
-    for rule in spec["failurePolicy"]["rules"]:
-        assert rule.keys() <= RULE and rule["action"] in ACTIONS
-    for replicated in spec["replicatedJobs"]:
-        assert replicated.keys() <= REPLICATED_JOB
-        assert replicated["template"].keys() <= {"metadata", "spec"}
+    place = jobset
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    jsonschema = pytest.importorskip("jsonschema")
+    with pytest.raises(jsonschema.ValidationError):
+        validate_jobset(jobset)
 
 
 @each_manifest

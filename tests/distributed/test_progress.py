@@ -8,8 +8,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
-from small_runner import batches, make_runner
+from small_runner import batches, loss_fn, make_runner
 
 import millrace as mr
 from millrace.distributed import progress
@@ -17,12 +19,16 @@ from millrace.distributed.progress import (
     Activity,
     Progress,
     Watch,
+    count_step,
     describe_stuck,
     move,
     own_activity,
+    reach_update,
     watched,
     write_stacks,
 )
+from millrace.loop.staging import Calls
+from millrace.run.stuck import watching_progress
 
 
 def training(steps: int) -> Activity:
@@ -141,6 +147,37 @@ def test_by_default_a_step_may_take_ten_times_the_longest(tmp_path):
         assert seen.find_stuck(1000.0 + 10_001) is not None
 
 
+def test_calls_of_any_length_are_watched_from_the_first_results_on(tmp_path):
+    with watched(None, tmp_path, lambda: False, excuses_first_call=True):
+        progress.enter_phase("training")
+        seen, hour = Progress(2, 0.0), 3600.0
+        for now in (0.0, 1.0):  # staged ahead
+            count_step()
+            update_all(seen, now)
+        update_all(seen, 1.9 * hour)
+        assert seen.find_stuck(2 * hour) is None
+        reach_update(own_activity().update + 100)
+        update_all(seen, 2 * hour)
+        assert seen.find_stuck(21 * hour) is None
+        stuck = seen.find_stuck(23 * hour)
+        assert stuck is not None and stuck.ranks == (0, 1)
+
+
+def update_all(seen: Progress, now: float) -> None:
+    for rank in range(2):
+        seen.update(rank, own_activity(), now)
+
+
+@pytest.mark.parametrize(("timeout", "is_found"), [(None, False), (60.0, True)])
+def test_a_timeout_of_the_user_also_limits_the_first_call(timeout, is_found, tmp_path):
+    with watching_progress(timeout, tmp_path, lambda _: None, has_long_calls=True):
+        progress.enter_phase("training")
+        seen = Progress(2, 0.0)
+        update_all(seen, 0.0)
+        update_all(seen, 4000.0)
+        assert (seen.find_stuck(4000.0) is not None) == is_found
+
+
 def test_a_single_process_is_watched_by_a_thread(tmp_path):
     lines, called = [], threading.Event()
 
@@ -257,3 +294,21 @@ def test_training_counts_its_calls(tmp_path):
     after = own_activity()
     assert after.steps - before.steps == 4
     assert after.moves > before.moves
+
+
+def test_slow_data_is_progress_while_a_long_chunk_is_read():
+    plan = mr.Plan(micro_batch_size=2, updates_per_execution=12)
+    program = mr.training_program(loss_fn, optax.sgd(0.01), plan)
+    moves = []
+
+    def slow_batches():
+        for batch in batches([1.0] * 12):
+            time.sleep(0.1)
+            moves.append(own_activity().moves)
+            yield batch
+
+    with mr.Infeed(slow_batches()) as infeed:
+        calls = Calls(program, infeed, execution=12, total=12, fixed=True)
+        calls.compile(program.init({"w": np.ones(1, np.float32)}))
+        calls.next_chunk()
+    assert len(set(moves)) > 6

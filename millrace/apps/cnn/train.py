@@ -97,7 +97,8 @@ def train(config: CnnConfig, run: Run) -> None:
             )
             if run.summary["status"] == "completed":
                 like = weight_shapes(config, images, model)
-                _validate_and_average(config, run, validator, like)
+                with run.watching():
+                    _validate_and_average(config, run, validator, like)
                 whole = program.unpack_state(state)
                 trained = Weights(averaged_params(whole), whole.model_state)
                 report_predictions(config, run, images, model, trained)

@@ -14,6 +14,8 @@ from millrace.apps.cnn.models import catalog
 from millrace.apps.cnn.program import build_norm
 from millrace.apps.cnn.train import plan_events, train
 from millrace.config import ConfigurationError, build, load_named, load_yaml
+from millrace.distributed.progress import own_activity
+from millrace.run import stuck
 from millrace.run.run import run_command
 
 SEEDS = {"num_epochs": 6, "micro_batch_size": 8, "gradient_accumulation_count": 8}
@@ -63,6 +65,26 @@ AUGMENTED = {
     "random_erasing": 0.25, "mixup": 0.2, "cutmix": 1.0, "micro_batch_size": 16,
     "weight_updates_per_epoch": 4, "lr_schedule_params": {"initial_learning_rate": 0.01},
 }  # fmt: skip
+
+
+def test_the_watch_knows_of_calls_of_any_length_and_lasts_until_the_final_validation(
+    tmp_path, monkeypatch
+):
+    watches, real = [], stuck.watching_progress
+    monkeypatch.setattr(
+        "millrace.run.run.watching_progress",
+        lambda *args, **options: watches.append(options) or real(*args, **options),
+    )
+    monkeypatch.setattr(
+        "millrace.apps.cnn.train.validate_checkpoints",
+        lambda *_: phases.append(own_activity().phase) or [],
+    )
+    phases: list[str] = []
+    own = {"num_epochs": 1, "validate": "last", "updates_per_execution": 1}
+    status, _ = run(tmp_path, **SEEDS | own)
+    assert status == 0
+    assert watches == [{"has_long_calls": True}, {"has_long_calls": False}]
+    assert len(phases) == 1 and phases[0]
 
 
 @pytest.mark.slow
