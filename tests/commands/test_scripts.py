@@ -214,6 +214,7 @@ def test_shims_replace_themselves_but_no_other_file(tmp_path, capsys):
             "python3 -m examples_utils benchmark --spec x",
             "millrace examples_utils --spec x",
         ),
+        ("examples_utils benchmark --spec x", "millrace examples_utils --spec x"),
         ("python3 --config mk2", "millrace train.py --config mk2"),
         ("python3 src/train.py", "python3 src/train.py"),
         ("python3 other.py", "python3 other.py"),

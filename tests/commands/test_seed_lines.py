@@ -25,6 +25,7 @@ from seed_lines import LINES as ALL_LINES
 from millrace.cli import main, resolve_launched
 from millrace.commands.registry import COMMANDS
 from millrace.commands.scripts import SCRIPTS, find_script
+from millrace.commands.shim import ShimConfig, write_shims
 from millrace.config import option_value, parse
 from millrace.data import cifar as cifar_files
 from millrace.distributed.environment import add_launcher_replicas
@@ -330,16 +331,35 @@ def test_every_line_runs_when_made_small(seed, line, small_data, run):
     assert all(np.isfinite(value) for value in summary["metrics"].values())
 
 
+BENCHMARKS = [line for _, line in LINES if "examples_utils" in line]
+
+
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_found(line, workplace, capsys):
+    _, _, *words = fill(line)
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--list"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.split() == ["first", "a", "test"]
+
+
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_found_in_a_folder_of_shims(line, workplace):
+    write_shims(ShimConfig(dir=workplace))
+    line = f"source enable.sh && {shlex.join(fill(line))} --list"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["first", "a", "test"]), done
+
+
 @pytest.mark.slow
-def test_a_benchmark_of_the_reference_is_measured(workplace, capsys):
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_measured(line, workplace):
+    write_shims(ShimConfig(dir=workplace))
     spec = {"first": {"description": "a test", "cmd": f"python3 main.py {SMALL_VCD}"}}
     Path("benchmarks.yml").write_text(json.dumps(spec))
-    line = next(line for _, line in LINES if "<name of benchmark>" in line)
-    found = find_script(fill(line))
-    assert found is not None
-    small = ["--seconds", "0.01", "--repeat", "1", "--log-dir", "measured"]
-    with pytest.raises(SystemExit) as left:
-        main([found.script, *found.arguments, *small])
-    assert left.value.code == 0, capsys.readouterr().err
+    small = "--seconds 0.01 --repeat 1 --log-dir measured"
+    line = f"source enable.sh && {shlex.join(fill(line))} {small}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     (entry,) = json.loads(Path("measured/results.json").read_text())["entries"]
     assert (entry["status"], entry["about"]) == ("measured", "a test")
