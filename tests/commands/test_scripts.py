@@ -250,7 +250,14 @@ def test_messages_have_the_spelling_that_was_typed(capsys, tmp_path):
     assert call("cnn", "train", "--batch-size=0") == 2
     assert "--batch-size must be at least 1" in capsys.readouterr().err
     assert call("cnn", "train", "--num-replicas", "0") == 2
-    assert "num_replicas must be at least 1" in capsys.readouterr().err
+    assert "--num-replicas must be at least 1" in capsys.readouterr().err
+    assert call("cnn", "train", "--num_replicas", "0") == 2
+    assert "--num_replicas must be at least 1" in capsys.readouterr().err
+    assert call("train.py", "--stochastic-rounding", "--precision", "32.32") == 2
+    assert "--stochastic-rounding" in capsys.readouterr().err
+    file = "data/training_data_file"
+    assert call("autoencoder_main.py", "--training-data-file", file) == 2
+    assert f"There is no --training-data-file {file}." in capsys.readouterr().err
     config, _ = parse(CnnConfig, ["--enable-half-partials"], program="x")
     assert config.graphcore.notices()[0].startswith("--enable-half-partials has no effect")
     assert option_value(config, "half_partials") is True
