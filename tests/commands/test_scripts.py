@@ -38,6 +38,7 @@ def call(*args):
 
 # The defaults that the documents state.
 STATED = {
+    "checkpoints": True,
     "clean_dir": True,
     "dataset": "cifar10",
     "dataset_path": ".",
@@ -78,11 +79,18 @@ STATED = {
     "validation_micro_batch_size": None,
     "validation_num_replicas": None,
 }
+# The document has False, 0 or nothing; these are not set, which is the same.
+STATED_UNSET = {
+    *("half_partials", "internal_exchange_optimization_target", "gather_conv_output"),
+    *("max_cross_replica_buffer_size", "max_reduce_many_buffer_size"),
+    "available_memory_proportion",
+}
 
 
 def test_train_without_options_has_every_default_of_the_document():
     config = as_plain(read("train.py"))
     assert {name: config[name] for name in STATED} == STATED
+    assert {name: config[name] for name in STATED_UNSET} == dict.fromkeys(STATED_UNSET)
     # Not 1, as documented: the program itself has 0, and 1 would erase the weights.
     assert config["weight_decay"] == 0
 

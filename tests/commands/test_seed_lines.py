@@ -341,6 +341,12 @@ def test_every_line_runs_when_made_small(seed, line, small_data, run):
     assert all(np.isfinite(value) for value in summary["metrics"].values())
 
 
+def test_pytest_without_arguments_runs_the_tests_on_a_cpu(pytestconfig):
+    assert ("001", "pytest") in ALL_LINES
+    assert pytestconfig.getini("testpaths") == ["tests"]
+    assert "not gpu" in " ".join(pytestconfig.getini("addopts"))
+
+
 BENCHMARKS = [line for _, line in LINES if "examples_utils" in line]
 
 
