@@ -96,7 +96,7 @@ def _run(args: list[str]) -> int:
         print(format_application(first))
         return 0
     if first in SCRIPTS:
-        found = find_script(args) or find_script(["python3", "-m", *args])
+        found = find_script(args)
         assert found is not None, "the name is in the table"
         return _run_command(SCRIPTS[first].command, found.arguments, args)
     length = 1 if first in COMMANDS else 2

@@ -232,7 +232,7 @@ def test_the_version_is_printed():
         ("frobnicate", "'frobnicate'"),
         ("cnn train --num-epoches 3", "Did you mean --num-epochs?"),
         ("cnn train --micro-batch-size lots", "--micro-batch-size must be an integer"),
-        ("cnn train --micro-batch-size 0", "micro_batch_size must be at least 1, got 0"),
+        ("cnn train --micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
         ("cnn train --precision 8.8", "16.16, 16.32, 32.32"),
         ("cnn train --config nope", "digits_demo"),
         ("cnn train --config digits_demo --config-path none.yml", "none.yml: No such file"),
@@ -283,7 +283,7 @@ def test_a_mistake_found_only_with_the_data_is_one_line_and_status_2(
 def test_too_few_devices_are_a_mistake_with_advice(finished):
     refused = finished["refused"]
     assert refused.status == 2
-    assert "num_replicas is 4" in refused.errors
+    assert "--num-replicas is 4" in refused.errors
     assert "--virtual-devices 4" in refused.errors
     assert "Traceback" not in refused.errors
     assert len(refused.errors.splitlines()) <= 2
@@ -308,7 +308,7 @@ def test_resuming_with_a_changed_option_is_refused_by_name(trained, in_process):
     args = [*TRAIN, "--run-dir", str(trained.path), "--resume", "--bn-momentum", "0.5"]
     status, errors = in_process(*args)
     assert status == 2
-    assert "bn_momentum was 0.97, now 0.5" in errors
+    assert "--bn-momentum was 0.97, now 0.5" in errors
     assert (trained.path / "summary.json").read_bytes() == before
 
 

@@ -88,8 +88,6 @@ EXCEPTIONS = {
     ("millrace/bench/graphcore.yml", "normalise"): _QUOTE,
     ("millrace/bench/graphcore.yml", "optimisation"): _QUOTE,
     ("millrace/bench/graphcore.yml", "optimiser"): _QUOTE,
-    ("millrace/bench/spec.yml", "normalise"): _QUOTE,
-    ("millrace/bench/spec.yml", "optimisation"): _QUOTE,
     ("millrace/bench/spec.yml", "optimiser"): _QUOTE,
     ("millrace/checkpoint/manifest.py", "carried"): _FORMAT_1,
     ("millrace/checkpoint/manifest.py", "optimiser"): _FORMAT_1,

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from millrace.card import Card, format_html, format_text
 from millrace.commands.registry import COMMANDS, Command
-from millrace.config import ConfigurationError, parse
+from millrace.config import ConfigurationError, as_typed, parse
 from millrace.distributed.environment import (
     StartError,
     add_launcher_replicas,
@@ -281,7 +281,7 @@ def run_as_command(
         line = format_script_line(name, args)
         sys.exit(run_command(function, config, command=name, command_line=line))
     except ConfigurationError as error:
-        if (message := format_mistake(str(error))) is not None:
+        if (message := format_mistake(as_typed(str(error)))) is not None:
             print(f"{name}: {message}", file=sys.stderr)
         sys.exit(2)
     except StartError as error:

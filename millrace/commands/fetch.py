@@ -65,24 +65,23 @@ def fetch_dataset(config: FetchConfig) -> None:
 
 
 def may_fetch(wanted: bool) -> bool:
-    """Whether a run may download data: not if an option or the environment forbids it.
-
-    Of several processes none does: they would all write the same files.
-    """
-    # Imported here because it imports JAX, which --help must not.
-    from millrace.distributed.coordination import num_processes
-
-    return wanted and not os.environ.get("MILLRACE_NO_FETCH") and num_processes() == 1
+    """Whether a run may download data: not if an option or the environment forbids it."""
+    return wanted and not os.environ.get("MILLRACE_NO_FETCH")
 
 
 def fetch_missing(name: str, error: DatasetNotFound, *, quiet: bool = False) -> Path:
     """Download a dataset that a run needs; return its folder.
+
+    Of several processes with the same folder, one downloads and the others wait.
 
     Args:
         name: The dataset.
         error: What is raised, with the reason, if it cannot be downloaded.
         quiet: Whether to show nothing.
     """
+    # Imported here because it imports JAX, which --help must not.
+    from millrace.distributed.coordination import is_first
+
     known = CATALOG.get(name)
     if known is None or known.url is None or not known.files:
         raise error
@@ -91,7 +90,7 @@ def fetch_missing(name: str, error: DatasetNotFound, *, quiet: bool = False) -> 
             f"{error} (It was not downloaded: {known.url} cannot be reached.)"
         )
     folder = download_folder(name)
-    if not quiet:
+    if not quiet and is_first():
         size = format_bytes(sum(file.num_bytes for file in known.files))
         print(f"Downloading {name} ({size}) from {known.url} to {folder}", file=sys.stderr)
     with _show_progress(quiet) as progress:

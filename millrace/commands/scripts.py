@@ -126,6 +126,7 @@ class Script(NamedTuple):
 
 
 _SEED = "a new seed for every run"
+_MODULE = "examples_utils"
 SCRIPTS = {
     "train.py": Script(
         "cnn train",
@@ -145,7 +146,7 @@ SCRIPTS = {
         "autoencoder sweep", _sweep, f"16 learning rates on random ratings, {_SEED}."
     ),
     "main.py": Script("vcd train", _train_vcd, f"results in results/NAME, {_SEED}."),
-    "examples_utils": Script("bench"),
+    _MODULE: Script("bench"),
     "poprun": Script("launch"),
 }
 """Graphcore's programs by the name of their file or module."""
@@ -172,15 +173,19 @@ def find_script(words: Sequence[str]) -> Found | None:
     if Path(words[0]).name in _PYTHON:
         words = words[1:]
         if words[:1] == ["-m"]:
-            is_known = words[1:2] == ["examples_utils"]
-            return Found(words[1], None, _benchmark(words[2:])) if is_known else None
+            is_known = words[1:2] == [_MODULE]
+            return _find_benchmark(words[2:]) if is_known else None
         if words and words[0].startswith("--"):
             return Found("train.py", None, words)
     if not words or (name := Path(words[0]).name) not in SCRIPTS:
         return None
+    if name == _MODULE:
+        return _find_benchmark(words[1:])
     return Found(name, Path(words[0]), words[1:])
 
 
-def _benchmark(arguments: list[str]) -> list[str]:
-    """Return the arguments of ``examples_utils benchmark``."""
-    return arguments[1:] if arguments[:1] == ["benchmark"] else arguments
+def _find_benchmark(arguments: list[str]) -> Found:
+    """Return ``examples_utils`` with the arguments of its command ``benchmark``."""
+    if arguments[:1] == ["benchmark"]:
+        arguments = arguments[1:]
+    return Found(_MODULE, None, arguments)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 _typed: dict[str, str] = {}
-"""Options by name that were typed in another spelling than that of the flag."""
+"""Options by name, as they were typed."""
 
 
 def record_spelling(
@@ -36,14 +36,12 @@ def record_spelling(
 def as_typed(text: str) -> str:
     """Return a message with the options that it names as they were typed.
 
-    A name of one word could be an ordinary word, so only its flag is replaced.
+    A name of one word could be an ordinary word, so only its flag is replaced. A name in a
+    path is none.
     """
     for name, typed in _typed.items():
-        hyphenated = name.replace("_", "-")
-        if typed in (f"--{hyphenated}", f"--{name}"):
-            continue
-        pattern = f"--{hyphenated}"
+        pattern = f"--{name.replace('_', '-')}"
         if "_" in name:
             pattern += f"|{name}"
-        text = re.sub(rf"(?<![\w-])(?:{pattern})(?![\w-])", typed, text)
+        text = re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w/-]|\.\w)", typed, text)
     return text

@@ -213,7 +213,7 @@ def test_an_incomplete_file_is_refused_before_anything_is_measured(
     del part[missing]
     path.write_text(json.dumps(content))
     with pytest.raises(SystemExit) as left:
-        main(["bench", "vcd_test", option, str(path)])
+        main(["bench", "vcd_small", option, str(path)])
     assert left.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

@@ -52,25 +52,6 @@ def test_there_is_an_entry_for_each_reference_batch_size():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "devices"),
-    # Totals that the reference prints.
-    [
-        ("tf1_resnet50_train_m2000", 16_384, 4),
-        ("tf1_resnet50_train_pod16", 16_384, 16),
-        ("tf1_resnext101_train_m2000", 768, 4),
-        ("tf1_resnext101_train_pod16", 768, 16),
-        ("tf1_efficientnet_b4_train_m2000", 200, 4),
-        ("tf1_efficientnet_b4_train_pod16", 800, 16),
-    ],
-)
-def test_reference_training_has_the_reference_batch_size(name, batch, devices):
-    (entry,) = select_entries(SHIPPED, [name])
-    config = parse_command(entry)
-    assert config.plan.batching.global_batch_size == batch
-    assert config.plan.num_replicas * config.plan.num_stages == devices
-
-
 def test_names_select_by_group_and_pattern_in_the_order_of_the_spec():
     entries = [
         Entry(name="a_1", command="vcd train", groups=["some"]),

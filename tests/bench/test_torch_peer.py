@@ -156,7 +156,7 @@ def test_without_pytorch_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(Session, "run", lambda _: pytest.fail("too late"))
     with pytest.raises(SystemExit) as left:
-        main(["bench", "vcd_test", "--peer", "torch", "--out", str(tmp_path / "out")])
+        main(["bench", "vcd_small", "--peer", "torch", "--out", str(tmp_path / "out")])
     assert left.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"

@@ -98,4 +98,4 @@ def test_resuming_with_other_options_is_one_line_and_status_2(
     assert run(monkeypatch, *args, "--resume", "--learning-rate", "0.1") == 2
     errors = capsys.readouterr().err
     assert errors.startswith("curve: ") and errors.count("\n") == 1
-    assert "learning_rate was 0.01" in errors
+    assert "--learning-rate was 0.01" in errors

@@ -56,7 +56,7 @@ def autoencoder(folder):
 @pytest.fixture(scope="module")
 def vcd(folder):
     return mr.vcd.train(
-        config="test",
+        config="smoke",
         testing=False,
         num_hidden=16,
         num_hmc_steps=1,

@@ -4,13 +4,18 @@ import dataclasses
 import gzip
 import hashlib
 import http.server
+import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from launched import environment
+from several_processes import as_processes
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -102,6 +107,52 @@ def test_vcd_downloads_its_images_as_well(server, tmp_path):
     assert requests == []
     assert len(load_images(build(VcdConfig, values).data).test) == 3
     assert len(requests) == len(contents)
+
+
+def test_of_several_processes_one_downloads_and_the_others_wait(server, tmp_path, capsys):
+    requests, contents = server
+    loaded = as_processes(2, lambda process: load(tmp_path))
+    assert [len(found.training) for found in loaded] == [3, 3]
+    assert len(requests) == len(contents)
+    assert capsys.readouterr().err.count("Downloading mnist") == 1
+
+
+SCRIPT = """
+import json, os
+from types import MappingProxyType
+
+from millrace.data import catalog
+
+mnist = json.loads(os.environ["SMALL_MNIST"])
+files = tuple(catalog.DataFile(**file) for file in mnist.pop("files"))
+mnist = catalog.Dataset(**mnist, files=files)
+catalog.CATALOG = MappingProxyType({**catalog.CATALOG, "mnist": mnist})
+
+from millrace.apps.vcd.config.sections import DataOptions
+from millrace.apps.vcd.data import load_images
+from millrace.run.process import join_processes
+
+assert join_processes()
+print("images:", len(load_images(DataOptions(dataset="mnist")).training))
+"""
+
+
+def test_processes_of_a_launch_use_data_that_one_of_them_downloads(server, tmp_path):
+    requests, contents = server
+    (tmp_path / "script.py").write_text(SCRIPT)
+    mnist = json.dumps(dataclasses.asdict(fetch.CATALOG["mnist"]))
+    poprun = (sys.executable, "-m", "millrace", "poprun", "--num-instances", "2")
+    done = subprocess.run(
+        [*poprun, sys.executable, "script.py"],
+        env={**environment(), "SMALL_MNIST": mnist},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.count("images: 3") == 2, done.stdout
+    assert sorted(requests) == sorted(f"/{name}" for name in contents)
 
 
 def test_an_option_or_the_environment_forbids_it(server, tmp_path, monkeypatch):

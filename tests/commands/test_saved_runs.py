@@ -77,7 +77,7 @@ def test_python_resumes_a_run_by_its_directory(run):
     ("how", "message"),
     [
         ("--resume {run} --seed 4", "seed was 3, now 4. Leave out"),
-        ("--resume {run} --num-epochs 1", "num_epochs was 2, now 1"),
+        ("--resume {run} --num-epochs 1", "--num-epochs was 2, now 1"),
         ("--resume {run} --run-dir other", "Give the run once"),
         ("--resume nowhere", "There is no run to resume in nowhere"),
         ("--resume", "--resume needs the run to continue: --resume RUN"),

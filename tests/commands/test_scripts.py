@@ -38,6 +38,7 @@ def call(*args):
 
 # The defaults that the documents state.
 STATED = {
+    "checkpoints": True,
     "clean_dir": True,
     "dataset": "cifar10",
     "dataset_path": ".",
@@ -78,11 +79,18 @@ STATED = {
     "validation_micro_batch_size": None,
     "validation_num_replicas": None,
 }
+# The document has False, 0 or nothing; these are not set, which is the same.
+STATED_UNSET = {
+    *("half_partials", "internal_exchange_optimization_target", "gather_conv_output"),
+    *("max_cross_replica_buffer_size", "max_reduce_many_buffer_size"),
+    "available_memory_proportion",
+}
 
 
 def test_train_without_options_has_every_default_of_the_document():
     config = as_plain(read("train.py"))
     assert {name: config[name] for name in STATED} == STATED
+    assert {name: config[name] for name in STATED_UNSET} == dict.fromkeys(STATED_UNSET)
     # Not 1, as documented: the program itself has 0, and 1 would erase the weights.
     assert config["weight_decay"] == 0
 
@@ -214,6 +222,7 @@ def test_shims_replace_themselves_but_no_other_file(tmp_path, capsys):
             "python3 -m examples_utils benchmark --spec x",
             "millrace examples_utils --spec x",
         ),
+        ("examples_utils benchmark --spec x", "millrace examples_utils --spec x"),
         ("python3 --config mk2", "millrace train.py --config mk2"),
         ("python3 src/train.py", "python3 src/train.py"),
         ("python3 other.py", "python3 other.py"),
@@ -249,7 +258,14 @@ def test_messages_have_the_spelling_that_was_typed(capsys, tmp_path):
     assert call("cnn", "train", "--batch-size=0") == 2
     assert "--batch-size must be at least 1" in capsys.readouterr().err
     assert call("cnn", "train", "--num-replicas", "0") == 2
-    assert "num_replicas must be at least 1" in capsys.readouterr().err
+    assert "--num-replicas must be at least 1" in capsys.readouterr().err
+    assert call("cnn", "train", "--num_replicas", "0") == 2
+    assert "--num_replicas must be at least 1" in capsys.readouterr().err
+    assert call("train.py", "--stochastic-rounding", "--precision", "32.32") == 2
+    assert "--stochastic-rounding" in capsys.readouterr().err
+    file = "data/training_data_file"
+    assert call("autoencoder_main.py", "--training-data-file", file) == 2
+    assert f"There is no --training-data-file {file}." in capsys.readouterr().err
     config, _ = parse(CnnConfig, ["--enable-half-partials"], program="x")
     assert config.graphcore.notices()[0].startswith("--enable-half-partials has no effect")
     assert option_value(config, "half_partials") is True

@@ -25,6 +25,7 @@ from seed_lines import LINES as ALL_LINES
 from millrace.cli import main, resolve_launched
 from millrace.commands.registry import COMMANDS
 from millrace.commands.scripts import SCRIPTS, find_script
+from millrace.commands.shim import ShimConfig, write_shims
 from millrace.config import option_value, parse
 from millrace.data import cifar as cifar_files
 from millrace.distributed.environment import add_launcher_replicas
@@ -205,7 +206,12 @@ SMALL_CIFAR = "--dataset-path . --weight-updates-per-epoch 1 --micro-batch-size 
 SMALL_IMAGES = (
     "--generated-data --image-size 32 --batch-size 2 --weight-updates-per-epoch 1"
 )
-SMALL_INFERENCE = "--image-size 32 --num-batches 2 --latency-calls 1 --repeat 1"
+SMALL_INFERENCE = "--num-batches 2 --latency-calls 1 --repeat 1"
+SMALL_MODELS = {
+    "resnet": "--image-size 32 --model-size 18",
+    "resnext": "--image-size 32 --model-size 50",
+    "efficientnet": "--image-size 32",
+}
 SMALL_RATINGS = "--batch-size 4 --batches-per-step 2 --epochs 1"
 SMALL_VCD = "--dataset digits --num-epochs 1 --num-hidden 8 --num-importance-samples 50"
 SMALL_VCD += " --num-test-burn-in-steps 1 --num-test-hmc-steps 1 --n-burn-in-steps 1"
@@ -224,9 +230,10 @@ def shrink(words: list[str], folder: Path) -> list[str]:
     elif "main.py" in text:
         small = SMALL_VCD
     elif "validation.py" in text:
-        size = "" if "efficientnet" in text else "--model-size 18 "
-        size = "--model-size 50 " if "resnext" in text else size
-        small = size + SMALL_INFERENCE
+        model = next(name for name in SMALL_MODELS if name in text)
+        small = f"{SMALL_INFERENCE} {SMALL_MODELS[model]}"
+        if words[0] == "poprun" and model == "resnet":  # a quick test
+            small = f"{SMALL_INFERENCE} --dataset cifar10 --model-size 8"
     elif "mk2_resnet50_8k" in text:
         small = f"{SMALL_IMAGES} --num-epochs 1 --num-replicas 1 --global-batch-size 16"
         small += " --validation False"
@@ -246,21 +253,25 @@ def shrink(words: list[str], folder: Path) -> list[str]:
 
 
 QUICK = (
-    "python3 autoencoder_main.py",
-    "python3 train.py",
-    "python3 main.py -r where/to/store_results/",
+    "python3 autoencoder_main.py$",
+    r"python3 autoencoder_main.py --training-data-file netflix_data/3m_train\.txt",
+    "python3 autoencoder_benchmark.py .*--num-ipus 2",
+    "python3 main.py -r",
+    "python3 train.py$",
+    "python3 train.py --config .*--some-param",
+    "python3 train.py --model-name cifar_resnet8 --pipeline-splits",
+    "python3 train.py .*--num-epochs 6 .*--logs-per-epoch 1$",
+    "python3 train.py --accelerator-side-preprocess True",
     "python3 validation.py --model resnet ",
-    "python3 autoencoder_benchmark.py --training-data-file netflix_data/3m_train.txt "
-    "--num-ipus 2",
+    "poprun .*validation.py --model resnet ",
 )
-"""How the lines begin that the quick tests run, one of each program."""
+"""Lines that the quick tests run, some of each program."""
 
 
 def with_speed(number: str, seed: str, line: str):
     """Return the parameters of a test that is slow for most lines."""
-    exact = [begin for begin in QUICK if line == begin]
-    longer = [begin for begin in QUICK[2:] if line.startswith(begin)]
-    marks = [] if exact or longer else [pytest.mark.slow]
+    is_quick = any(re.match(pattern, line) for pattern in QUICK)
+    marks = [] if is_quick else [pytest.mark.slow]
     return pytest.param(seed, line, id=number, marks=marks)
 
 
@@ -330,16 +341,41 @@ def test_every_line_runs_when_made_small(seed, line, small_data, run):
     assert all(np.isfinite(value) for value in summary["metrics"].values())
 
 
+def test_pytest_without_arguments_runs_the_tests_on_a_cpu(pytestconfig):
+    assert ("001", "pytest") in ALL_LINES
+    assert pytestconfig.getini("testpaths") == ["tests"]
+    assert "not gpu" in " ".join(pytestconfig.getini("addopts"))
+
+
+BENCHMARKS = [line for _, line in LINES if "examples_utils" in line]
+
+
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_found(line, workplace, capsys):
+    _, _, *words = fill(line)
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--list"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.split() == ["first", "a", "test"]
+
+
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_found_in_a_folder_of_shims(line, workplace):
+    write_shims(ShimConfig(dir=workplace))
+    line = f"source enable.sh && {shlex.join(fill(line))} --list"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["first", "a", "test"]), done
+
+
 @pytest.mark.slow
-def test_a_benchmark_of_the_reference_is_measured(workplace, capsys):
+@pytest.mark.parametrize("line", BENCHMARKS)
+def test_a_benchmark_of_the_reference_is_measured(line, workplace):
+    write_shims(ShimConfig(dir=workplace))
     spec = {"first": {"description": "a test", "cmd": f"python3 main.py {SMALL_VCD}"}}
     Path("benchmarks.yml").write_text(json.dumps(spec))
-    line = next(line for _, line in LINES if "<name of benchmark>" in line)
-    found = find_script(fill(line))
-    assert found is not None
-    small = ["--seconds", "0.01", "--repeat", "1", "--log-dir", "measured"]
-    with pytest.raises(SystemExit) as left:
-        main([found.script, *found.arguments, *small])
-    assert left.value.code == 0, capsys.readouterr().err
+    small = "--seconds 0.01 --repeat 1 --log-dir measured"
+    line = f"source enable.sh && {shlex.join(fill(line))} {small}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     (entry,) = json.loads(Path("measured/results.json").read_text())["entries"]
     assert (entry["status"], entry["about"]) == ("measured", "a test")

@@ -122,7 +122,7 @@ def test_processes_that_wait_for_one_another_are_restarted(tmp_path, undisturbed
 
 def test_a_wrong_option_is_reported_once(tmp_path):
     output = run(launched(tmp_path / "run", 2, "--micro-batch-size", "0"), status=2)
-    assert output.count("micro_batch_size must be at least 1") == 1
+    assert output.count("--micro-batch-size must be at least 1") == 1
     assert not (tmp_path / "run").exists()
 
 

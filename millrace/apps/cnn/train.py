@@ -294,6 +294,7 @@ def _describe(
     for notice in (
         *config.graphcore.notices(),
         *config.model.notices(),
+        *config.cache_notices(),
         *on_platform,
         *notices,
     ):

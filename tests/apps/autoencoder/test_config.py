@@ -136,6 +136,7 @@ def test_a_precision_gives_the_types_of_computation_and_weights(name, types):
     plan = read(f"--data random --precision {name}").plan
     assert (plan.types.compute, plan.types.weights) == types
     assert plan.stochastic_rounding == (name == "16.16")
+    assert not read(f"--data random --precision {name} --no-prng").plan.stochastic_rounding
 
 
 def test_loss_scaling_is_dynamic_in_float16_only():

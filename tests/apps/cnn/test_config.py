@@ -2,6 +2,7 @@
 
 import re
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,6 +202,36 @@ def test_the_options_of_older_runs_without_effect_are_read():
 def test_options_of_batch_norm_get_a_notice_where_they_do_nothing(options, notices):
     found = build(CnnConfig, options).model.notices()
     assert [notice.split(" has no effect")[0] for notice in found] == notices
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"dataset": "imagenet"}, 0),
+        ({"dataset": "imagenet", "validation": False}, 1),
+        ({"dataset": "imagenet", "synthetic_data": "host"}, 1),
+        ({"dataset": "cifar10"}, 1),
+    ],
+)
+def test_a_cache_that_is_turned_off_gets_a_notice_where_there_is_none(options, count):
+    assert build(CnnConfig, options).cache_notices() == []
+    notices = build(CnnConfig, options | {"no_dataset_cache": True}).cache_notices()
+    assert len(notices) == count
+
+
+def test_options_without_effect_have_one_reason_in_the_notice_and_the_documents():
+    readme = (resources.files("millrace.apps.cnn") / "README.md").read_text()
+    listed = readme.split("## Options without effect")[1].split("\n## ")[0]
+    page = (Path(__file__).parents[3] / "docs" / "from_graphcore.md").read_text()
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", listed, re.M)
+    rows += re.findall(r"^\| `(--[a-z-]+)` \| no effect: (.*) \|$", page, re.M)
+    assert len(rows) >= 20
+    for option, reason in rows:
+        value = "balanced" if option.startswith("--internal-exchange") else "1"
+        words = [option, value, "--accelerator-side-preprocess"]
+        config, _ = parse(CnnConfig, words, program="x")
+        expected = f"{option} has no effect: {reason.replace('`', '')}."
+        assert config.graphcore.notices() == [expected]
 
 
 def test_options_without_effect_are_documented_and_get_a_notice():

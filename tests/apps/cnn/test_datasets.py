@@ -213,11 +213,14 @@ def test_the_time_of_each_step_is_that_of_one_image():
     ("words", "message"),
     [
         (["--synthetic-data", "device"], "nothing to measure. Use host."),
-        (["--num-epochs", "0"], "num_epochs must be at least 1"),
-        (["--elements-per-epoch", "0"], "elements_per_epoch must be at least 1"),
+        (["--num-epochs", "0"], "--num-epochs must be at least 1"),
+        (["--elements-per-epoch", "0"], "--elements-per-epoch must be at least 1"),
         (["--eight-bit-transfer"], "accelerator_side_preprocess must be on"),
-        (["--micro-batch-size", "0"], "micro_batch_size must be at least 1"),
-        (["--dataset", "digits", "--micro-batch-size", "2000"], "smaller micro_batch_size"),
+        (["--micro-batch-size", "0"], "--micro-batch-size must be at least 1"),
+        (
+            ["--dataset", "digits", "--micro-batch-size", "2000"],
+            "smaller --micro-batch-size",
+        ),
         (["--image-size", "64"], "images of cifar10 keep their size"),
         (["--dataset", "mnist"], "`millrace data fetch mnist`"),
     ],

@@ -54,6 +54,16 @@ def test_named_configurations_match_the_reference(name, updates, objective, vari
         assert (hmc.total_steps, hmc.num_leapfrog_steps, hmc.adaption_rate) == (8, 5, 0.01)
 
 
+def test_the_test_configuration_is_one_epoch_of_the_default():
+    default, test = (
+        as_plain(build(VcdConfig, load_named(RUNS, f"configs/{name}_config.json")))
+        for name in ("default", "test")
+    )
+    assert (test["dataset"], test["num_importance_samples"]) == ("binarized-mnist", 20_000)
+    changed = {"run_name": "test", "num_epochs": 1, "checkpoints": False}
+    assert test == default | changed
+
+
 @pytest.mark.parametrize(
     ("batch", "rate"), [(16, 5e-4), (100, 5e-4), (128, 9e-4), (512, 9e-4), (1024, 1.3e-3)]
 )

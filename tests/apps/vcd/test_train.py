@@ -204,8 +204,8 @@ def test_without_hmc_steps_a_warning_says_that_this_is_a_plain_vae(command, tmp_
         ("train -c nope", "default, digits_demo"),
         ("train -c bs_experiment -b 64", "16, 100, 128, 512, 1024"),
         ("train --leapfrog 3", "Unknown option --leapfrog"),
-        ("train --num-leapfrog-steps 0", "num_leapfrog_steps must be at least 1"),
-        ("train --acceptance-target 1.5", "acceptance_target must be between 0 and 1"),
+        ("train --num-leapfrog-steps 0", "--num-leapfrog-steps must be at least 1"),
+        ("train --acceptance-target 1.5", "--acceptance-target must be between 0 and 1"),
         ("train --num-importance-samples 70", "a multiple of importance_group_size (50)"),
         ("train --pipeline-splits 2", "too small for a pipeline"),
         ("train --device cpu --only-ipu", "contradict"),
@@ -219,7 +219,7 @@ def test_without_hmc_steps_a_warning_says_that_this_is_a_plain_vae(command, tmp_
         ("train", "millrace data fetch binarized-mnist"),
         ("evaluate", "RUN is required"),
         ("evaluate -r .", "There are no checkpoints in ."),
-        ("sample -r . --num-rows 0", "num_rows must be at least 1"),
+        ("sample -r . --num-rows 0", "--num-rows must be at least 1"),
     ],
 )
 def test_a_mistake_prints_one_line_and_exits_with_2(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from millrace.apps.cnn.config.augmentation import AugmentationOptions, Basics
-from millrace.apps.cnn.config.data import DataOptions
+from millrace.apps.cnn.config.data import IMAGE_FILES, DataOptions
 from millrace.apps.cnn.config.graphcore import GraphcoreTrainingOptions
 from millrace.apps.cnn.config.model import ModelOptions
 from millrace.apps.cnn.config.recipe import expand_training_options, start_from_named
@@ -163,6 +163,16 @@ class CnnConfig:
             )
         if self.run.may_resume:
             raise ValueError("resume needs a checkpoint, but checkpoints is off.")
+
+    def cache_notices(self) -> list[str]:
+        """Return a notice if a cache is turned off that the run would not have."""
+        has_cache = self.resolved_dataset in IMAGE_FILES and not self.data.synthetic
+        if not self.data.no_dataset_cache or (has_cache and self.workflow.validation):
+            return []
+        return [
+            "--no-dataset-cache has no effect: only the validation images of imagenet and "
+            "imagefolder are kept in memory once they are decoded."
+        ]
 
     @property
     def resolved_dataset(self) -> str:

@@ -18,6 +18,8 @@ DatasetName = Literal[
     "imagefolder",
 ]
 
+IMAGE_FILES = ("imagenet", "imagefolder")
+"""Datasets of image files, which are decoded when they are read."""
 _PARALLEL_BATCHES = 2
 
 

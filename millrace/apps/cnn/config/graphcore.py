@@ -46,29 +46,35 @@ class GraphcoreOptions:
     generated_data: bool | None = _stands_for("synthetic_data")
     """Same as synthetic_data host."""
     on_demand: bool | None = _no_effect()
-    """No effect: devices are always attached when first used."""
+    """No effect: JAX attaches devices when the first of them is used, and not later."""
     half_partials: bool | None = _no_effect("--enable-half-partials")
-    """No effect: XLA always accumulates matrix products and convolutions in 32 bits."""
+    """No effect: XLA accumulates matrix products and convolutions in 32 bits; 16-bit
+    sums were tried: XLA rejects them on an H200 and ignores them on a CPU."""
     internal_exchange_optimization_target: (
         Literal["cycles", "memory", "balanced"] | None
     ) = _no_effect("--internal-exchange-optimisation-target")
-    """No effect: it controls the exchange between the tiles of an IPU."""
+    """No effect: there are no tiles to exchange between, and none of XLA's options is
+    of the kind."""
     available_memory_proportion: list[float] | None = _no_effect()
-    """No effect: it divides the memory of an IPU between weights and products."""
+    """No effect: XLA manages the memory of products on its own; as a limit on all
+    device memory, which was tried, 0.15 makes runs fail."""
     max_reduce_many_buffer_size: int | None = _no_effect()
-    """No effect: XLA decides which reductions to combine."""
+    """No effect: XLA fuses the reductions on a device, and none of its options limits
+    that; for those between devices, there is --max-cross-replica-buffer-size."""
     conv_dithering: bool | None = _no_effect("--enable-conv-dithering")
-    """No effect: it spreads work over the tiles of an IPU."""
+    """No effect: it spreads work over the tiles of an IPU, and none of XLA's options is
+    of the kind."""
     scheduling_algorithm: str | None = _no_effect()
-    """No effect: XLA has its own scheduler."""
+    """No effect: it names schedulers of Poplar; that of XLA is chosen with
+    XLA_FLAGS."""
     nanoo: bool | None = _no_effect()
-    """No effect: numbers overflow to infinity; fp_exceptions stops at the first."""
+    """No effect: numbers overflow to infinity; --fp-exceptions stops at the first."""
     accelerator_side_reduction: bool | None = _no_effect()
     """No effect: metrics are always averaged over the replicas on the devices."""
     fused_preprocessing: bool | None = _no_effect()
-    """No effect: XLA fuses the preprocessing of accelerator_side_preprocess."""
+    """No effect: XLA fuses the preprocessing of --accelerator-side-preprocess."""
     standard_imagenet: bool | None = _no_effect()
-    """No effect: images are always shuffled over all files."""
+    """No effect: images always come from all files, in a new order each epoch."""
 
     def notices(self) -> list[str]:
         """Return a notice about each option that was given and has no effect."""
@@ -78,7 +84,10 @@ class GraphcoreOptions:
             if "without_effect" in field.metadata
             and getattr(self, field.name) not in (None, [])
         ]
-        docs = field_docs(GraphcoreOptions)
+        docs = {
+            name: " ".join(text.split())
+            for name, text in field_docs(GraphcoreOptions).items()
+        }
         return [
             f"{as_typed(flag(name))} has {docs[name].replace('No', 'no', 1)}"
             for name in given
