@@ -39,7 +39,7 @@ def test_types_that_a_trace_creates_with_a_warning_do_not_abort_where_it_is_an_e
     class Event(SimpleNamespace):
         @property
         def stats(self):  # what nanobind does
-            warnings.warn("builtin type event_stats has no __module__", DeprecationWarning)
+            warnings.warn("no __module__ attribute", DeprecationWarning, stacklevel=2)
             return [("hlo_op", "dot.3")]
 
     line = SimpleNamespace(name="tf_XLA", events=[Event(name="dot.3", duration_ns=1e3)])
