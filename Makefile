@@ -3,11 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
+INTEROP := .venv-interop
+# Every file with a test that needs a package of the extra interop, or Trackio.
+INTEROP_TESTS := tests/apps/cnn/test_pretrained.py tests/apps/vcd/test_sampler.py \
+  tests/bench/test_torch_peer.py tests/data/test_layouts.py tests/data/test_loaders.py \
+  tests/data/test_safetensors.py tests/docs/test_code_blocks.py \
+  tests/exports/test_torch_file.py tests/run/test_writers.py tests/test_packaging.py
 INSTALLED := $(VENV)/.installed
 TEST_PYTHON := $(BIN)/python
 GPU_PROCESSES := 10
 
-.PHONY: demo test test-slow test-gpu chaos lint types format docs wheel locked lock sbom audit clean
+.PHONY: demo test test-slow test-interop test-gpu chaos lint types format docs wheel locked lock sbom audit clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -27,6 +33,18 @@ test: $(INSTALLED) lint types  ## everything CI checks
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -rs -m slow
+
+$(INTEROP)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev,interop]'
+	# Not an extra: Trackio excludes the Pillow of constraints.txt.
+	$(INTEROP)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'trackio==0.43.0' 'pillow<13'
+	@touch $@
+
+test-interop: $(INTEROP)/.installed  ## tests with PyTorch, TensorFlow, trackers and others
+	$(INTEROP)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not gpu' -rs $(INTEROP_TESTS)
 
 # The whole suite on one GPU, in processes that share it. Without a virtual environment of
 # its own: make test-gpu INSTALLED= TEST_PYTHON=python3
@@ -90,4 +108,4 @@ audit: $(AUDIT)/.installed  ## look up known vulnerabilities of requirements.loc
 	  --requirement requirements.lock
 
 clean:
-	rm -rf $(VENV) $(AUDIT) dist site
+	rm -rf $(VENV) $(AUDIT) $(INTEROP) dist site

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from millrace.loop.callbacks import Callback
     from millrace.loop.evaluate import evaluate
     from millrace.loop.event_schedule import schedule_events
+    from millrace.loop.progress import Writer
     from millrace.loop.repeat import infeed_benchmark, repeat, while_loop
     from millrace.loop.runner import Runner
     from millrace.loop.train import train
@@ -63,6 +64,7 @@ __all__ = [
     "Stream",
     "TrainState",
     "TrainingProgram",
+    "Writer",
     "autoencoder",
     "cnn",
     "dataset_benchmark",
@@ -107,6 +109,7 @@ _HOME = {
     "Stream": "data.stream",
     "TrainState": "program.step",
     "TrainingProgram": "program.training_loop",
+    "Writer": "loop.progress",
     "autoencoder": "apps.autoencoder.api",
     "cnn": "apps.cnn.api",
     "dataset_benchmark": "data.benchmark",

@@ -136,10 +136,10 @@ class EquinoxNet(eqx.Module):
         keys = jax.random.split(key)
         self.first = eqx.nn.Linear(FEATURES, HIDDEN, key=keys[0])
         self.last = eqx.nn.Linear(HIDDEN, 1, key=keys[1])
-        if kind == "batch norm":
-            self.middle = eqx.nn.BatchNorm(HIDDEN, "batch", momentum=0.9, mode="batch")
-        else:
+        if kind == "dropout":
             self.middle = eqx.nn.Dropout(0.5)
+        else:
+            self.middle = equinox_batch_norm(EQUINOX_MODES[kind])
 
     def __call__(self, x, state, key):
         x = self.first(x)
@@ -148,6 +148,16 @@ class EquinoxNet(eqx.Module):
         else:
             x, state = self.middle(x, state)
         return self.last(jax.nn.relu(x)), state
+
+
+EQUINOX_MODES = {"batch norm": "batch", "ema batch norm": "ema", "default batch norm": None}
+
+
+def equinox_batch_norm(mode):
+    if mode is not None:
+        return eqx.nn.BatchNorm(HIDDEN, "batch", momentum=0.9, mode=mode)
+    with pytest.warns(UserWarning, match="it defaults to\\s+'ema'"):
+        return eqx.nn.BatchNorm(HIDDEN, "batch", momentum=0.9)
 
 
 def equinox_case(kind):
@@ -171,10 +181,10 @@ def equinox_case(kind):
         net = eqx.combine(params, rest)
         return eqx.filter_grad(loss, has_aux=True)(net, state, batch, key)
 
-    if kind == "batch norm":
-        model = mr.from_equinox(net, loss, state)
-    else:
+    if kind == "dropout":
         model = mr.from_equinox(net, stateless_loss)
+    else:
+        model = mr.from_equinox(net, loss, state)
     return Case(model, gradients, params, state, net)
 
 

@@ -109,6 +109,7 @@ def test_hadolint_finds_nothing():
 # What CI installs, and what a release contains.
 
 LOCK = (ROOT / "requirements.lock").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
 LOCKED_EXTRAS = ("dev", "docs", "images")
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
@@ -132,8 +133,9 @@ def test_the_lock_has_the_versions_of_the_constraints():
 
 def test_the_lock_has_everything_that_the_makefile_installs():
     locked = read_pins(LOCK)
-    (extras,) = re.findall(r"--editable '\.\[(.*?)\]'", (ROOT / "Makefile").read_text())
+    extras, interop = re.findall(r"--editable '\.\[(.*?)\]'", MAKEFILE)
     assert set(extras.split(",")) == set(LOCKED_EXTRAS)
+    assert interop == "dev,interop"
     wanted = chain(PROJECT["dependencies"], *(EXTRAS[extra] for extra in LOCKED_EXTRAS))
     missing = [r for r in wanted if normalize(package_name(r)) not in locked]
     assert missing == [], "run make lock"
@@ -149,15 +151,28 @@ def test_every_file_in_the_lock_has_hashes_and_no_address():
 
 def test_every_extra_is_pinned():
     pinned = read_pins((ROOT / "constraints.txt").read_text())
-    for extra in ("s3", "gs", "audit"):
+    for extra in ("s3", "gs", "audit", "interop"):
         for requirement in EXTRAS[extra]:
             assert normalize(package_name(requirement)) in pinned
 
 
 def test_the_makefile_has_the_requirements_of_the_extra_audit():
-    makefile = (ROOT / "Makefile").read_text()
     for requirement in EXTRAS["audit"]:
-        assert requirement in makefile
+        assert requirement in MAKEFILE
+
+
+def test_every_test_that_needs_the_extra_interop_is_run_by_its_target():
+    """Elsewhere these tests are always skipped."""
+    names = {package_name(r).partition("-")[0] for r in EXTRAS["interop"]} | {"trackio"}
+    needs = re.compile(rf"(?:importorskip|find_spec|which)\(\"(?:{'|'.join(names)})\\b")
+    files = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if needs.search(path.read_text())
+    }
+    assert len(files) >= 9
+    (listed,) = re.findall(r"INTEROP_TESTS := ((?:.*\\\n)*.*)\n", MAKEFILE)
+    assert files <= set(listed.split())
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -1,9 +1,11 @@
 """Equinox models: pytrees whose floating arrays are weights."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from millrace.adapters.model import AdaptedModel, split_info
@@ -26,7 +28,7 @@ def from_equinox(model: Any, loss: Callable[..., Any], state: Any = None) -> Ada
         if state is None:
             value, info = split_info(loss(merged, batch, key))
             return value, (model_state, info)
-        value, rest = loss(merged, values.merge(model_state), batch, key)
+        value, rest = loss(merged, stage_new_values(values.merge(model_state)), batch, key)
         new, info = rest if isinstance(rest, tuple) else (rest, {})
         return value, (values.get(new), info)
 
@@ -38,7 +40,9 @@ def from_equinox(model: Any, loss: Callable[..., Any], state: Any = None) -> Ada
         from equinox.nn import inference_mode
 
         merged = inference_mode(weights.merge(params))
-        return merged if state is None else (merged, values.merge(model_state))
+        if state is None:
+            return merged
+        return merged, stage_new_values(values.merge(model_state))
 
     initial = None if state is None else values.arrays
     return AdaptedModel(loss_fn, weights.arrays, initial, merge, bind)
@@ -77,3 +81,42 @@ class EquinoxArrays:
 
         leaves = jax.tree.leaves(eqx.filter(tree, self._is_taken))
         return dict(zip(self._names, leaves, strict=True))
+
+
+def stage_new_values(state: Any) -> Any:
+    """Return an ``eqx.nn.State`` that takes constants as new values in every program.
+
+    ``State.set`` also compares the shardings of the old value and the new one. Inside
+    ``jax.shard_map``, arrays have the sharding of the mesh and constants have none, so
+    that ``BatchNorm`` with ``mode="ema"`` could not set its flag.
+    """
+    values, names = state.tree_flatten()
+    return _make_staged_state().tree_unflatten(names, values)
+
+
+def _stage(value: Any) -> Array:
+    """Return a value as the result of an operation; only those have the mesh's sharding."""
+    array = jnp.asarray(value)
+    return jax.lax.select(jnp.array(True), array, array)
+
+
+@functools.cache
+def _make_staged_state() -> type[Any]:
+    from equinox.nn import State
+
+    @jax.tree_util.register_pytree_node_class
+    class StagedState(State):
+        """A state whose new values may be constants."""
+
+        def set(self, item: Any, value: Any) -> Any:
+            return stage_new_values(super().set(item, jax.tree.map(_stage, value)))
+
+        def substate(self, pytree: Any) -> Any:
+            return stage_new_values(super().substate(pytree))
+
+        def update(self, substate: Any) -> Any:
+            values, names = substate.tree_flatten()
+            plain = State.tree_unflatten(names, values)
+            return stage_new_values(super().update(plain))
+
+    return StagedState

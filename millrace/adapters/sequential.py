@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from millrace.adapters.equinox import EquinoxArrays
+from millrace.adapters.equinox import EquinoxArrays, stage_new_values
 from millrace.adapters.model import AdaptedModel, split_info
 from millrace.adapters.nnx import NnxParts, set_mode
 from millrace.nn.layers import Call, Layer, Tree, apply_layers
@@ -131,7 +131,7 @@ def _adapt_equinox(name: str, module: Any) -> _Adapted:
             options = {"key": key} if takes_key else {}
             if initial is None:
                 return merged(x, **options), None
-            return merged(x, values.merge(state), **options)
+            return merged(x, stage_new_values(values.merge(state)), **options)
 
         mapped = jax.vmap(apply_to_sample, axis_name=BATCH_AXIS, out_axes=(0, None))
         y, new = mapped(x, keys)

@@ -139,6 +139,7 @@ def call_command(
     *,
     arrays: Any = None,
     callbacks: Sequence[Any] | None = None,
+    tracker: Sequence[Any] | None = None,
 ) -> RunResult[Model]:
     """Run a command in a run directory; errors are both reported there and raised.
 
@@ -152,8 +153,12 @@ def call_command(
         load: Loads the trained model from a run directory.
         arrays: ``HeldArrays`` to train on instead of a dataset.
         callbacks: ``mr.Callback`` objects, for a command that trains.
+        tracker: Names of trackers, which are options, and ``mr.Writer`` objects.
     """
     command = COMMANDS[name]
+    given = [tracker] if isinstance(tracker, str) else tracker or ()
+    if names := [each for each in given if isinstance(each, str)]:
+        options = {**options, "tracker": names}
     line = format_command_line(name, options)
     if arrays is not None:
         line = _format_call(name, options)
@@ -162,10 +167,13 @@ def call_command(
     from millrace.run.process import tune_memory_allocation
 
     tune_memory_allocation()
+    from millrace.distributed import coordination
     from millrace.loop.callbacks import check_callbacks
+    from millrace.loop.progress import check_trackers
     from millrace.run.run import Run, run_command
 
     checked_callbacks = check_callbacks(callbacks or ())
+    trackers = check_trackers(each for each in given if not isinstance(each, str))
     function = command.load_function()
     runs: list[Run] = []
     errors: list[Exception] = []
@@ -173,6 +181,7 @@ def call_command(
     def call(config: Any, run: Run) -> None:
         runs.append(run)
         run.callbacks += checked_callbacks
+        run.writers += trackers if coordination.is_first() else []
         function(config, run)
 
     run_command(

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
+from millrace.config import ConfigurationError
 from millrace.program.step import TrainState
 
 TIMED = ("time", "samples_per_second", "input_wait")
@@ -20,14 +21,36 @@ _NOTICE_SHARE = 0.1
 _LEAST_SECONDS = 0.2
 
 
+@runtime_checkable
 class Writer(Protocol):
-    """Receives every log event of a run."""
+    """Receives every log event of a run, in the first process: a tracker of your own.
+
+    >>> class Printer:
+    ...     def write(self, event):
+    ...         print(event["update"], event.get("train_loss"))
+    ...
+    ...     def close(self):
+    ...         print("closed")
+    >>> mr.cnn.train(tracker=["tensorboard", Printer()])
+    """
 
     def write(self, event: dict[str, Any]) -> None:
         """Write one event: update, epoch, time and the metrics."""
 
     def close(self) -> None:
-        """Flush, and release what was opened."""
+        """Flush, and release what was opened; called however the run ends."""
+
+
+def check_trackers(trackers: Iterable[Any]) -> list[Writer]:
+    """Return trackers as a list; raise if one is something else."""
+    listed = list(trackers)
+    for tracker in listed:
+        if isinstance(tracker, type) or not isinstance(tracker, Writer):
+            raise ConfigurationError(
+                "trackers must be objects with the methods write(event) and close(), got "
+                f"{tracker!r}."
+            )
+    return listed
 
 
 class EventLog(Protocol):

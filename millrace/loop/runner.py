@@ -527,7 +527,7 @@ class Runner:
             **values,
         }
         for writer in self._writers:
-            writer.write(event)
+            writer.write(dict(event))  # one may change it
         self._console.event(event)
         self._callbacks.send_event(event, is_validation=is_validation)
 

@@ -2,6 +2,7 @@
 
 import collections
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,15 @@ def read_operations(folder: Path) -> list[Operation]:
     paths = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not paths:
         return []
-    data = jax.profiler.ProfileData.from_file(str(paths[-1]))
+    # The first reads of a trace create types of C++ that have no __module__. Where their
+    # DeprecationWarning is an error, that aborts the process (nanobind 2.9, Python 3.12).
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _add_up(jax.profiler.ProfileData.from_file(str(paths[-1])))
+
+
+def _add_up(data: Any) -> list[Operation]:
+    """Return the operations of a trace by name, the longest first."""
     seconds: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for name, duration in _find_all(list(data.planes)):

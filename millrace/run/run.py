@@ -29,7 +29,7 @@ from millrace.loop.activity import listening
 from millrace.loop.callbacks import Callback, check_callbacks
 from millrace.loop.evaluate import AsyncValidation
 from millrace.loop.event_schedule import EventSchedule
-from millrace.loop.progress import Writer
+from millrace.loop.progress import Writer, check_trackers
 from millrace.loop.runner import Runner, Validate
 from millrace.loop.trace import Trace
 from millrace.output import dropping_lost_output, error_line
@@ -117,8 +117,8 @@ class Run:
         """Rows that the application adds to the table at the end of the run."""
         self.callbacks: list[Callback] = []
         """Called between executions of every training; closed at the end of the run."""
-        self.closed_at_end: list[Callback] = []
-        """Callbacks of a single training."""
+        self.closed_at_end: list[Callback | Writer] = []
+        """Callbacks and trackers of a single training."""
         self.signal: int | None = None
         """The signal that ended training, if one did."""
         self._runner: Runner | None = None
@@ -238,6 +238,7 @@ class Run:
         loss_falls: bool = True,
         resume: bool | None = None,
         callbacks: Sequence[Callback] = (),
+        trackers: Sequence[Writer] = (),
     ) -> TrainState:
         """Train to the end of the schedule; the summary records the progress.
 
@@ -259,9 +260,12 @@ class Run:
                 ``--resume``). A run in parts continues the part before in this way.
             callbacks: Called after log events, validations and checkpoints, after those in
                 ``run.callbacks``.
+            trackers: Receive the log events, as those in ``run.writers`` do. Trackers by
+                name are an option of the run: ``RunOptions.tracker``.
         """
-        own = check_callbacks(callbacks)
-        self.closed_at_end += [each for each in own if each not in self.closed_at_end]
+        own, writers = check_callbacks(callbacks), check_trackers(trackers)
+        opened = [*own, *writers]
+        self.closed_at_end += [each for each in opened if each not in self.closed_at_end]
         trace = self._make_trace(program)
         self._runner = runner = Runner(
             program,
@@ -269,7 +273,7 @@ class Run:
             schedule,
             directory=self.directory,
             console=self.console,
-            writers=self.writers,
+            writers=[*self.writers, *(writers if coordination.is_first() else [])],
             checkpoints=checkpoints,
             validate=validate,
             stop_on_divergence=stop_on_divergence,

@@ -1,6 +1,7 @@
 """Adapted models with other features of a plan, in pipelines, and back in their library."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,31 @@ def test_state_that_a_loss_adds_to_an_nnx_model_is_an_error_with_its_name():
         model.loss_fn(model.params, model.model_state, X, jax.random.key(0))
 
 
+def test_a_part_of_an_equinox_state_takes_constants_too():
+    class Flag(eqx.Module):
+        index: eqx.nn.StateIndex
+        weight: jax.Array
+
+        def __init__(self):
+            self.index = eqx.nn.StateIndex(jnp.zeros(2))
+            self.weight = jnp.ones(())
+
+    flag, state = eqx.nn.make_with_state(Flag)()
+
+    def loss(flag, state, batch, key):
+        part = state.substate(flag).set(flag.index, np.ones(2, np.float32))
+        return flag.weight * batch["x"].mean(), state.update(part)
+
+    model = mr.from_equinox(flag, loss, state)
+    program = mr.training_program(model.loss_fn, SGD, mr.Plan(micro_batch_size=8))
+    trained = program.init(model.params, model.model_state)
+    chunk = {name: v.reshape(-1, 8, v.shape[-1]) for name, v in make_data(1).items()}
+    trained, _ = program.run(trained, jax.device_put(chunk, program.chunk_sharding))
+    _, state = model.merge(trained)
+    assert type(state) is eqx.nn.State
+    np.testing.assert_array_equal(state.get(flag.index), [1, 1])
+
+
 # --- sequences in a pipeline ---
 
 
@@ -235,11 +261,11 @@ def nnx_layers():
     ]
 
 
-def equinox_layers():
+def equinox_layers(mode="batch"):
     keys = jax.random.split(jax.random.key(0))
     return {
         "first": eqx.nn.Linear(FEATURES, HIDDEN, key=keys[0]),
-        "norm": eqx.nn.BatchNorm(HIDDEN, "batch", mode="batch"),
+        "norm": eqx.nn.BatchNorm(HIDDEN, "batch", mode=mode),
         "relu": jax.nn.relu,
         "drop": eqx.nn.Dropout(0.3),
         "last": eqx.nn.Linear(HIDDEN, 1, key=keys[1]),
@@ -248,7 +274,12 @@ def equinox_layers():
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
-    ("make_layers", "split"), [(nnx_layers, "relu_2"), (equinox_layers, "relu")]
+    ("make_layers", "split"),
+    [
+        (nnx_layers, "relu_2"),
+        (equinox_layers, "relu"),
+        (functools.partial(equinox_layers, "ema"), "relu"),
+    ],
 )
 def test_a_sequence_of_modules_trains_in_a_pipeline(make_layers, split):
     example = {"x": X, "y": X[:, :1]}

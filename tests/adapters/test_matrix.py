@@ -9,6 +9,7 @@ import optax
 import pytest
 from adapters_matrix import (
     CASES,
+    EQUINOX_MODES,
     check_same,
     make_case,
     make_data,
@@ -17,7 +18,10 @@ from adapters_matrix import (
     sorted_arrays,
 )
 
-KINDS = ("batch norm", "dropout")
+NETWORKS = [
+    *((library, kind) for library in CASES for kind in ("batch norm", "dropout")),
+    *(("equinox", kind) for kind in EQUINOX_MODES if kind != "batch norm"),
+]
 PLANS = {
     "plain": {},
     "accumulation": {"gradient_accumulation_count": 4},
@@ -27,8 +31,7 @@ PLANS = {
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("library", CASES)
+@pytest.mark.parametrize(("library", "kind"), NETWORKS)
 def test_a_model_trains_as_in_its_own_library(library, kind, plan):
     case, options = make_case(library, kind), PLANS[plan]
     data = make_data(int(np.prod([1, *options.values()])))

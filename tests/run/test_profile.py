@@ -1,13 +1,16 @@
 """``--profile`` writes a trace of training, and the report says where the time went."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_runner import batches, make_runner
 
+import millrace as mr
 from millrace.loop.trace import Trace
 from millrace.report.sections import read_sections
 from millrace.run.profile import _find_all, _find_scope, read_operations, report_profile
@@ -28,6 +31,43 @@ def test_a_product_takes_most_of_the_time_of_a_program_of_products(tmp_path):
     assert operations[0].share > (0.5 if jax.default_backend() == "cpu" else 0.2)
     assert sum(operation.share for operation in operations) == pytest.approx(1)
     assert "while" not in {operation.name for operation in operations}
+
+
+def test_types_that_a_trace_creates_with_a_warning_do_not_abort_where_it_is_an_error(
+    tmp_path, monkeypatch
+):
+    class Event(SimpleNamespace):
+        @property
+        def stats(self):  # what nanobind does
+            warnings.warn("no __module__ attribute", DeprecationWarning, stacklevel=2)
+            return [("hlo_op", "dot.3")]
+
+    line = SimpleNamespace(name="tf_XLA", events=[Event(name="dot.3", duration_ns=1e3)])
+    data = SimpleNamespace(planes=[SimpleNamespace(name="/host:CPU", lines=[line])])
+    reader = SimpleNamespace(from_file=lambda path: data)
+    monkeypatch.setattr(jax.profiler, "ProfileData", reader)
+    (tmp_path / "host.xplane.pb").touch()
+    assert [operation.name for operation in read_operations(tmp_path)] == ["dot"]
+
+
+def test_a_command_with_profile_reports_where_the_time_went(tmp_path):
+    result = mr.vcd.train(
+        data=np.random.default_rng(0).random((72, 28, 28)),
+        run_dir=tmp_path / "run",
+        profile=True,
+        z_dim=2,
+        num_hidden=8,
+        num_burn_in_steps=2,
+        num_leapfrog_steps=2,
+        num_validation=8,
+        micro_batch_size=8,
+        num_epochs=8,
+        quiet=True,
+    )
+    assert 0 < result.summary["profile"]["updates"] < 64
+    assert result.summary["profile"]["operations"]
+    assert list((result.path / "profile").rglob("*.xplane.pb"))
+    assert "Where the time went" in (result.path / "report.html").read_text()
 
 
 def test_a_trace_of_a_gpu_has_kernels_and_no_events_of_the_host():

@@ -1,5 +1,6 @@
 """``mr.autoencoder``: the commands of this application in Python."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from millrace.run.options import Which
 if TYPE_CHECKING:
     from millrace.apps.autoencoder.predictor import Recommender
     from millrace.loop.callbacks import Callback
+    from millrace.loop.progress import Writer
 
 __all__ = ["convert", "export", "load", "sweep", "train", "validate"]
 
@@ -20,6 +22,7 @@ def train(
     data: Any = None,
     validation_data: Any = None,
     callbacks: "list[Callback] | None" = None,
+    tracker: "Sequence[str | Writer] | None" = None,
     **options: Any,
 ) -> "RunResult[Recommender]":
     """Train a recommender on a file of ratings, or on arrays.
@@ -30,7 +33,8 @@ def train(
     same form. ``data="generated"`` and ``data="random"`` are as on the command
     line.
 
-    ``callbacks`` are called after log events, validations and checkpoints.
+    ``callbacks`` are called after log events, validations and checkpoints. ``tracker`` has
+    names (tensorboard, wandb, mlflow, trackio) and objects that receive the log events.
     """
     if isinstance(data, str):
         options["data"] = data
@@ -39,9 +43,16 @@ def train(
 
         held = hold_ratings(data, validation_data)
         return call_command(
-            "autoencoder train", options, load, arrays=held, callbacks=callbacks
+            "autoencoder train",
+            options,
+            load,
+            arrays=held,
+            callbacks=callbacks,
+            tracker=tracker,
         )
-    return call_command("autoencoder train", options, load, callbacks=callbacks)
+    return call_command(
+        "autoencoder train", options, load, callbacks=callbacks, tracker=tracker
+    )
 
 
 @takes_options_of("autoencoder validate")
@@ -51,9 +62,19 @@ def validate(**options: Any) -> RunResult[None]:
 
 
 @takes_options_of("autoencoder sweep")
-def sweep(**options: Any) -> RunResult[None]:
-    """Train one model per learning rate; ``summary["trials"]`` has the results."""
-    return call_command("autoencoder sweep", options, lambda _: None)
+def sweep(
+    *,
+    callbacks: "list[Callback] | None" = None,
+    tracker: "Sequence[str | Writer] | None" = None,
+    **options: Any,
+) -> RunResult[None]:
+    """Train one model per learning rate; ``summary["trials"]`` has the results.
+
+    ``callbacks`` and ``tracker`` are as in ``train``; metrics are means over the models.
+    """
+    return call_command(
+        "autoencoder sweep", options, lambda _: None, callbacks=callbacks, tracker=tracker
+    )
 
 
 @takes_options_of("autoencoder convert")

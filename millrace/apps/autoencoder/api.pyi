@@ -1,10 +1,12 @@
 # Written by docs/write_stubs.py from the options of the commands.
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace.apps.autoencoder.predictor import Recommender
 from millrace.commands.calling import RunResult
 from millrace.loop.callbacks import Callback
+from millrace.loop.progress import Writer
 from millrace.run.options import Which
 
 __all__ = ["convert", "export", "load", "sweep", "train", "validate"]
@@ -14,6 +16,7 @@ def train(
     data: Any = None,
     validation_data: Any = None,
     callbacks: list[Callback] | None = None,
+    tracker: Sequence[str | Writer] | None = None,
     config: str | None = None,
     config_path: str | None = None,
     training_data_file: Path | str | None = None,
@@ -77,7 +80,6 @@ def train(
     upload_timeout: float = 300.0,
     deterministic: bool = False,
     keep_checkpoints: int = 3,
-    tracker: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ...,
     tracker_project: str = "millrace",
     tracker_run_name: str | None = None,
     wandb: bool = False,
@@ -138,6 +140,8 @@ def validate(
 
 def sweep(
     *,
+    callbacks: list[Callback] | None = None,
+    tracker: Sequence[str | Writer] | None = None,
     config: str | None = None,
     config_path: str | None = None,
     training_data_file: Path | str | None = None,
@@ -203,7 +207,6 @@ def sweep(
     deterministic: bool = False,
     keep_checkpoints: int = 3,
     tensorboard: bool = False,
-    tracker: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ...,
     tracker_project: str = "millrace",
     tracker_run_name: str | None = None,
     wandb: bool = False,

@@ -1,5 +1,6 @@
 """``mr.cnn``: the commands of this application, from Python."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from millrace.run.options import Which
 if TYPE_CHECKING:
     from millrace.apps.cnn.predictor import TrainedCnn
     from millrace.loop.callbacks import Callback
+    from millrace.loop.progress import Writer
 
 __all__ = ["export", "load", "train", "validate"]
 
@@ -20,6 +22,7 @@ def train(
     data: Any = None,
     validation_data: Any = None,
     callbacks: "list[Callback] | None" = None,
+    tracker: "Sequence[str | Writer] | None" = None,
     **options: Any,
 ) -> "RunResult[TrainedCnn]":
     """Train an image classifier on a dataset, or on arrays.
@@ -29,16 +32,21 @@ def train(
     bytes or floats; labels are class numbers or names. ``validation_data`` has the same
     form; without it, nothing is validated.
 
-    ``callbacks`` are called after log events, validations and checkpoints.
+    ``callbacks`` are called after log events, validations and checkpoints. ``tracker`` has
+    names (tensorboard, wandb, mlflow, trackio) and objects that receive the log events.
     """
     if data is None and validation_data is None:
-        return call_command("cnn train", options, load, callbacks=callbacks)
+        return call_command(
+            "cnn train", options, load, callbacks=callbacks, tracker=tracker
+        )
     from millrace.apps.cnn.arrays import hold_images
 
     held = hold_images(data, validation_data)
     if validation_data is None:
         options.setdefault("validation", False)
-    return call_command("cnn train", options, load, arrays=held, callbacks=callbacks)
+    return call_command(
+        "cnn train", options, load, arrays=held, callbacks=callbacks, tracker=tracker
+    )
 
 
 @takes_options_of("cnn validate")

@@ -1,5 +1,6 @@
 """``mr.vcd``: the commands of this application from Python."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from millrace.run.options import Which
 if TYPE_CHECKING:
     from millrace.apps.vcd.predictor import Generator
     from millrace.loop.callbacks import Callback
+    from millrace.loop.progress import Writer
 
 __all__ = ["evaluate", "load", "sample", "train"]
 
@@ -20,6 +22,7 @@ def train(
     data: Any = None,
     test_data: Any = None,
     callbacks: "list[Callback] | None" = None,
+    tracker: "Sequence[str | Writer] | None" = None,
     **options: Any,
 ) -> "RunResult[Generator]":
     """Train a VAE refined by Markov chains on a dataset, or on arrays.
@@ -28,16 +31,21 @@ def train(
     intensity, other values at 0.5. ``test_data`` has the same form; without it, nothing is
     tested after training.
 
-    ``callbacks`` are called after log events, validations and checkpoints.
+    ``callbacks`` are called after log events, validations and checkpoints. ``tracker`` has
+    names (tensorboard, wandb, mlflow, trackio) and objects that receive the log events.
     """
     if data is None and test_data is None:
-        return call_command("vcd train", options, load, callbacks=callbacks)
+        return call_command(
+            "vcd train", options, load, callbacks=callbacks, tracker=tracker
+        )
     from millrace.apps.vcd.data import hold_images
 
     held = hold_images(data, test_data)
     if test_data is None:
         options.setdefault("testing", False)
-    return call_command("vcd train", options, load, arrays=held, callbacks=callbacks)
+    return call_command(
+        "vcd train", options, load, arrays=held, callbacks=callbacks, tracker=tracker
+    )
 
 
 @takes_options_of("vcd evaluate")

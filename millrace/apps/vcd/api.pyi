@@ -1,11 +1,13 @@
 # Written by docs/write_stubs.py from the options of the commands.
 import collections.abc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace.apps.vcd.predictor import Generator
 from millrace.commands.calling import RunResult
 from millrace.loop.callbacks import Callback
+from millrace.loop.progress import Writer
 from millrace.run.options import Which
 
 __all__ = ["evaluate", "load", "sample", "train"]
@@ -15,6 +17,7 @@ def train(
     data: Any = None,
     test_data: Any = None,
     callbacks: list[Callback] | None = None,
+    tracker: Sequence[str | Writer] | None = None,
     config: str | None = None,
     config_path: str | None = None,
     z_dim: int = 10,
@@ -95,7 +98,6 @@ def train(
     upload_timeout: float = 300.0,
     deterministic: bool = False,
     keep_checkpoints: int = 3,
-    tracker: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ...,
     tracker_project: str = "millrace",
     tracker_run_name: str | None = None,
     wandb: bool = False,
