@@ -181,7 +181,7 @@ def test_every_named_configuration_is_complete(name):
             "chosen by --detached-refeeding, has a default only",
         ),
         (
-            "--training-data-file mine.txt --detached-refeeding --recipe modern",
+            "--data generated --detached-refeeding --recipe modern",
             "The modern recipe trains without re-feeding. Leave out --detached-refeeding",
         ),
         ("--training-data-file nope.txt", "There is no file nope.txt."),

@@ -122,13 +122,13 @@ def _is_given(values: Values, name: str) -> bool:
 
 def _complete(values: Values) -> Values:
     """Return the options with those that are not given from the modern recipe."""
-    if _is_given(values, "detached_refeeding"):
+    counts = _count(values)
+    settings = _choose_settings(values, counts)
+    if _is_given(values, "detached_refeeding") and "no_dense_refeeding" in settings:
         raise ConfigurationError(
             "The modern recipe trains without re-feeding. Leave out "
             f"{flag('detached_refeeding')}, or give --recipe graphcore."
         )
-    counts = _count(values)
-    settings = _choose_settings(values, counts)
     settings["batch_size"] = _fitting_batch(
         settings["batch_size"], counts, settings["rows"]
     )
