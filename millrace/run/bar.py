@@ -221,7 +221,7 @@ class NotebookBar:
         self._shown = shown
         self._closed = threading.Event()
         # With display_id, it is never None.
-        self.output = output or display(self._content(), raw=True, display_id=True)
+        self.output: Any = output or display(self._content(), raw=True, display_id=True)
         # In the context of the cell, so that the output goes there.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._tick,), daemon=True)
