@@ -54,7 +54,7 @@ def split_commands(block: Block) -> list[tuple[str, list[str]]]:
 
 def user_environment() -> dict[str, str]:
     """Return the environment of a user: one CPU device, no colors."""
-    removed = ("XLA_FLAGS", "MILLRACE_DATA")
+    removed = ("XLA_FLAGS", "MILLRACE_DATA", "COLUMNS")
     inherited = {k: v for k, v in os.environ.items() if k not in removed}
     return inherited | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
 
