@@ -21,8 +21,8 @@ _GREETING_PIECES = re.compile(
 """Pieces of the lines that Gloo prints at every start. Its threads interleave them."""
 
 _PRINTING = threading.Lock()
-# A thread that is printing when Python exits would keep the lock of the stream, which Python
-# needs to flush it; without it, the process is aborted.
+# A thread that prints while Python exits would keep the lock of the stream for ever, and
+# Python, which needs it for the last flush, would abort the process.
 atexit.register(_PRINTING.acquire, timeout=2)
 
 
