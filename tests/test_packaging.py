@@ -96,7 +96,7 @@ def test_the_images_install_files_and_extras_that_exist():
 
 def test_the_dev_container_installs_as_the_makefile_does():
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    (extras,) = re.findall(r"--editable '\.\[(.*?)\]'", (ROOT / "Makefile").read_text())
+    extras, _ = re.findall(r"--editable '\.\[(.*?)\]'", (ROOT / "Makefile").read_text())
     assert f"--editable '.[{extras}]'" in container["postCreateCommand"]
 
 
@@ -164,7 +164,7 @@ def test_the_makefile_has_the_requirements_of_the_extra_audit():
 def test_every_test_that_needs_the_extra_interop_is_run_by_its_target():
     """Elsewhere these tests are always skipped."""
     names = {package_name(r).partition("-")[0] for r in EXTRAS["interop"]} | {"trackio"}
-    needs = re.compile(rf"(?:importorskip|find_spec|which)\(\"(?:{'|'.join(names)})\\b")
+    needs = re.compile(rf"(?:importorskip|find_spec|which)\(\"(?:{'|'.join(names)})\b")
     files = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -1,7 +1,9 @@
 """What the processes of a launch print: each line with the number of its process."""
 
+import atexit
 import contextlib
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +19,11 @@ _GREETING_PIECES = re.compile(
     r"|Expected number of connected peer ranks is : )*"
 )
 """Pieces of the lines that Gloo prints at every start. Its threads interleave them."""
+
+_PRINTING = threading.Lock()
+# A thread that prints while Python exits would keep the lock of the stream for ever, and
+# Python, which needs it for the last flush, would abort the process.
+atexit.register(_PRINTING.acquire, timeout=2)
 
 
 def copy_lines(number: int, source: Any, target: Any) -> None:
@@ -48,6 +55,6 @@ def _drop_noise(source: Iterable[bytes]) -> Iterator[str]:
 
 def print_line(line: str, target: Any) -> None:
     """Print a line in one write; drop it if the terminal, pipe or log is gone."""
-    with contextlib.suppress(OSError, ValueError):
+    with _PRINTING, contextlib.suppress(OSError, ValueError):
         target.write(f"{line}\n")
         target.flush()

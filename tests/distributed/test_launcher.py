@@ -175,6 +175,31 @@ def test_a_launch_whose_output_nobody_reads_ends_like_its_processes(stream):
     assert process.wait(timeout=30) == 7
 
 
+EXIT_WHILE_PRINTING = """
+import io, sys, threading, time
+from millrace.distributed.relay import print_line
+
+class SlowFile(io.FileIO):
+    def write(self, data):
+        written.set()
+        time.sleep(0.5)
+        return len(data)
+
+written = threading.Event()
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(SlowFile(1, "w", closefd=False)))
+threading.Thread(target=print_line, args=("line", sys.stdout), daemon=True).start()
+written.wait()
+sys.exit(7)
+"""
+
+
+def test_a_process_that_exits_while_a_line_is_printed_keeps_its_status():
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT_WHILE_PRINTING], env=environment(), capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (7, b"")
+
+
 def test_a_wrong_command_is_not_restarted():
     args = ("--max-restarts", "3", *SHELL, "echo tried; exit 2")
     output = finish(start(millrace_launch(*args)), status=2)
