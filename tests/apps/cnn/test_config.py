@@ -122,7 +122,7 @@ def test_the_dataset_is_recognized_by_its_files(tmp_path, file, options, dataset
     assert config.scales_on_device == config.sends_bytes == is_decoded
 
 
-@pytest.mark.parametrize(("name", "problem"), [("none", "is missing"), (".", "no images")])
+@pytest.mark.parametrize(("name", "problem"), [("none", "is missing"), ("", "no images")])
 def test_a_folder_without_images_is_not_replaced_by_the_digits(tmp_path, name, problem):
     with pytest.raises(ConfigurationError, match=f"The folder .* {problem}"):
         build(CnnConfig, {"dataset_path": tmp_path / name})

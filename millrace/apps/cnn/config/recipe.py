@@ -70,14 +70,15 @@ def expand_training_options(values: Values) -> Values:
 
 def _check_folder(values: Values) -> None:
     """Refuse to train on the bundled digits instead of the folder that was given."""
-    folder = values.get("dataset_path")
-    if folder is None or values.get("synthetic_data") or values.get("dataset"):
+    folder = Path(values.get("dataset_path") or ".")
+    if folder == Path(".") or values.get("synthetic_data") or values.get("dataset"):
         return
     if _find_dataset_name(values) == "digits":
-        there = "has no images that are recognized" if Path(folder).is_dir() else "is missing"
+        problem = "has no images that are recognized" if folder.is_dir() else "is missing"
         raise ConfigurationError(
-            f"The folder {folder} {there}. Give one with a folder per class (train/CLASS, "
-            "val/CLASS), TFRecord files or tar files, or name the --dataset that it has."
+            f"The folder {folder} {problem}. Give one with a folder per class "
+            "(train/CLASS, val/CLASS), TFRecord files or tar files, or name the "
+            "--dataset that it has."
         )
 
 
