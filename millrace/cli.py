@@ -4,7 +4,6 @@ Reading a command imports nothing heavy, so that ``--help`` and errors are immed
 work is imported once the options are known to be valid.
 """
 
-import os
 import shlex
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from millrace.distributed.environment import (
     add_launcher_replicas,
     format_mistake,
 )
+from millrace.distributed.progress import exit_now
 from millrace.distributed.signals import (
     INTERRUPTED,
     end_if_unanswered,
@@ -49,7 +49,7 @@ def script() -> None:
             # wait for them, or crash.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(int(error.code))
+            exit_now(int(error.code))
         raise
 
 
