@@ -32,7 +32,7 @@ def test_a_function_has_the_options_of_its_command(app, name):
         if entry.metadata.get("hidden"):
             assert option not in parameters
             continue
-        is_own = option in ("data", "run")  # a parameter of the function itself
+        is_own = option in ("data", "run", "tracker")  # a parameter of the function itself
         assert f"\n    {option}: " in function.__doc__ or is_own
         if not is_own:
             assert parameters[option].annotation == entry.hint
@@ -45,7 +45,8 @@ def test_defaults_and_types_are_real():
     assert parameters["num_epochs"].annotation is int
     assert parameters["seed"].default == 0
     assert "cifar10" in str(parameters["dataset"].annotation)
-    assert list(parameters)[:4] == ["data", "validation_data", "callbacks", "config"]
+    own = ["data", "validation_data", "callbacks", "tracker"]
+    assert list(parameters)[:5] == [*own, "config"]
     assert parameters["config"].annotation == typing.Optional[str]  # noqa: UP045
 
 
