@@ -661,3 +661,23 @@ def test_the_summary_has_all_documented_keys_even_after_a_failure(outcome, tmp_p
         "versions",
     } <= set(load_summary(tmp_path / "run"))
     assert load_yaml(tmp_path / "run" / "config.yml")["command"] == "cnn-train"
+
+
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "millrace.commands.registry":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("millrace", run_name="__main__")
+"""
+
+
+def test_an_interrupt_of_the_first_imports_shows_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (130, "")

@@ -53,6 +53,8 @@ _ROUNDING = 1e-4
 _LONGEST_PAUSE = 120.0
 """Seconds within which more updates must follow a fault that need not end a command: it may
 meet one that still starts, on a machine with other work."""
+_HANG_WATCHED = 300.0
+"""Seconds for which a hang is watched, to know whether it has an end."""
 _LEFT_BEHIND = 35.0
 """Seconds after which no process of an ended command may be left: when a launcher is
 killed, the others save a checkpoint first."""
@@ -104,12 +106,18 @@ def start(subject_command: Sequence[str], disk: Disk) -> Attempt:
     return Attempt([*words, *resume], disk, variables | {"JAX_PLATFORMS": "cpu"})
 
 
-def describe_threads(pid: int) -> str:
-    """Return what the threads of a process do, if py-spy is installed to see it."""
-    if shutil.which("py-spy") is None:
-        return f"process {pid} is there\n"
-    words = ["py-spy", "dump", "--pid", str(pid)]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+def describe_process(pid: int) -> str:
+    """Return the state of a process, and what its threads do if py-spy is installed."""
+    folder, lines = Path(f"/proc/{pid}"), []
+    with contextlib.suppress(OSError):
+        state = (folder / "status").read_text().partition("State:")[2].splitlines()[0]
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        lines.append(f"process {pid},{state}: {command[:120]}\n")
+    if shutil.which("py-spy") is not None:
+        words = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        lines.append(done.stdout)
+    return "".join(lines)
 
 
 def train_undisturbed(name: str, command: list[str], folder: Path) -> Subject:
@@ -240,8 +248,10 @@ class DisturbedRun:
                 self._findings.runs[self._subject.name] += 1
 
     def _complain_of_hang(self, problem: str, attempt: Attempt) -> None:
-        doing = "".join(map(describe_threads, attempt.find_processes()))
-        self._complain("hangs", f"{problem}\n{doing}", attempt)
+        doing = "".join(map(describe_process, attempt.find_processes()))
+        ended = "ended later" if attempt.wait(_HANG_WATCHED) else "did not end at all"
+        text = f"{problem}\n{doing}It {ended}, in {_HANG_WATCHED:.0f} s more."
+        self._complain("hangs", text, attempt)
 
     def _complain(self, kind: Kind, problem: str, attempt: Attempt) -> None:
         story = ", ".join(self._story)

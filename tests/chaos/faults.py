@@ -33,13 +33,14 @@ class Attempt:
     disk: "Disk"
     variables: dict[str, str]
     name: str = field(init=False)
-    _started: float = field(default_factory=time.time)
+    _events_before: set[bytes] = field(init=False)
     process: subprocess.Popen = field(init=False)
     _terminal: int = field(init=False)
     _screen: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.name = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._events_before = self._read_events()
         self._terminal, other = os.openpty()
         os.set_blocking(self._terminal, False)
         self.process = subprocess.Popen(
@@ -70,9 +71,12 @@ class Attempt:
 
     @property
     def has_logged(self) -> bool:
-        """Whether this start has written log events of its run."""
+        """Whether this start has written log events of its run, not only deleted some."""
+        return bool(self._read_events() - self._events_before)
+
+    def _read_events(self) -> set[bytes]:
         metrics = self.disk.root / "run/metrics.jsonl"
-        return metrics.exists() and metrics.stat().st_mtime > self._started
+        return set(metrics.read_bytes().splitlines()) if metrics.exists() else set()
 
     def wait(self, seconds: float) -> bool:
         """Wait until the command has ended, or for some seconds; return whether it has."""

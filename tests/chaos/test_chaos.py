@@ -92,6 +92,7 @@ def test_a_command_that_hangs_after_a_pause_is_found(
     updates, is_hung, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(campaign, "_LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr(campaign, "_HANG_WATCHED", 0.1)
     pause = {"a process stopped for a while": lambda *_: False}
     monkeypatch.setattr(campaign, "FAULTS", pause)
     (tmp_path / "run").mkdir()
