@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shlex
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from millrace.apps.cnn import data
 from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.cnn.inference import command
 from millrace.apps.cnn.inference import network as networks
-from millrace.apps.cnn.inference.feed import build_feed, divide_into_calls
+from millrace.apps.cnn.inference.feed import DatasetFeed, build_feed, divide_into_calls
 from millrace.apps.cnn.inference.latency import drop_unsupported, latency_figures
 from millrace.cli import main
 from millrace.config import ConfigurationError, parse
@@ -174,6 +175,21 @@ def test_a_checkpoint_has_the_accuracy_found_in_training(trained, tmp_path):
         )
         assert found["metrics"]["validation_accuracy"] == pytest.approx(expected, abs=5e-3)
         assert found["results"][0]["accuracy"] == found["metrics"]["validation_accuracy"]
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_processes_that_share_a_pass_add_up_to_its_speed(monkeypatch):
+    feed = object.__new__(DatasetFeed)
+    feed._config, feed.num_samples = SimpleNamespace(repeat=1), 100
+    feed._evaluate = lambda: {"accuracy": 0.5}
+    ticks = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(coordination, "broadcast", lambda name, value: value)
+    rates = []
+    for processes in (1, 4):
+        monkeypatch.setattr(coordination, "num_processes", lambda n=processes: n)
+        rates.append(feed.run(None).samples_per_second)
+    assert rates == [100.0, 25.0]
 
 
 @pytest.mark.parametrize("folds", [True, False])

@@ -311,11 +311,13 @@ class DatasetFeed(Feed):
         seconds = max(_MIN_SECONDS, _MAX_SECONDS / self._config.repeat)
         measured, is_enough = Stability(max_seconds=seconds), False
         metrics: dict[str, float] = {}
+        # The processes share each pass, and their rates are added up.
+        share = self.num_samples / coordination.num_processes()
         while not is_enough:
             started = time.perf_counter()
             metrics = self._evaluate()
-            measured.add(self.num_samples, time.perf_counter() - started)
-            # All processes make as many passes, because they share each.
+            measured.add(share, time.perf_counter() - started)
+            # Therefore, all of them make as many passes.
             is_enough = coordination.broadcast("measured-enough", measured.is_done)
         return Measured(measured.units / measured.seconds, metrics, measured.describe())
 
