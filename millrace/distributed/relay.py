@@ -21,7 +21,7 @@ _GREETING_PIECES = re.compile(
 """Pieces of the lines that Gloo prints at every start. Its threads interleave them."""
 
 _PRINTING = threading.Lock()
-# A thread that prints while Python exits would keep the lock of the stream for ever, and
+# A thread that prints while Python exits would keep the lock of the stream forever, and
 # Python, which needs it for the last flush, would abort the process.
 atexit.register(_PRINTING.acquire, timeout=2)
 
