@@ -85,7 +85,7 @@ _SUBJECTS = {
     ),
     "vcd": _Subject("VCD", "vcd", "vcd"),
     "reliability": _Subject(
-        "Reliability", "", "chaos|detection|interrupts|repeatability|test_gpu"
+        "Reliability", "", "chaos|detection|engines|interrupts|repeatability|test_gpu"
     ),
     "front_door": _Subject("The first hour", "", "front_door"),
     # What no other page has:

@@ -377,7 +377,7 @@ def explain(findings: Findings, shortfalls: Sequence[str], args: Any) -> str:
         f"s. No process may be left {_LEFT_BEHIND:.0f} s after the end.",
         "\n".join(subjects),
         *(f"Not tested enough: {shortfall}." for shortfall in shortfalls),
-        *(f"{problem.kind}: {problem.text}" for problem in findings.problems),
+        *(f"{each.kind}:\n\n```text\n{each.text}\n```" for each in findings.problems),
     ]
     return "\n\n".join(paragraphs)
 
