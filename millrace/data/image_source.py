@@ -266,6 +266,12 @@ class ImageSource(ABC):
             self._in_use.discard(pool)
             pool.close()
 
+    def _close_idle(self) -> None:
+        """Close the pools for batches of other sizes, such as the one of a first look."""
+        for pool in [each for each in self._idle if not each.failure]:
+            self._idle.remove(pool)
+            pool.close()
+
     def _take_pool(self, batch_size: int, ahead: int) -> DecodePool:
         """Return a pool that nobody else uses."""
         # One slot for the batch in use, one that its consumer may still hold.
@@ -277,6 +283,7 @@ class ImageSource(ABC):
                 wait(pool.leftovers, timeout=_LEFTOVER_SECONDS)
                 pool.leftovers.clear()
                 return pool
+        self._close_idle()
         if self.num_workers:
             return DecodePool(job, WorkerPool(job, self.num_workers))
         return DecodePool(job, self._decoding_threads())

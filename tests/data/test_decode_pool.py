@@ -213,6 +213,16 @@ def test_iterations_may_be_dropped_at_any_time(num_workers):
         assert len(source._idle) == 1  # always the same pool
 
 
+@needs_proc
+def test_workers_for_batches_of_another_size_do_not_stay():
+    with made_images(num_workers=2) as source:
+        next(iter(source.stream(8, seed=3)))  # a first look
+        first = find_workers()
+        next(iter(source.stream(4, seed=3)))
+        wait_until(lambda: not first & find_workers())
+        assert len(find_workers()) == 2
+
+
 # Failures
 
 
