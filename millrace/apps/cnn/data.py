@@ -26,6 +26,7 @@ from millrace.apps.cnn.augment import (
 )
 from millrace.apps.cnn.auto_augment import random_erasing
 from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.config.data import DataOptions
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.commands.fetch import fetch_missing, may_fetch
 from millrace.config import ConfigurationError
@@ -130,6 +131,8 @@ def load(config: CnnConfig) -> ImageData:
         return _load_arrays(config, config.data.arrays, steps)
     if not has_small_images(name):
         return _load_files(config, steps)
+    if name == "digits":
+        _check_folder(config.data)
     (training, validation), folder = _find(name, config, _load_small(name))
     return _assemble(
         config,
@@ -139,6 +142,18 @@ def load(config: CnnConfig) -> ImageData:
         CATALOG[name].num_classes,
         CATALOG[name].image_shape,
         folder if CATALOG[name].files else None,
+    )
+
+
+def _check_folder(options: DataOptions) -> None:
+    """Refuse to use the bundled digits instead of the folder that was given."""
+    folder = options.dataset_path
+    if options.dataset is not None or folder == DataOptions().dataset_path:
+        return
+    problem = "has no images that are recognized" if folder.is_dir() else "is missing"
+    raise ConfigurationError(
+        f"The folder {folder} {problem}. Give one with a folder per class (train/CLASS, "
+        "val/CLASS), TFRecord files or tar files, or name the --dataset that it has."
     )
 
 

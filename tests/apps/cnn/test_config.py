@@ -9,6 +9,7 @@ import pytest
 import yaml
 from seed_lines import GRAPHCORE
 
+from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.config.graphcore import GraphcoreOptions
 from millrace.config import ConfigurationError, build, parse
@@ -124,8 +125,9 @@ def test_the_dataset_is_recognized_by_its_files(tmp_path, file, options, dataset
 
 @pytest.mark.parametrize(("name", "problem"), [("none", "is missing"), ("", "no images")])
 def test_a_folder_without_images_is_not_replaced_by_the_digits(tmp_path, name, problem):
+    config = build(CnnConfig, {"dataset_path": tmp_path / name})
     with pytest.raises(ConfigurationError, match=f"The folder .* {problem}"):
-        build(CnnConfig, {"dataset_path": tmp_path / name})
+        data.load(config)
 
 
 def test_the_current_folder_is_not_searched_for_images(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ and the named configurations rely on.
 import dataclasses
 import math
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.apps.cnn.config.graphcore import (
@@ -61,25 +60,10 @@ def expand_training_options(values: Values) -> Values:
         recipe = "modern" if find_graphcore_option(values) is None else "graphcore"
     _check_rates(values)
     values = expand_shorthands(values) | {"recipe": recipe}
-    _check_folder(values)
     values = _complete(values) if recipe == "modern" else default_recipe(values)
     _set_warmup(values)
     _set_schedule(values)
     return values
-
-
-def _check_folder(values: Values) -> None:
-    """Refuse to train on the bundled digits instead of the folder that was given."""
-    folder = Path(values.get("dataset_path") or ".")
-    if folder == Path(".") or values.get("synthetic_data") or values.get("dataset"):
-        return
-    if _find_dataset_name(values) == "digits":
-        problem = "has no images that are recognized" if folder.is_dir() else "is missing"
-        raise ConfigurationError(
-            f"The folder {folder} {problem}. Give one with a folder per class "
-            "(train/CLASS, val/CLASS), TFRecord files or tar files, or name the "
-            "--dataset that it has."
-        )
 
 
 def start_from_named(named: Values, given: Values) -> Values:
