@@ -15,6 +15,7 @@ from millrace.numbers import format_bytes, format_duration, format_number
 from millrace.output import DroppingStream
 from millrace.plan import Plan
 from millrace.report.best import describe_checkpoint
+from millrace.report.record import as_number
 from millrace.run.bar import (
     TRAINING,
     Bar,
@@ -367,10 +368,10 @@ def divergence_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return a table row about a run whose loss has exploded."""
     if not (diverged := summary.get("diverged")):
         return {}
+    first, then = _format_losses(diverged)
     return {
-        "diverged": f"the loss was {format_number(diverged['loss'])} at update "
-        f"{diverged['update']}, {format_number(diverged['first_loss'])} at the start; use "
-        "a smaller learning rate"
+        "diverged": f"the loss was {then} at update {diverged['update']}, {first} at the "
+        "start; use a smaller learning rate"
     }
 
 
@@ -378,11 +379,17 @@ def rising_loss_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return a table row about a run whose loss is larger at the end than at its start."""
     if not (rising := summary.get("rising_loss")):
         return {}
+    first, then = _format_losses(rising)
     return {
-        "loss rose": f"the training loss was {format_number(rising['first_loss'])} at the "
-        f"start and {format_number(rising['loss'])} in the last {rising['updates']} "
-        "updates; use a smaller --learning-rate"
+        "loss rose": f"the training loss was {first} at the start and {then} in the last "
+        f"{rising['updates']} updates; use a smaller --learning-rate"
     }
+
+
+def _format_losses(found: Mapping[str, Any]) -> list[str]:
+    """Return the loss at the start and the one found later."""
+    # A summary that was read again has texts for what is not finite.
+    return [format_number(as_number(found[name])) for name in ("first_loss", "loss")]
 
 
 def result_styles(summary: Mapping[str, Any]) -> dict[str, str]:
