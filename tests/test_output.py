@@ -172,7 +172,7 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path):
     os.close(own_end)
     for _ in range(3):
         process.send_signal(signal.SIGHUP)
-        time.sleep(0.05)
+        time.sleep(0.005)
     assert process.wait(timeout=90) == 130
     found = summary(tmp_path / "run")
     assert (found["status"], found["error"]) == ("interrupted", None)

@@ -32,7 +32,7 @@ def tracked_files() -> list[Path]:
 
 def test_nobody_is_told_to_install_a_package_of_others():
     """The name ``millrace`` on PyPI is not ours."""
-    wrong = re.compile(r"pipx?\s+install\s[^\n`]*(?<![./\w])millrace\b(?![./:])")
+    wrong = re.compile(r"pipx?\s+install\s[^\n`;]*(?<![./\w])millrace\b(?![./:])")
     for text in ("pip install 'millrace[cuda]'", "pip install -q millrace"):
         assert wrong.search(text)
     found = []

@@ -167,7 +167,7 @@ def test_the_lines_keep_their_batch_and_precision_on_one_device(name, batch, pre
 CUT = {
     "000": {
         *("training_data_file", "validation_data_file", "num_users", "num_items"),
-        *("num_ratings", "size", "batch_size"),
+        *("num_ratings", "size", "batch_size", "recipe_reason"),
     },
     "001": {"results_dir", "run_dir"},
     "003": {
