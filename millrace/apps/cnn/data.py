@@ -148,12 +148,13 @@ def load(config: CnnConfig) -> ImageData:
 def _check_folder(options: DataOptions) -> None:
     """Refuse to use the bundled digits instead of the folder that was given."""
     folder = options.dataset_path
-    if options.dataset is not None or folder == DataOptions().dataset_path:
+    if folder == DataOptions().dataset_path:
         return
     problem = "has no images that are recognized" if folder.is_dir() else "is missing"
     raise ConfigurationError(
         f"The folder {folder} {problem}. Give one with a folder per class (train/CLASS, "
-        "val/CLASS), TFRecord files or tar files, or name the --dataset that it has."
+        "val/CLASS), TFRecord files or tar files, or name the --dataset that it has. The "
+        "digits need no folder."
     )
 
 
