@@ -32,12 +32,12 @@ class LaunchConfig:
     max_restarts: int = 0
     """Maximum number of restarts, from the last good checkpoint, after failures."""
     elastic: str | None = None
-    """Let the number of processes be MIN:MAX. MAX are started. If one is lost and fails
-    again when it is restarted, the run continues from the last checkpoint with fewer, but
-    at least MIN, and the same global batch."""
+    """Smallest and largest number of processes, as MIN:MAX. MAX are started. If one is lost
+    and fails again when it is restarted, the run continues from the last checkpoint with
+    fewer, but at least MIN, and the same global batch."""
     return_after: float = 600.0
-    """Seconds after which lost processes of an elastic run are tried again; each time in
-    vain doubles them. 0 for never."""
+    """Seconds after which lost processes of an elastic run are started again; each failure
+    doubles this time. 0 for never."""
     timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"aliases": ("--patience",)})
     """Seconds without a heartbeat after which a process is considered lost."""
     port: int | None = None

@@ -64,7 +64,7 @@ def check_lengths(top: list[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The sections that ``train`` and ``sweep`` share, and the values they default to."""
+    """Defaults of the other options."""
 
     data: DataOptions = DataOptions()
     model: ModelOptions = ModelOptions()

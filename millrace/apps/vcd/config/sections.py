@@ -33,8 +33,9 @@ class ModelOptions:
     num_hidden: int = field(default=200, metadata=named("--n-hidden"))
     """Units in each hidden layer of the encoders and the decoder."""
     objective: ObjectiveName = "vcd"
-    """Objective: vcd; hoffman (Hoffman 2017: the ELBO trains the encoder, the end of the
-    chain trains the decoder); or standard_kl, the plain VAE."""
+    """Training objective: the contrastive divergence of Ruiz and Titsias (vcd), that of
+    Hoffman 2017 (hoffman), or that of a plain VAE (standard_kl). With hoffman, the ELBO
+    trains the encoder and the end of the chain trains the decoder."""
     num_burn_in_steps: int = field(default=8, metadata=named("--n-burn-in-steps"))
     """HMC steps that adapt the step size."""
     num_hmc_steps: int = field(default=0, metadata=named("--n-hmc-steps"))
@@ -146,8 +147,8 @@ class WorkflowOptions:
     validation: bool = field(
         default=False, metadata=named("-v", negations=("--no-validation",))
     )
-    """Hold out the last num_validation training images and estimate their log-likelihood
-    too."""
+    """Hold out the last training images (num_validation of them), and estimate their
+    log-likelihood too."""
     num_validation: int = field(default=10_000, metadata=named("--n-validation"))
     """Training images to hold out for validation."""
     logs_per_epoch: float = 1.0
