@@ -50,7 +50,8 @@ class Case:
 
 _CASES = {
     "killed": Case(0.0, _ONE + r"\) was killed by SIGKILL", signal.SIGKILL),
-    "suspended": Case(_LIMIT, _ONE + r".* no heartbeat", signal.SIGSTOP),
+    # Both limits are over at about the same time.
+    "suspended": Case(_LIMIT, rf"{_ONE}.* no heartbeat|{_NO_PROGRESS}", signal.SIGSTOP),
     "waiting for suspended data workers": Case(
         _LIMIT, _NO_PROGRESS, signal.SIGSTOP, to_data=True
     ),
