@@ -149,6 +149,21 @@ def test_a_signal_while_processes_are_started_reaches_all_of_them(monkeypatch):
     assert time.monotonic() - began < 30
 
 
+def test_a_signal_before_a_restart_reaches_the_restarted_processes(monkeypatch, tmp_path):
+    may_restart, began = Launcher._may_restart, time.monotonic()
+
+    def interrupt_afterwards(self, *args):
+        answer = may_restart(self, *args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer
+
+    monkeypatch.setattr(Launcher, "_may_restart", interrupt_afterwards)
+    file = tmp_path / "restarted"
+    code = f"test -e {file} && exec sleep 60; touch {file}; exit 1"
+    assert launch(["--max-restarts", "1", "--", "sh", "-c", code]) == 130
+    assert time.monotonic() - began < 30
+
+
 def test_processes_that_ignore_two_signals_are_killed(monkeypatch, capfd):
     monkeypatch.setattr("millrace.distributed.launcher._GRACE_SECONDS", 0.3)
     ours = os.getpid()
