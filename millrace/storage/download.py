@@ -95,9 +95,10 @@ def _refresh(
 
 
 def _find_copies(folder: Path) -> set[str]:
-    """Return the runs in a folder that were only read on this machine."""
+    """Return the runs in a folder that were downloaded, and not written here since."""
     runs = find_runs(sort_files(list_files(folder)).others)
-    return {run for run in runs if Record.read(folder / run).writer is None}
+    records = {run: Record.read(folder / run) for run in runs}
+    return {run for run, known in records.items() if known.versions and not known.writer}
 
 
 def check_trusted() -> None:

@@ -105,7 +105,7 @@ def test_a_folder_of_runs_is_downloaded_with_all_of_them(url):
     assert (to_local(parent) / name / "config.yml").is_file()
 
 
-def test_a_run_of_this_machine_stays_as_it_is_in_a_folder_of_runs(url):
+def test_a_run_of_this_machine_stays_as_it_is_in_a_folder_of_runs(url, monkeypatch):
     parent = f"{url}-and-others"
     own, other = f"{parent}/own", f"{parent}/read/other"
     folder = make_run(own)
@@ -117,6 +117,10 @@ def test_a_run_of_this_machine_stays_as_it_is_in_a_folder_of_runs(url):
     refresh(to_local(parent))
     assert (folder / "metrics.jsonl").read_text() == "newer\n"
     assert (folder / NEWEST / "state/a").exists()
+    monkeypatch.setattr(download, "_LOCK_SECONDS", 0.2)
+    begun = make_run(f"{parent}/begun")  # and is about to be uploaded
+    with locked(begun):
+        refresh(to_local(parent))
     assert (to_local(other) / "config.yml").exists()
     for name in stored(parent):  # somebody empties the storage
         Remote(parent).delete(name)
