@@ -39,6 +39,13 @@ def test_the_spellings_of_poprun_are_accepted(options, separator):
     assert config.numa_aware
 
 
+@pytest.mark.parametrize("number", [["-n", "2"], ["-n2"], ["-n=2"]])
+def test_the_number_of_processes_has_a_short_option(number):
+    own, command = split_command([*number, "cnn", "train"])
+    assert command == ["cnn", "train"]
+    assert parse(LaunchConfig, own, program="launch")[0].num_instances == 2
+
+
 @pytest.mark.parametrize("option", ["--timeout", "--patience"])
 def test_the_timeout_keeps_its_old_name_as_an_alias(option):
     own, command = split_command([option, "45", "true"])
