@@ -64,7 +64,7 @@ def refresh(path: Path, *, exact: bool = False) -> None:
 def _refresh(
     folder: Path, remote: Remote, listing: Mapping[str, FileInfo] | None = None
 ) -> None:
-    """Bring a working copy up to date, and then each run in its subfolders by itself.
+    """Bring a working copy up to date, and then each run in its subfolders.
 
     Args:
         folder: The working copy.
