@@ -289,8 +289,7 @@ class Launcher:
                     continue
                 running.remove(child)
                 if status:
-                    was_asked = bool(self._num_signals) or self._is_returning
-                    return _get_failure(child, status, was_asked=was_asked)
+                    return _get_failure(child, status, was_asked=self._were_asked)
             if self._is_kill_time():
                 first = running[0]
                 self._report(
@@ -311,7 +310,7 @@ class Launcher:
         child = self._children[cause]
         _wait_for_exit([child], _REPORT_SECONDS)
         if status := child.process.poll():
-            return _get_failure(child, status, was_asked=bool(self._num_signals))
+            return _get_failure(child, status, was_asked=self._were_asked)
         # It is suspended, and would not read that it should stop.
         _signal_group(child, signal.SIGKILL)
         text = f"(pid {child.process.pid}) did not answer"
@@ -326,6 +325,11 @@ class Launcher:
             self._is_returning = True
             self._unsent.append(signal.SIGTERM)
             self._send_signals()
+
+    @property
+    def _were_asked(self) -> bool:
+        """Whether a signal was sent to the processes."""
+        return bool(self._num_signals) or self._is_returning
 
     def _is_kill_time(self) -> bool:
         return self._kill_time is not None and time.monotonic() > self._kill_time
