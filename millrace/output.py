@@ -23,6 +23,11 @@ class _DroppingFile(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+_UNWRITABLE = (OSError, ValueError, RuntimeError)
+"""Errors of a stream. ValueError: it is closed. RuntimeError: a signal handler prints while
+the thread that it interrupts waits in the same stream, as for the reader of a full pipe."""
+
+
 class DroppingStream:
     """Wraps any text stream, such as that of a notebook, and ignores write errors."""
 
@@ -31,13 +36,13 @@ class DroppingStream:
 
     def write(self, text: str) -> int:
         """Write `text` if possible; return its length either way."""
-        with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        with contextlib.suppress(*_UNWRITABLE):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream if possible."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*_UNWRITABLE):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -18,10 +18,11 @@ def find_writers(path: Path, *, trust_owner: bool = False) -> str | None:
     """
     if os.name != "posix":
         return None
+    links = _find_links(path)
     path = Path(os.path.realpath(path))
-    for each in (path, *path.parents):
+    for each in (path, *path.parents, *links):
         try:
-            found = os.stat(each)
+            found = os.lstat(each)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -33,11 +34,24 @@ def find_writers(path: Path, *, trust_owner: bool = False) -> str | None:
     return None
 
 
+def _find_links(path: Path) -> list[Path]:
+    """Return the links in a path, and all folders that they are in.
+
+    Whoever could replace a link could lead it elsewhere.
+    """
+    path = Path(os.path.abspath(path))
+    links = [each for each in (path, *path.parents) if os.path.islink(each)]
+    folders = [Path(os.path.realpath(link.parent)) for link in links]
+    return [*links, *folders, *(each for folder in folders for each in folder.parents)]
+
+
 def _describe_writers(
     path: Path, found: os.stat_result, is_parent: bool, trust_owner: bool
 ) -> str | None:
     if found.st_uid not in (0, os.geteuid()) and not trust_owner:
         return f"{path} belongs to {_user_name(found.st_uid)}"
+    if stat.S_ISLNK(found.st_mode):
+        return None  # the bits of a link have no meaning
     # In a folder with the sticky bit, such as /tmp, nobody can rename the files of others.
     if is_parent and found.st_mode & stat.S_ISVTX:
         return None

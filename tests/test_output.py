@@ -1,10 +1,12 @@
 """A lost terminal, pipe or log does not end a run or change its exit status."""
 
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from launched import alone, environment, summary
 
 import millrace
-from millrace.output import dropping_lost_output, error_line
+from millrace.output import DroppingStream, dropping_lost_output, error_line
 from millrace.run.console import Console
 
 PRINTING_SCRIPT = """
@@ -130,6 +132,40 @@ def test_without_standard_error_a_failure_is_not_printed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)
     error_line("lost")
     assert capsys.readouterr().out == ""
+
+
+def test_a_signal_handler_may_print_while_a_line_waits_for_a_full_pipe():
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    arrived, is_written = [], threading.Event()
+
+    def handle(number, frame):
+        stream.write("stopping\n")
+        stream.flush()
+        arrived.append(number)
+
+    def interrupt_and_read():
+        time.sleep(0.5)  # until the line waits
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        while not is_written.wait(0.01):
+            with contextlib.suppress(BlockingIOError):
+                os.read(read, 1 << 16)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    thread = threading.Thread(target=interrupt_and_read)
+    thread.start()
+    with os.fdopen(write, "w") as file:
+        stream = DroppingStream(file)
+        try:
+            file.write("x" * (1 << 18))
+            file.flush()
+        finally:
+            is_written.set()
+            signal.signal(signal.SIGTERM, before)
+            thread.join()
+    os.close(read)
+    assert arrived == [signal.SIGTERM]
 
 
 def test_help_into_a_broken_pipe_exits_with_0():

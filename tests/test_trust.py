@@ -58,6 +58,20 @@ def test_a_link_is_judged_by_what_it_points_to(folder, tmp_path):
     assert find_writers(tmp_path / "link") is not None
 
 
+def test_a_link_that_others_could_replace_is_not_trusted(folder, tmp_path):
+    (tmp_path / "own").mkdir(mode=0o755)
+    link = folder / "link"
+    link.symlink_to(tmp_path / "own")
+    assert find_writers(link / "inside") is None
+    folder.chmod(0o777)
+    assert find_writers(link / "inside") == f"every user may write to {folder}"
+    folder.chmod(0o1777)  # nobody can replace the links of others
+    assert find_writers(link / "inside") is None
+    if os.geteuid() == 0:
+        os.lchown(link, 54321, 54321)
+        assert find_writers(link / "inside") == f"{link} belongs to user 54321"
+
+
 def test_downloads_are_not_read_or_written_where_everybody_can(folder, monkeypatch):
     monkeypatch.setenv("MILLRACE_DATA", str(folder))
     folder.chmod(0o777)

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from millrace.data.catalog import DataFile, Dataset, check_trusted
-from millrace.durable import locked
+from millrace.durable import locked, sync_folder, sync_tree
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a file, the bytes received, and its size."""
@@ -300,6 +300,7 @@ def unpack(archive: Path, folder: Path) -> None:
                     _unpack_member(opened, member, Path(staging), archive)
         except _DAMAGED_ARCHIVE as error:
             raise FetchError(f"{archive} is a damaged archive: {error}.") from error
+        sync_tree(Path(staging))  # after a power cut, nobody would unpack it again
         for entry in Path(staging).iterdir():
             target = folder / entry.name
             if target.is_symlink():
@@ -307,6 +308,7 @@ def unpack(archive: Path, folder: Path) -> None:
             elif target.is_dir():
                 shutil.rmtree(target)
             entry.replace(target)
+        sync_folder(folder)
 
 
 def _unpack_member(

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import signal
@@ -87,6 +86,8 @@ class Launcher:
         self._membership = Membership(least, most, config.return_after or math.inf)
         self._is_returning = False
         """Whether all processes were asked to stop, so that absent ones can return."""
+        self._num_restarts = 0
+        """Restarts after failures."""
         self._num_signals = 0
         self._unsent: list[int] = []
         """Signals that arrived before all processes were there to get them."""
@@ -106,17 +107,16 @@ class Launcher:
             self._forward_signals(),
         ):
             self._folder = folder
-            for number_of_restarts in itertools.count(1):
+            while True:
                 progress = env.read_progress(folder)
                 failure = self._run_on_free_port(folder)
                 if failure is None:
-                    break
+                    return 0
                 made_progress = env.read_progress(folder) != progress
-                if not self._may_restart(failure, number_of_restarts, made_progress):
+                if not self._may_restart(failure, made_progress):
                     return failure.status
-        return 0
 
-    def _may_restart(self, failure: Failure, number: int, made_progress: bool) -> bool:
+    def _may_restart(self, failure: Failure, made_progress: bool) -> bool:
         """Decide with which processes to start again, if at all."""
         is_stopped = self._is_returning and failure.status == INTERRUPTED
         if is_stopped and not self._num_signals:
@@ -131,9 +131,12 @@ class Launcher:
             return False
         if self._config.elastic is None or self._config.max_restarts:
             at_most = self._config.max_restarts
-            if number > at_most:
+            if self._num_restarts >= at_most:
                 return False
-            self._report(f"restarting all processes ({number} of {at_most} restarts)")
+            self._num_restarts += 1
+            self._report(
+                f"restarting all processes ({self._num_restarts} of {at_most} restarts)"
+            )
         if self._config.elastic is None:
             return True
         return self._choose_members(failure, is_indivisible, made_progress)
@@ -171,7 +174,6 @@ class Launcher:
 
     def _run_once(self, folder: str) -> Failure | None:
         self._children = []
-        self._are_started = False
         env.pop_cause(folder)  # of an earlier start
         env.forget_starts(folder)
         try:
@@ -185,6 +187,7 @@ class Launcher:
                 self._stop_others(failure)
             return failure
         finally:
+            self._are_started = False
             for child in self._children:
                 _kill(child)
 
@@ -286,8 +289,7 @@ class Launcher:
                     continue
                 running.remove(child)
                 if status:
-                    was_asked = bool(self._num_signals) or self._is_returning
-                    return _get_failure(child, status, was_asked=was_asked)
+                    return _get_failure(child, status, was_asked=self._were_asked)
             if self._is_kill_time():
                 first = running[0]
                 self._report(
@@ -308,7 +310,7 @@ class Launcher:
         child = self._children[cause]
         _wait_for_exit([child], _REPORT_SECONDS)
         if status := child.process.poll():
-            return _get_failure(child, status, was_asked=bool(self._num_signals))
+            return _get_failure(child, status, was_asked=self._were_asked)
         # It is suspended, and would not read that it should stop.
         _signal_group(child, signal.SIGKILL)
         text = f"(pid {child.process.pid}) did not answer"
@@ -323,6 +325,11 @@ class Launcher:
             self._is_returning = True
             self._unsent.append(signal.SIGTERM)
             self._send_signals()
+
+    @property
+    def _were_asked(self) -> bool:
+        """Whether a signal was sent to the processes."""
+        return bool(self._num_signals) or self._is_returning
 
     def _is_kill_time(self) -> bool:
         return self._kill_time is not None and time.monotonic() > self._kill_time

@@ -118,6 +118,7 @@ def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
         index += 1
         following = args[index].lower() if index < len(args) else ""
         is_switch = arg.replace("_", "-") in switches and following not in _SWITCH_VALUES
-        if "=" not in arg and not is_switch:
+        has_value = "=" in arg or (not arg.startswith("--") and len(arg) > len("-n"))
+        if not has_value and not is_switch:
             index += 1  # the value of the option
     return list(args), []

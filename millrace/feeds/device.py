@@ -86,12 +86,6 @@ class ResidentSamples(DeviceDataset):
         self.batches = batches
         self._gathers: dict[Any, Any] = {}
 
-    def with_batches(self, batches: IndexedBatches) -> "ResidentSamples":
-        """Return a dataset of other batches of the same samples, which are not copied."""
-        other = ResidentSamples(self._arrays, batches)
-        other._gathers = self._gathers
-        return other
-
     @property
     def num_bytes(self) -> int:
         """The memory that the samples take on each device."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from millrace.feeds.stager import Chunk, HostChunk, SampleSlice, Stager
+from millrace.feeds.threads import with_settings
 
 _log = logging.getLogger("millrace")
 
@@ -225,7 +226,7 @@ class Reader:
         self._changed = threading.Condition(threading.Lock())
         self.stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="millrace-infeed", daemon=True
+            target=with_settings(self._run), name="millrace-infeed", daemon=True
         )
         _readers.add(self)
         self._thread.start()

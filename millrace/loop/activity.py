@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
-from typing import Any, NamedTuple, TypeVar
-
-import jax
+from typing import NamedTuple, TypeVar
 
 from millrace.distributed.signals import end_with_signal_while
+from millrace.feeds.threads import with_settings
 
 _POLL_SECONDS = 0.05
 
@@ -84,14 +83,11 @@ def run_stoppable(function: Callable[[], Value]) -> Value:
     if threading.current_thread() is not threading.main_thread():
         return function()
     result: Future[Value] = Future()
-    # JAX keeps these per thread.
-    device: Any = getattr(jax.config, "jax_default_device")  # noqa: B009
-    precision: Any = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+    compute = with_settings(function)
 
     def run() -> None:
         try:
-            with jax.default_device(device), jax.default_matmul_precision(precision):
-                result.set_result(function())
+            result.set_result(compute())
         except BaseException as error:
             result.set_exception(error)
 

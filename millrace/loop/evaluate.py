@@ -14,6 +14,7 @@ from millrace.data.stream import EvaluationBatches
 from millrace.distributed import coordination
 from millrace.distributed.progress import count_step
 from millrace.feeds.infeed import Infeed
+from millrace.feeds.threads import with_settings
 from millrace.loop.activity import report_progress, run_stoppable
 from millrace.loop.pace import AgreedLength, Pace
 from millrace.program.evaluate import EvaluationProgram
@@ -142,7 +143,8 @@ class AsyncValidation:
         # The run keeps its compiler options, and the list of what it compiles, in context
         # variables, which a new thread would not see.
         context = contextvars.copy_context()
-        metrics = self._thread.submit(context.run, self._validate, snapshot)
+        validate = with_settings(self._validate)
+        metrics = self._thread.submit(context.run, validate, snapshot)
         self.pending = PendingValidation(update, metrics)
 
     def collect(self, *, wait: bool) -> tuple[int, dict[str, float]] | None:

@@ -22,6 +22,7 @@ from millrace.report.metrics import (
 )
 from millrace.report.record import RUNNING, RunRecord, as_number, read_run
 from millrace.report.sections import render_sections
+from millrace.storage.address import display
 
 _FOLDED = ("train_gradients_finite", "loss_scale")
 """Metrics that matter only if something is wrong."""
@@ -77,7 +78,7 @@ def _render_head(record: RunRecord) -> str:
     if error := record.summary.get("error"):
         parts.append(f'<p class="error"><code>{escape(str(error))}</code></p>')
     if status in ("interrupted", RUNNING) and (record.path / "checkpoints").is_dir():
-        run = escape(shlex.quote(str(record.path)))
+        run = escape(shlex.quote(display(record.path)))
         parts.append(
             f"<p><code>--resume {run}</code> continues from the last checkpoint.</p>"
         )

@@ -376,7 +376,7 @@ def run_command(
         config: Its configuration, with a section ``run``.
         command: The name of the command, such as ``cnn-train``.
         command_line: The command line that repeats the run.
-        on_failure: Called with the error that ends the run, which is printed as well.
+        on_failure: Called with the error by which the run fails, which is printed as well.
     """
     check_address_space()
     config = prepare_process(config)
@@ -395,7 +395,7 @@ def run_command(
             )
         if "best" not in run.summary and (best := run.find_best()) is not None:
             run.summary["best"] = best
-        status = _close(run, status)
+        status = _close(run, status, on_failure)
     if status != _USAGE_ERROR:
         _print_result(run)
     return status
@@ -501,7 +501,7 @@ def _stopping(console: Console) -> Iterator[None]:
         console.stop()
 
 
-def _close(run: Run, status: int) -> int:
+def _close(run: Run, status: int, on_failure: Callable[[Exception], None] | None) -> int:
     """Write the results and release the directory; return the final exit status."""
     # Only the first process writes; all of them wait until it has.
     actions = _closing_actions(run, status) if coordination.is_first() else []
@@ -509,6 +509,8 @@ def _close(run: Run, status: int) -> int:
         try:
             action()
         except Exception as error:
+            if not status and on_failure is not None:
+                on_failure(error)
             status = status or 1
             _report_failure(format_error(error), status)
     run.directory.close()

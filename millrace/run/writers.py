@@ -1,5 +1,6 @@
 """Writers of log events: JSON lines, and trackers of other projects."""
 
+import contextlib
 import importlib
 import importlib.util
 import secrets
@@ -52,8 +53,11 @@ def open_writers(
     writers: list[Writer] = [_JsonLines(directory)]
     if "tensorboard" in chosen:
         writers.append(_TensorBoard(directory.path / "tensorboard", directory))
-    for tracker in sorted(chosen - {"tensorboard"}):
-        writers.append(_TRACKERS[tracker](facts))
+    with contextlib.ExitStack() as opened:  # closed if the next one cannot be opened
+        for tracker in sorted(chosen - {"tensorboard"}):
+            writers.append(_TRACKERS[tracker](facts))
+            opened.callback(writers[-1].close)
+        opened.pop_all()
     return writers
 
 

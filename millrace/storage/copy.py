@@ -102,11 +102,20 @@ def list_files(folder: Path, *, with_runs: bool = True) -> Iterator[str]:
             yield Path(root, name).relative_to(folder).as_posix()
 
 
+def find_runs(names: Iterable[str]) -> set[str]:
+    """Return the subfolders with runs of their own, without those inside of other runs."""
+    ending = f"/{_CONFIG}"
+    runs = {name.removesuffix(ending) for name in names if name.endswith(ending)}
+    return {
+        run for run in runs if not any(str(p) in runs for p in PurePosixPath(run).parents)
+    }
+
+
 def without_runs(names: Iterable[str]) -> set[str]:
     """Return the files that are not in subfolders with runs of their own."""
     names = set(names)
-    runs = [n.removesuffix(_CONFIG) for n in names if n.endswith(f"/{_CONFIG}")]
-    return {name for name in names if not any(name.startswith(run) for run in runs)}
+    runs = tuple(f"{run}/" for run in find_runs(names))
+    return {name for name in names if not name.startswith(runs)}
 
 
 def newest_first(folders: Iterable[str]) -> list[str]:

@@ -17,10 +17,13 @@ from millrace.durable import PARTIAL, discard, locked
 from millrace.storage.address import StorageError, display, find_url, working_copies
 from millrace.storage.copy import (
     MANIFEST,
+    RECORD,
     Record,
+    find_runs,
     list_arrays,
     list_files,
     sort_files,
+    without_runs,
 )
 from millrace.storage.remote import (
     WRITER,
@@ -55,19 +58,47 @@ def refresh(path: Path, *, exact: bool = False) -> None:
     check_trusted()
     with storage_errors(url, "read"):
         folder, remote = attempt(lambda: (path, Remote(url)) if exact else _find_run(path))
-        if _is_own(folder, remote):
+        _refresh(folder, remote)
+
+
+def _refresh(
+    folder: Path, remote: Remote, listing: Mapping[str, FileInfo] | None = None
+) -> None:
+    """Bring a working copy up to date, and then each run in its subfolders.
+
+    Args:
+        folder: The working copy.
+        remote: Where its files are.
+        listing: All files there (default: they are listed).
+    """
+    if _is_own(folder, remote):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locking(folder):
+        if _is_own(folder, remote):  # a run in another process has opened it meanwhile
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locking(folder):
-            if _is_own(folder, remote):  # a run in another process has opened it meanwhile
-                return
-            listing = attempt(remote.list)
-            if Record.read(folder).writer is not None:
-                _set_aside(folder, listing)
-                folder.mkdir(exist_ok=True)
-            _mirror(remote, folder, listing)
-            if not listing:  # a mistyped address leaves no folder
-                _remove_empty(folder)
+        listing = attempt(remote.list) if listing is None else listing
+        if Record.read(folder).writer is not None:
+            _set_aside(folder, listing)
+            folder.mkdir(exist_ok=True)
+        own = without_runs(listing)
+        _mirror(remote, folder, {name: listing[name] for name in own})
+        for run in find_runs(sort_files(listing).others) | _find_copies(folder):
+            inside = {
+                name.removeprefix(f"{run}/"): info
+                for name, info in listing.items()
+                if name.startswith(f"{run}/")
+            }
+            _refresh(folder / run, Remote(f"{remote.url}/{run}"), inside)
+        if not listing:  # a mistyped address leaves no folder
+            _remove_empty(folder)
+
+
+def _find_copies(folder: Path) -> set[str]:
+    """Return the runs in a folder that were downloaded, and not written here since."""
+    runs = find_runs(sort_files(list_files(folder)).others)
+    records = {run: Record.read(folder / run) for run in runs}
+    return {run for run, known in records.items() if known.versions and not known.writer}
 
 
 def check_trusted() -> None:
@@ -203,6 +234,8 @@ def _replace(remote: Remote, name: str, path: Path) -> None:
 
 def _remove_empty(folder: Path) -> None:
     """Delete a working copy without files, and the folders above that only it was in."""
+    if any(name != RECORD for name in list_files(folder)):
+        return  # such as a run of this machine that could not be uploaded
     shutil.rmtree(folder, ignore_errors=True)
     for parent in folder.parents:
         if parent == working_copies():

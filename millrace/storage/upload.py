@@ -235,13 +235,11 @@ class Uploader:
                 self._upload()
             except Exception as error:
                 self._error = error
-                if isinstance(error, _TakenOverError) or (
-                    self._closing and is_permanent(error)
-                ):
-                    _log.warning("%s", self._describe_delay()) if not is_late else None
-                    return
-                if not is_late:
+                is_over = isinstance(error, _TakenOverError)
+                if is_over or not is_late:
                     _log.warning("%s", self._describe_delay())
+                if is_over or (self._closing and is_permanent(error)):
+                    return
                 is_late = True
                 with self._changed:  # at once when the run ends
                     closing = self._closing

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from image_files import real_data
+from power_cut import Disk
 
 from millrace.apps.cnn import data
 from millrace.apps.cnn.config import CnnConfig
@@ -417,6 +418,21 @@ def test_an_archive_is_unpacked_next_to_itself(server, tmp_path):
     fetched(known, tmp_path)  # the archive is present, and is only unpacked
     assert (tmp_path / "batches" / "deep" / "b.bin").read_bytes() == b"b"
     assert len(server.requested) == 1
+
+
+def test_what_is_unpacked_is_complete_after_a_power_cut(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    (folder / "all.tar.gz").write_bytes(archive(**{"batches/deep/a.bin": b"a"}))
+    disk = Disk(folder)
+    with disk.watching():
+        fetch.unpack(folder / "all.tar.gz", folder)
+    found = []
+    for number, moment in enumerate(disk.moments):
+        left = disk.restore(moment, tmp_path / f"left-{number}")
+        if (left / "batches").exists():
+            found.append((left / "batches" / "deep" / "a.bin").read_bytes())
+    assert found and set(found) == {b"a"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -29,6 +30,9 @@ from millrace.apps.cnn.config.commands import ValidateConfig
 from millrace.apps.vcd.config import VcdConfig
 from millrace.config import ConfigurationError, build
 from millrace.distributed import environment
+from millrace.distributed.launcher import Child, Failure, Launcher
+from millrace.distributed.options import LaunchConfig
+from millrace.distributed.signals import INTERRUPTED
 from millrace.run.process import _fit_to_processes
 
 
@@ -168,6 +172,33 @@ def test_an_interrupt_while_lost_processes_are_about_to_return_ends_the_run():
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
     assert output == "[0] saved\n"  # and nothing is started again
+
+
+def test_taking_lost_processes_back_is_no_restart_after_a_failure(monkeypatch, capsys):
+    lost = Failure(1, 1, 1, "failed with status 1")
+    stopped = Failure(0, 0, INTERRUPTED, "was killed by SIGTERM")
+    failures = [lost, lost, stopped, lost, None]
+
+    def run_once(self, folder):
+        failure = failures.pop(0)
+        self._is_returning = failure is stopped
+        return failure
+
+    monkeypatch.setattr(Launcher, "_run_on_free_port", run_once)
+    config = LaunchConfig(elastic="1:2", max_restarts=3, return_after=1.0)
+    assert Launcher(config, ["true"]).run() == 0
+    assert re.findall(r"\((\d) of 3", capsys.readouterr().err) == ["1", "2", "3"]
+
+
+def test_a_process_without_handlers_that_is_asked_to_stop_has_not_failed(tmp_path):
+    launcher = Launcher(LaunchConfig(elastic="1:2"), ["true"])
+    launcher._is_returning = True  # SIGTERM was sent to all
+    stopped = SimpleNamespace(poll=lambda: -signal.SIGTERM, pid=1)
+    launcher._children = [Child(n, n, stopped, -1, []) for n in range(2)]
+    (tmp_path / "cause").write_text("1")  # process 0 ended because of process 1
+    first = Failure(0, 0, 1, "failed with status 1")
+    cause = launcher._find_cause(first, str(tmp_path))
+    assert cause is not None and (cause.number, cause.status) == (1, INTERRUPTED)
 
 
 def fit(config, present, all_processes, monkeypatch):

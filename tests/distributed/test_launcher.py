@@ -39,6 +39,13 @@ def test_the_spellings_of_poprun_are_accepted(options, separator):
     assert config.numa_aware
 
 
+@pytest.mark.parametrize("number", [["-n", "2"], ["-n2"], ["-n=2"]])
+def test_the_number_of_processes_has_a_short_option(number):
+    own, command = split_command([*number, "cnn", "train"])
+    assert command == ["cnn", "train"]
+    assert parse(LaunchConfig, own, program="launch")[0].num_instances == 2
+
+
 @pytest.mark.parametrize("option", ["--timeout", "--patience"])
 def test_the_timeout_keeps_its_old_name_as_an_alias(option):
     own, command = split_command([option, "45", "true"])
@@ -146,6 +153,21 @@ def test_a_signal_while_processes_are_started_reaches_all_of_them(monkeypatch):
 
     monkeypatch.setattr(Launcher, "_start", interrupt_after_the_first)
     assert launch(["-n", "2", "--", "sleep", "60"]) == 130
+    assert time.monotonic() - began < 30
+
+
+def test_a_signal_before_a_restart_reaches_the_restarted_processes(monkeypatch, tmp_path):
+    may_restart, began = Launcher._may_restart, time.monotonic()
+
+    def interrupt_afterwards(self, *args):
+        answer = may_restart(self, *args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer
+
+    monkeypatch.setattr(Launcher, "_may_restart", interrupt_afterwards)
+    file = tmp_path / "restarted"
+    code = f"test -e {file} && exec sleep 60; touch {file}; exit 1"
+    assert launch(["--max-restarts", "1", "--", "sh", "-c", code]) == 130
     assert time.monotonic() - began < 30
 
 

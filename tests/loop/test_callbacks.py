@@ -172,3 +172,14 @@ def test_a_callback_of_the_cnn_is_closed_after_its_error_which_shows_its_line(
     text = capsys.readouterr().err
     assert "test_callbacks.py" in text
     assert 'raise ZeroDivisionError(event["update"])  # this line' in text
+
+
+def test_an_error_after_training_is_raised_in_python(tmp_path):
+    class Failing(mr.Callback):
+        def close(self):
+            raise ZeroDivisionError("at the end")
+
+    options = {"config": "digits_demo", "num_epochs": 1, "run_dir": tmp_path / "r"}
+    with pytest.raises(ZeroDivisionError, match="at the end"):
+        mr.cnn.train(**options, quiet=True, callbacks=[Failing()])
+    assert (tmp_path / "r/report.html").exists()  # what comes after it is done as well

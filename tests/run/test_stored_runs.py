@@ -9,12 +9,20 @@ import jax
 import killable_run
 import numpy as np
 import pytest
-from stored_runs import complete_checkpoints, new_url, stored
+from stored_runs import (
+    complete_checkpoints,
+    make_run,
+    new_url,
+    save_checkpoint,
+    stored,
+)
 
 import millrace as mr
 from millrace.checkpoint.store import CheckpointError
 from millrace.cli import main
 from millrace.config import ConfigurationError
+from millrace.report.record import read_run
+from millrace.report.run_page import run_page
 from millrace.run.directory import has_begun
 from millrace.run.options import RunOptions
 from millrace.run.run import run_command
@@ -134,6 +142,13 @@ def test_an_upload_that_fails_is_an_error_at_the_end(monkeypatch, capsys, caplog
     assert json.loads((to_local(url) / "summary.json").read_text())["status"] == "completed"
     assert train(url, resume=True) == 0
     assert complete_checkpoints(url) == ["update-000000024", "update-000000028"]
+
+
+def test_the_report_of_an_unfinished_run_names_its_address():
+    url = new_url()
+    folder = make_run(url)
+    save_checkpoint(folder, 1)
+    assert f"<code>--resume {url}</code>" in run_page(read_run(folder))
 
 
 def test_a_run_that_never_began_leaves_nothing():

@@ -155,6 +155,15 @@ def test_wandb_receives_the_configuration_and_every_metric(tmp_path, monkeypatch
     assert wandb.finished == 1
 
 
+def test_a_tracker_is_closed_if_the_next_one_cannot_be_opened(tmp_path, monkeypatch):
+    trackio = FakeWandb()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"pip install wandb\."):
+        write_all(tmp_path, tracker=["trackio", "wandb"])
+    assert trackio.finished == 1
+
+
 def test_wandb_draws_old_checkpoints_at_their_own_updates(tmp_path, monkeypatch):
     """With ``--validate every``, they are validated after the last update."""
     wandb = FakeWandb()

@@ -105,6 +105,30 @@ def test_a_folder_of_runs_is_downloaded_with_all_of_them(url):
     assert (to_local(parent) / name / "config.yml").is_file()
 
 
+def test_a_run_of_this_machine_stays_as_it_is_in_a_folder_of_runs(url, monkeypatch):
+    parent = f"{url}-and-others"
+    own, other = f"{parent}/own", f"{parent}/read/other"
+    folder = make_run(own)
+    save_checkpoint(folder, 1)
+    Uploader(folder).finish(20.0, print)
+    (folder / "metrics.jsonl").write_text("newer\n")  # training continues
+    save_checkpoint(folder, 2)
+    Remote(other).write("config.yml", b"command: test\n")
+    refresh(to_local(parent))
+    assert (folder / "metrics.jsonl").read_text() == "newer\n"
+    assert (folder / NEWEST / "state/a").exists()
+    monkeypatch.setattr(download, "_LOCK_SECONDS", 0.2)
+    begun = make_run(f"{parent}/begun")  # and is about to be uploaded
+    with locked(begun):
+        refresh(to_local(parent))
+    assert (to_local(other) / "config.yml").exists()
+    for name in stored(parent):  # somebody empties the storage
+        Remote(parent).delete(name)
+    refresh(to_local(parent))
+    assert (folder / NEWEST / "state/a").exists()
+    assert not to_local(other).exists()
+
+
 def test_changes_are_downloaded_and_deletions_followed(url, monkeypatch):
     folder, remote = to_local(url), Remote(url)
     refresh(folder)

@@ -273,6 +273,22 @@ def test_a_run_that_was_continued_elsewhere_is_left_alone(on_another_machine, ca
     assert complete_checkpoints(url) == ["update-000000002"]
 
 
+def test_a_late_upload_says_that_another_process_has_continued_the_run(monkeypatch, caplog):
+    url = new_url()
+    uploader = Uploader(make_run(url))
+    real = Remote.read
+
+    def read(self, name):
+        raise ConnectionError("connection reset")
+
+    monkeypatch.setattr(Remote, "read", read)
+    uploader.request()
+    wait_until(lambda: "is late: connection reset" in caplog.text)
+    Remote(url).write(".writer", b"another")
+    monkeypatch.setattr(Remote, "read", real)
+    wait_until(lambda: "Nothing more is uploaded" in caplog.text)
+
+
 def test_a_run_that_was_deleted_in_storage_is_uploaded_again():
     url = new_url()
     folder = make_run(url)

@@ -7,8 +7,8 @@ it is complete, and its arrays are checked against their hashes when it is opene
 import hashlib
 import json
 import logging
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -371,7 +371,9 @@ def _write_cache(ratings: Ratings, folder: Path) -> None:
     """Write a folder under a temporary name and rename it, unless another came first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=folder.parent))
+    # Unlike a temporary folder, others may read it if the umask lets them.
+    temporary = folder.parent / f"{_INCOMPLETE}{secrets.token_hex(8)}"
+    temporary.mkdir()
     try:
         for name in _ARRAYS:
             np.save(temporary / f"{name}.npy", getattr(ratings, name))

@@ -383,6 +383,17 @@ def test_a_file_is_read_once_and_then_mapped(tmp_path, cache, text_reads):
     assert len(text_reads) == 1 and len(list(cache.iterdir())) == 1
 
 
+def test_others_may_read_a_cache_in_a_shared_folder(tmp_path, cache):
+    before = os.umask(0o022)
+    try:
+        load_ratings(write(tmp_path / "a.txt"))
+    finally:
+        os.umask(before)
+    (folder,) = cache.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
+
+
 def test_the_cache_is_found_by_content_not_by_name_or_age(tmp_path, text_reads):
     path = write(tmp_path / "a.txt")
     stat = path.stat()
