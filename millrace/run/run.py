@@ -71,7 +71,7 @@ from millrace.run.provenance import (
 )
 from millrace.run.saved import find_best_result
 from millrace.run.stuck import watching_progress
-from millrace.run.writers import open_writers
+from millrace.run.writers import Tracker, open_writers
 from millrace.storage.address import display
 from millrace.storage.upload import UploadError
 from millrace.trust import find_writers
@@ -523,6 +523,9 @@ def _close(run: Run, status: int, on_failure: Callable[[Exception], None] | None
 def _closing_actions(run: Run, status: int) -> list[Callable[[], Any]]:
     """Return what is left to do; each action is tried even if another one fails."""
     directory, resumed = run.directory, bool(run.options.resume)
+    for writer in run.writers:
+        if isinstance(writer, Tracker):
+            writer.exit_status = status
     actions: list[Callable[[], Any]] = [
         each.close for each in (*run.callbacks, *run.closed_at_end, *run.writers)
     ]

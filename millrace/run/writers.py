@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.config import ConfigurationError
+from millrace.distributed.signals import INTERRUPTED
 from millrace.durable import write_atomically
 from millrace.loop.progress import Writer
 from millrace.run.directory import RunDirectory
@@ -103,8 +104,15 @@ class _TensorBoard:
             self._writer.close()
 
 
-class _WandbLike:
-    """Weights & Biases, or Trackio, which has the same interface."""
+class Tracker:
+    """A tracker of another project, which shows whether a run has failed."""
+
+    exit_status = 0
+    """That of the run, from before `close`."""
+
+
+class _WandbLike(Tracker):
+    """Weights & Biases, or Trackio, which has nearly the same interface."""
 
     package = "wandb"
 
@@ -135,7 +143,7 @@ class _WandbLike:
         self._run.log({"update": event["update"], **_metrics(event)})
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=self.exit_status)
 
 
 class _Trackio(_WandbLike):
@@ -154,8 +162,11 @@ class _Trackio(_WandbLike):
     def write(self, event: dict[str, Any]) -> None:
         self._run.log(_metrics(event), step=event["update"])
 
+    def close(self) -> None:
+        self._run.finish()
 
-class _Mlflow:
+
+class _Mlflow(Tracker):
     """Writes through a client, so that a run of the user's own stays active."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -166,6 +177,7 @@ class _Mlflow:
         id_path = facts.path / "mlflow-id"
         if id_path.exists():
             self._run_id = id_path.read_text()
+            self._client.update_run(self._run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(facts.project)
         experiment = (
@@ -188,7 +200,8 @@ class _Mlflow:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        ends = {0: "FINISHED", INTERRUPTED: "KILLED"}
+        self._client.set_terminated(self._run_id, ends.get(self.exit_status, "FAILED"))
 
 
 _TRACKERS: dict[str, Callable[[RunFacts], Writer]] = {

@@ -12,7 +12,8 @@ import pytest
 from millrace.config import ConfigurationError, parse
 from millrace.run.directory import RunDirectory
 from millrace.run.options import RunOptions
-from millrace.run.writers import open_writers
+from millrace.run.run import run_command
+from millrace.run.writers import Tracker, open_writers
 
 EVENTS = [
     {"update": 44, "epoch": 1.0, "time": 2.5, "train_loss": 0.5, "learning_rate": 1e-5},
@@ -21,7 +22,7 @@ EVENTS = [
 ]
 
 
-def write_all(tmp_path, events=EVENTS, **options):
+def write_all(tmp_path, events=EVENTS, status=0, **options):
     directory = RunDirectory(tmp_path)
     config = {"micro_batch_size": 8}
     writers = open_writers(RunOptions(**options), directory, config, "cnn-train")
@@ -29,6 +30,8 @@ def write_all(tmp_path, events=EVENTS, **options):
         for writer in writers:
             writer.write(event)
     for writer in writers:
+        if isinstance(writer, Tracker):
+            writer.exit_status = status
         writer.close()
     return directory
 
@@ -125,6 +128,7 @@ class FakeWandb:
         self.logged = []
         self.settings = {}
         self.finished = 0
+        self.exit_codes = []
         self.axes = {}
 
     def init(self, **settings):
@@ -136,8 +140,9 @@ class FakeWandb:
     def _define(self, name, step_metric=None):
         self.axes[name] = step_metric
 
-    def _finish(self):
+    def _finish(self, **exit_code):
         self.finished += 1
+        self.exit_codes += exit_code.values()
 
 
 def test_wandb_receives_the_configuration_and_every_metric(tmp_path, monkeypatch):
@@ -153,6 +158,23 @@ def test_wandb_receives_the_configuration_and_every_metric(tmp_path, monkeypatch
     ]
     assert wandb.axes == {"update": None, "*": "update"}
     assert wandb.finished == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, 0), (KeyError(), 1), (ConfigurationError("x"), 2), (KeyboardInterrupt(), 130)],
+)
+def test_wandb_learns_how_a_run_has_ended(error, status, tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    def work(config, run):
+        if error is not None:
+            raise error
+
+    config = OwnConfig(run=RunOptions(run_dir=tmp_path / "run", tracker=["wandb"]))
+    assert run_command(work, config, command="own", command_line="own") == status
+    assert wandb.exit_codes == [status]
 
 
 def test_a_tracker_is_closed_if_the_next_one_cannot_be_opened(tmp_path, monkeypatch):
@@ -232,11 +254,23 @@ def test_mlflow_has_the_metrics_of_a_run_and_of_its_resume_in_one_run(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
     run = tmp_path / "run"
     run.mkdir()
-    write_all(run, EVENTS[:2], tracker=["mlflow"], tracker_project="cats")
-    write_all(run, EVENTS[2:], tracker=["mlflow"], tracker_project="cats")
+    options = {"tracker": ["mlflow"], "tracker_project": "cats"}
     client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("cats")
-    (found,) = client.search_runs([experiment.experiment_id])
+
+    def find_run():
+        experiment = client.get_experiment_by_name("cats")
+        (found,) = client.search_runs([experiment.experiment_id])
+        return found
+
+    write_all(run, EVENTS[:1], status=1, **options)
+    assert find_run().info.status == "FAILED"
+    write_all(run, EVENTS[1:2], status=130, **options)
+    assert find_run().info.status == "KILLED"
+    (_, writer) = open_writers(RunOptions(**options), RunDirectory(run), {}, "cnn-train")
+    assert find_run().info.status == "RUNNING"
+    write_all(run, EVENTS[2:], **options)
+    writer.close()
+    found = find_run()
     history = client.get_metric_history(found.info.run_id, "train_loss")
     assert [(m.step, m.value) for m in history] == [(44, 0.5), (88, 0.25)]
     assert found.data.params == {"micro_batch_size": "8"}
