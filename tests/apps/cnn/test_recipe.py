@@ -89,6 +89,8 @@ def test_the_recipe_is_modern_unless_an_option_is_graphcores(words, name):
         ("--dataset cifar10 --batch-size 64", "resnet9", 64, 50, 0.05),
         ("--dataset cifar10 --global-batch-size 1024", "resnet9", 1024, 50, 0.8),
         ("--dataset cifar10 --optimizer adamw", "resnet9", 256, 50, 0.001),
+        ("--dataset cifar10 --optimizer sgd", "resnet9", 256, 50, 0.4),
+        ("--dataset cifar10 --optimizer momentum", "resnet9", 256, 50, 0.2),
         ("--dataset imagenet", "resnet50", 256, 90, 0.1),
     ],
 )

@@ -264,7 +264,7 @@ def _default_rate(values: Values, known: _Dataset) -> float:
         rate = _ADAPTIVE[name][0] * math.sqrt(batch / _ADAPTIVE_BATCH)
     else:
         rate = known.learning_rate * batch / known.batch
-        if not values["optimizer_params"].get("momentum"):
+        if not values.get("optimizer_params", {}).get("momentum"):
             rate *= 2  # momentum 0.9 takes steps ten times as long
     if values.get("pretrained") is not None:
         rate *= _FINE_TUNING_FACTOR
