@@ -98,7 +98,8 @@ def recommend(config: RecommendConfig) -> None:
     users = active_users(ratings)
     if not config.all:
         known = [user for user, new in zip(config.user, is_new, strict=True) if not new]
-        users = find_users(known, ratings, unknown, rows)
+        folds_in = recommender.folds_in
+        users = find_users(known, ratings, unknown, rows, folds_in=folds_in)
     if unknown.num_ratings and not new_users:
         skipped = config.all and unknown.num_users
         ending = " These users get no recommendations." if skipped else ""

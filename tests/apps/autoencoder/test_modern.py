@@ -115,6 +115,8 @@ def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
     ended = command(capsys, args)
     assert ended.status == 0, ended.err
     shown = [line.split() for line in ended.out.splitlines()]
+    ended = command(capsys, f"recommend {trained} --user ann")
+    assert ended.status == 2 and "without user ann. Give ratings of this user" in ended.err
     own = {int(i): float(r) for u, i, r in lines if u == "u3"}
     assert [int(item) for _, _, item, *_ in shown[1:]] == [
         item for item, _ in model.recommend(own, top=3)
