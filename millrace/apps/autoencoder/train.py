@@ -241,13 +241,17 @@ class EarlyStopping:
         """Return the update at which a run to resume had stopped, if it was killed then."""
         if not self._run.options.resume:
             return None
-        values: list[float] = []
-        for update, value in self._read():
-            values.append(value)
-            if has_stopped_improving(values, self._patience):
-                self.stopped = True
-                return update
-        return None
+        logged = self._read()
+        values = [value for _, value in logged]
+        ends = (
+            update
+            for number, (update, _) in enumerate(logged, 1)
+            if has_stopped_improving(values[:number], self._patience)
+        )
+        # The first process soon cuts off events that no checkpoint has.
+        end = coordination.broadcast("stopped-early", next(ends, None))
+        self.stopped = end is not None
+        return end
 
     @property
     def _sign(self) -> int:
