@@ -75,6 +75,14 @@ class BenchConfig:
                 raise ValueError(f"xla takes NAME=VALUE, got {option}.")
         if self.compare is not None and not self.compare.is_file():
             raise ValueError(f"compare: there is no file {self.compare}.")
+        if self.out is not None:
+            replaced = (self.out / "results.json").resolve()
+            places = [place.resolve() for place in self.skip_measured]
+            if replaced.exists() and any(replaced.is_relative_to(p) for p in places):
+                raise ValueError(
+                    f"The folder {self.out} has results that skip_measured reads, and they "
+                    "would be replaced. Choose another one."
+                )
 
     @property
     def xla_options(self) -> dict[str, str | bool]:

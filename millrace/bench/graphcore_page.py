@@ -23,8 +23,8 @@ CNNs. *each* is the published figure divided by its devices. Most published figu
 later hardware and software than the documents, and other batch sizes. We found none for
 the IPU-M2000, for inference, or for the autoencoder.
 
-A session can be cut short, and the next one can leave out what is measured already with
-`--skip-measured measured`.
+A session can be cut short, and the next one, with another `--out`, can leave out what is
+measured already with `--skip-measured measured`.
 """
 
 

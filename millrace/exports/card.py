@@ -59,7 +59,8 @@ def format_header(
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """Return a table of metrics; nothing if there are none."""
-    rows = [f"| {_words(name)} | {format_number(x)} |" for name, x in metrics.items()]
+    # Manifests have numbers that are not finite as text.
+    rows = [f"| {_words(n)} | {format_number(float(x))} |" for n, x in metrics.items()]
     return "\n".join(["| metric | value |", "| --- | --- |", *rows]) if rows else ""
 
 

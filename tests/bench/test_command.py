@@ -92,6 +92,18 @@ def test_a_second_session_leaves_out_what_the_first_has_measured(
     assert bench("train", "--spec", spec, "--skip-measured", tmp_path / "none") == 2
 
 
+@pytest.mark.parametrize("place", ["folder", "file", "parent"])
+def test_a_second_session_does_not_replace_what_it_leaves_out(measured, place, capsys):
+    _, out, _ = measured
+    content = (out / "results.json").read_text()
+    places = {"folder": out, "file": out / "results.json", "parent": out.parent}
+    spec = out.parent / "spec.yml"
+    arguments = ("--spec", spec, "--out", out, "--skip-measured", places[place])
+    assert bench("absent", *arguments) == 2
+    assert "has results that --skip-measured reads" in capsys.readouterr().err
+    assert (out / "results.json").read_text() == content
+
+
 def test_only_the_same_command_on_the_same_device_is_left_out(measured):
     _, out, results = measured
     entry = next(e for e in load_spec(out.parent / "spec.yml") if e.name == "train")

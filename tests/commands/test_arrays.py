@@ -16,10 +16,13 @@ from millrace.apps.autoencoder import data as ratings_data
 from millrace.apps.autoencoder.arrays import build_ratings, hold_ratings
 from millrace.apps.autoencoder.config.data import DataOptions as RatingOptions
 from millrace.apps.cnn.arrays import hold_images
+from millrace.apps.cnn.config import CnnConfig
+from millrace.apps.cnn.data import load
+from millrace.apps.cnn.preview import augment_samples
 from millrace.apps.vcd.config.sections import DataOptions as ImageOptions
 from millrace.apps.vcd.data import hold_images as hold_binary_images
 from millrace.apps.vcd.data import load_images
-from millrace.config import ConfigurationError, load_yaml
+from millrace.config import ConfigurationError, build, load_yaml, replace_options
 from millrace.data import memory
 from millrace.data.mnist import read_digits
 
@@ -140,6 +143,38 @@ def test_the_model_is_loaded_without_the_arrays_but_not_trained(path, monkeypatc
     record = load_yaml(path / "config.yml")["arrays"]
     with pytest.raises(ConfigurationError, match=r"Pass the same arrays again: mr\.cnn"):
         mr.cnn.train(arrays=record, run_dir=path.parent / "again", quiet=True)
+
+
+def test_files_and_exports_are_scaled_as_the_arrays_of_training(path, tmp_path):
+    model, images = mr.cnn.load(path), IMAGES[:20, ..., None]
+    wanted = model.logits(images)
+    np.testing.assert_allclose(model.pixels_to_logits(images), wanted, atol=1e-4)
+    mr.cnn.export(path, output=tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    steps, record = facts["preprocessing"], load_yaml(path / "config.yml")["arrays"]
+    assert (steps["scale"], facts["pixel_type"]) == (1, "uint8")
+    assert (steps["mean"], steps["std"]) == (record["mean"], record["std"])
+    assert "(bilinear), and subtract" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("scale", [1, 1000.0])
+def test_the_report_shows_the_pixels_of_arrays(scale):
+    random = np.random.default_rng(0)
+    images = random.integers(90, 140, (16, 8, 8, 3), np.uint8)
+    images[0, 0, 0], images[0, 0, 1] = 0, 255
+    held = hold_images((images if scale == 1 else images / scale, np.arange(16) % 2))
+    options = {"arrays": held.record, "validation": False, "augment": "none"}
+    config = build(CnnConfig, options)
+    shown, _ = augment_samples(config, load(config), np.arange(16), seed=0)
+    np.testing.assert_array_equal(shown[:, ::8, ::8], images)
+
+
+def test_files_do_not_have_the_scale_of_arrays_that_are_not_bytes(path):
+    model = mr.cnn.load(path)
+    record = {**load_yaml(path / "config.yml")["arrays"], "types": {"image": "float32"}}
+    model = model._replace(config=replace_options(model.config, arrays=record))
+    with pytest.raises(ConfigurationError, match="trained on arrays of float32"):
+        model.predict_files(["photo.jpg"])
 
 
 def test_arrays_are_released_with_their_result():

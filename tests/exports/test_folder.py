@@ -15,6 +15,7 @@ import pytest
 import millrace as mr
 from millrace.config import ConfigurationError
 from millrace.data.safetensors import read_metadata, read_safetensors
+from millrace.exports.card import format_metrics
 from millrace.exports.folder import name_arrays
 from millrace.nn.convolution import conv2d, portable_convolutions
 
@@ -70,6 +71,11 @@ def test_the_card_has_the_metrics_and_one_of_others_stays(tmp_path):
     path.write_text("# My own text\n")
     assert path not in mr.export(tmp_path / "mine", PARAMS)
     assert path.read_text() == "# My own text\n"
+
+
+def test_metrics_that_are_not_finite_are_in_the_card_as_well():
+    table = format_metrics({"train_loss": "nan", "train_accuracy": np.float32(0.5)})
+    assert "| train loss | nan |" in table and "| train accuracy | 0.5 |" in table
 
 
 def test_a_function_runs_without_millrace_for_any_batch(tmp_path):

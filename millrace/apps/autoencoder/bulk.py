@@ -172,8 +172,8 @@ class _TextWriter:
         if not self._has_header:
             self._file.write((self._delimiter.join(columns) + "\n").encode())
             self._has_header = True
-        fields = [self._as_fields(np.asarray(column)) for column in columns.values()]
         if len(columns["rank"]):
+            fields = [self._as_fields(np.asarray(column)) for column in columns.values()]
             self._file.write(join_fields(fields, self._delimiter))
 
     def _as_fields(self, values: np.ndarray) -> np.ndarray:
@@ -217,13 +217,16 @@ class _ParquetWriter:
 
     def write(self, columns: dict[str, Any]) -> None:
         """Write rows, or keep them for the next row group."""
-        columns = {
-            name: x.tolist() if isinstance(x, np.ndarray) and x.dtype.kind == "U" else x
-            for name, x in columns.items()
-        }
+        columns = {name: self._as_column(x) for name, x in columns.items()}
         self._waiting.append(self._pyarrow.table(columns))
         if sum(len(table) for table in self._waiting) >= _ROWS_PER_GROUP:
             self._flush()
+
+    def _as_column(self, values: Any) -> Any:
+        if isinstance(values, np.ndarray) and values.dtype.kind != "U":
+            return values
+        # The type of no texts could not be inferred.
+        return self._pyarrow.array(list(values), self._pyarrow.string())
 
     def _flush(self) -> None:
         table = self._pyarrow.concat_tables(self._waiting).combine_chunks()

@@ -195,7 +195,7 @@ def validate(config: ValidateConfig, run: Run) -> None:
         run.console.warning(format_unknown(unknown, rows))
     relevant = config.relevant_rating
     if relevant is None:
-        relevant = trained.data.positive_from  # 4 by default
+        relevant = trained.data.positive_from
     ranking = RankingOptions(tuple(config.top), relevant)
     batch_size = config.validation_batch_size or trained.resolved_validation_batch_size
     known, metrics = ratings.training, run.summary["metrics"]

@@ -11,6 +11,7 @@ from millrace.apps.autoencoder.config.commands import ExportConfig
 from millrace.apps.autoencoder.model import predict_rows
 from millrace.apps.autoencoder.predictor import Recommender, load_recommender
 from millrace.config import ConfigurationError, writing
+from millrace.data.ratings.matrix import ALMOST_ZERO
 from millrace.durable import write_atomically
 from millrace.exports.card import format_header, format_metrics
 from millrace.exports.folder import (
@@ -92,8 +93,11 @@ def predict_ratings(
     base = jnp.float32(biases.mean) + jnp.asarray(biases.of_column)
     residuals = jnp.where(is_known, rows - base, 0)
     count = is_known.astype(jnp.float32).sum(1)
-    of_row = (residuals.sum(1) / (count + biases.strength))[:, None]
-    inputs = jnp.where(is_known, residuals - of_row, 0) / biases.unit
+    # As in ColumnBiases: a user may have no ratings, and a residual may be exactly 0.
+    weight = jnp.maximum(count + biases.strength, jnp.finfo(count.dtype).tiny)
+    of_row = (residuals.sum(1) / weight)[:, None]
+    inputs = (residuals - of_row) / biases.unit
+    inputs = jnp.where(is_known, jnp.where(inputs == 0, ALMOST_ZERO, inputs), 0)
     output = predict_rows(recommender.model, params, inputs)
     predicted = output * biases.unit + base + of_row
     return jnp.clip(predicted, biases.smallest, biases.largest)

@@ -104,6 +104,8 @@ def _build_features(encoded: EncodedItems) -> np.ndarray:  # (items, width + 1)
 
 
 def _solve_user(rated: np.ndarray, residuals: np.ndarray, penalty: float) -> np.ndarray:
+    if not penalty:  # of all solutions the smallest, to which small penalties lead
+        return np.linalg.lstsq(rated, residuals, rcond=None)[0]
     gram = rated.T @ rated + penalty * np.eye(rated.shape[1])
     return np.linalg.solve(gram, rated.T @ residuals)
 

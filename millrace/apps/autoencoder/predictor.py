@@ -270,7 +270,8 @@ class Recommender(NamedTuple):
         This reads the training ratings.
         """
         ratings, unknown = load_known_ratings(self.config, self.files)
-        users = find_users([user], ratings, unknown, self.config.data.rows)
+        by, folds_in = self.config.data.rows, self.folds_in
+        users = find_users([user], ratings, unknown, by, folds_in=folds_in)
         predict, weights = build_predict(self, ratings)
         items, values = ratings.get_user(users[0])
         row = np.zeros((1, ratings.num_items), np.float32)

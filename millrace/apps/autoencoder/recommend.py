@@ -84,9 +84,9 @@ def recommend(config: RecommendConfig) -> None:
     build = make_build(recommender, titles)
     columns = recommender.list_columns(titles if config.titles else None)
     console = Console(quiet=True)
-    new_users = find_new_users(recommender, config)
+    new_users, all_are_new = find_new_users(recommender, config)
     is_new = [user in new_users for user in config.user]
-    if new_users and not config.all and all(is_new):
+    if new_users and (all_are_new if config.all else all(is_new)):
         print(*lines, sep="\n", file=sys.stderr)
         found = _fold_in(recommender, new_users, config.top, build)
         if config.out is None:
@@ -98,7 +98,8 @@ def recommend(config: RecommendConfig) -> None:
     users = active_users(ratings)
     if not config.all:
         known = [user for user, new in zip(config.user, is_new, strict=True) if not new]
-        users = find_users(known, ratings, unknown, rows)
+        folds_in = recommender.folds_in
+        users = find_users(known, ratings, unknown, rows, folds_in=folds_in)
     if unknown.num_ratings and not new_users:
         skipped = config.all and unknown.num_users
         ending = " These users get no recommendations." if skipped else ""
@@ -124,10 +125,13 @@ def recommend(config: RecommendConfig) -> None:
 
 def find_new_users(
     recommender: Recommender, config: RecommendConfig
-) -> dict[str, dict[Any, float]]:
-    """Return the ratings of wanted users in the file that a model can fold in."""
+) -> tuple[dict[str, dict[Any, float]], bool]:
+    """Return the ratings of wanted users in the file that a model can fold in.
+
+    Also return whether the model knows none of the users in the file.
+    """
     if config.training_data_file is None or not recommender.folds_in:
-        return {}
+        return {}, False
     low, high = recommender.config.data.rating_range
     no_ratings = recommender.config.data.no_ratings
     ratings = load_ratings(
@@ -145,7 +149,7 @@ def find_new_users(
         if known.any():
             ids = ratings.item_ids[items[known]].tolist()
             found[user] = dict(zip(ids, values[known].tolist(), strict=True))
-    return found
+    return found, bool(is_new.all())
 
 
 def _fold_in(

@@ -353,12 +353,25 @@ def format_unknown(unknown: Unseen, rows: RowKind) -> str:
 
 
 def find_users(
-    ids: Iterable[Any], ratings: Ratings, unknown: Unseen, rows: RowKind
+    ids: Iterable[Any],
+    ratings: Ratings,
+    unknown: Unseen,
+    rows: RowKind,
+    *,
+    folds_in: bool = False,
 ) -> np.ndarray:
-    """Return the places of users in the ratings; each must have some."""
+    """Return the places of users in the ratings; each must have some.
+
+    `folds_in` says whether the model can take in users from other ratings.
+    """
     ids = list(ids)
     places = find_ids(ratings.user_ids, np.array(ids))
     for user, place in zip(ids, places, strict=True):
+        if place < 0 and folds_in:
+            raise ConfigurationError(
+                f"The model was trained without user {user}. Give ratings of this user: a "
+                "file in --training-data-file, or a mapping to recommend in Python."
+            )
         if place < 0 and rows == "items":
             raise ConfigurationError(
                 f"The model was trained without user {user}, and a model with rows of "

@@ -88,12 +88,15 @@ def train(config: AutoencoderConfig, run: Run) -> None:
             if chosen is not None:
                 _report_best(chosen, run, model, ratings, validation_device, linear)
             return
+        schedule = build_schedule(steps, config.steps_per_log)
         early_stopping = _build_early_stopping(config, validator, run)
+        if early_stopping is not None and (end := early_stopping.find_end()) is not None:
+            schedule = schedule._replace(total_updates=end)
         run.train(
             program,
             state,
             open_infeed(ratings.training, config, steps, training_device),
-            build_schedule(steps, config.steps_per_log),
+            schedule,
             validate=early_stopping or _make_async(config, validator, run),
             checkpoints=checkpoints,
             stop_on_divergence=True,
@@ -226,15 +229,38 @@ class EarlyStopping:
         """Return the metrics of a state; stop the run if it no longer improves."""
         # Read before validating: validation synchronizes all processes, and right after it
         # the first process appends its result.
-        events = self._run.directory.read_metrics()
-        name, sign = self._metric.name, 1 if self._metric.mode == "min" else -1
-        values = [float(event[name]) for event in events if name in event]
+        values = [value for _, value in self._read()]
         metrics = self._validator(state)
-        values.append(metrics[name.removeprefix("validation_")])
-        if has_stopped_improving([sign * value for value in values], self._patience):
+        values.append(self._sign * metrics[self._metric.name.removeprefix("validation_")])
+        if has_stopped_improving(values, self._patience):
             self.stopped = True
             self._run.stop()
         return metrics
+
+    def find_end(self) -> int | None:
+        """Return the update at which a run to resume had stopped, if it was killed then."""
+        if not self._run.options.resume:
+            return None
+        logged = self._read()
+        values = [value for _, value in logged]
+        ends = (
+            update
+            for number, (update, _) in enumerate(logged, 1)
+            if has_stopped_improving(values[:number], self._patience)
+        )
+        # The first process soon cuts off events that no checkpoint has.
+        end = coordination.broadcast("stopped-early", next(ends, None))
+        self.stopped = end is not None
+        return end
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self._metric.mode == "min" else -1
+
+    def _read(self) -> list[tuple[int, float]]:
+        """Return the update and the value, the smaller the better, of all validations."""
+        name, events = self._metric.name, self._run.directory.read_metrics()
+        return [(e["update"], self._sign * float(e[name])) for e in events if name in e]
 
 
 def _build_early_stopping(

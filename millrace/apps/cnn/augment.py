@@ -361,13 +361,20 @@ def get_preprocessing(
 
 
 def describe_scaling(
-    dataset: str, *, normalize: bool = True, by_channel: bool = False
+    dataset: str,
+    *,
+    normalize: bool = True,
+    by_channel: bool = False,
+    arrays: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the scaling of a dataset as numbers: ``(pixel * scale - mean) / std``.
 
     Images of CIFAR have no fixed mean and standard deviation, unless they are scaled
-    `by_channel`: each is scaled by its own.
+    `by_channel`: each is scaled by its own. The arguments are those of
+    ``get_preprocessing``.
     """
+    if arrays is not None:
+        return {"scale": 1.0, "mean": list(arrays["mean"]), "std": list(arrays["std"])}
     if by_channel:
         known = CATALOG[dataset]
         return {"scale": 1 / 255, "mean": list(known.mean), "std": list(known.std)}

@@ -430,7 +430,11 @@ def _generate(images: ImageData, config: CnnConfig, samples: int, count: int) ->
     if not config.scales_on_device:
         scale = _synthetic_preprocessing(config).scale_on_device
         image = scale(image.reshape(-1, *images.image_shape)).reshape(image.shape)
-    return {"image": image.astype(sent_as), "label": label}
+    batch = {"image": image.astype(sent_as), "label": label}
+    if config.augmentation.alternating_flip:
+        flip_key = jax.random.fold_in(label_key, _FLIP_STREAM)
+        batch["mirrored"] = jax.random.bernoulli(flip_key, shape=shape)
+    return batch
 
 
 def describe(images: ImageData, config: CnnConfig) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn.augment import describe_scaling
@@ -67,7 +66,7 @@ def build_export(trained: TrainedCnn, facts: dict[str, Any], names: str) -> Mode
     """
     program = Program(
         trained.pixels_to_logits,
-        jax.ShapeDtypeStruct((1, *trained.image_shape), jnp.uint8),
+        jax.ShapeDtypeStruct((1, *trained.image_shape), trained.pixel_type),
         names=("images", "logits"),
     )
     is_family = trained.config.model.is_family
@@ -106,6 +105,7 @@ def describe_model(
         "label2id": {name: n for n, name in enumerate(trained.classes)},
         "image_size": [height, width],
         "num_channels": channels,
+        "pixel_type": trained.pixel_type,
         "dataset": config.resolved_dataset,
         "preprocessing": _describe_preprocessing(config, trained.image_shape),
         "norm_layer": _describe_norm(config),
@@ -130,7 +130,7 @@ def _describe_preprocessing(
     sizes = {"resize": shape[0], "crop": shape[0]}
     if not has_small_images(dataset):
         sizes["resize"] = round(shape[0] * SHORT_SIDE_RATIO)
-    scaling = describe_scaling(dataset, **config.data.scaling)
+    scaling = describe_scaling(dataset, arrays=config.data.arrays, **config.data.scaling)
     return {**sizes, "interpolation": "bilinear", **scaling}
 
 

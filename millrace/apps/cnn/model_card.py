@@ -95,7 +95,8 @@ def format_card(config: CnnConfig, facts: dict[str, Any], files: Sequence[Path])
     """
     epoch = "" if facts["epoch"] is None else f", epoch {facts['epoch']:g}"
     height, width = facts["image_size"]
-    kind = {1: "gray", 3: "RGB"}[facts["num_channels"]]
+    channels = facts["num_channels"]
+    kind = {1: "gray", 3: "RGB"}.get(channels, f"{channels}-channel")
     has_timm = "pretrained_cfg" in facts
     parts = [
         format_header(
@@ -135,7 +136,8 @@ def _format_scaling(steps: dict[str, Any]) -> str:
     if set(steps["mean"]) == {0.0} and set(steps["std"]) == {1.0}:
         return scale
     mean, std = (", ".join(f"{x:.6g}" for x in steps[name]) for name in ("mean", "std"))
-    return f"{scale}, subtract {mean} and divide by {std} channel by channel"
+    first = "" if steps["scale"] == 1 else f"{scale}, "
+    return f"{first}subtract {mean} and divide by {std} channel by channel"
 
 
 def _format_usage(facts: dict[str, Any], endings: set[str]) -> list[str]:
@@ -155,9 +157,9 @@ def _format_usage(facts: dict[str, Any], endings: set[str]) -> list[str]:
             f"{weights['layout']}."
         )
     if ".stablehlo" in endings:
-        parts += ["## JAX, without millrace", _JAX]
+        parts += ["## JAX, without millrace", _JAX.format(type=facts["pixel_type"])]
     if ".onnx" in endings:
-        parts += ["## ONNX Runtime", _ONNX]
+        parts += ["## ONNX Runtime", _ONNX.format(type=facts["pixel_type"])]
     return parts
 
 
@@ -189,7 +191,7 @@ import timm
 model = timm.create_model("local-dir:.", pretrained=True).eval()
 ```"""
 _JAX = """`pip install jax flatbuffers`. The program scales images itself: it takes any
-number of them, unscaled, as uint8 (number, height, width, channels).
+number of them, unscaled, as {type} (number, height, width, channels).
 
 ```python
 from pathlib import Path
@@ -199,11 +201,11 @@ from jax import export
 model = export.deserialize(bytearray(Path("model.stablehlo").read_bytes()))
 logits = model.call(images)
 ```"""
-_ONNX = """It takes the same images as uint8 (number, height, width, channels), unscaled.
+_ONNX = """It takes the same images as {type} (number, height, width, channels), unscaled.
 
 ```python
 import onnxruntime
 
 model = onnxruntime.InferenceSession("model.onnx")
-(logits,) = model.run(None, {"images": images})
+(logits,) = model.run(None, {{"images": images}})
 ```"""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from millrace.apps.cnn import data
-from millrace.apps.cnn.augment import get_preprocessing
+from millrace.apps.cnn.augment import Preprocessing, get_preprocessing
 from millrace.apps.cnn.classify import ClassifiedFile, classify_files, read_image
 from millrace.apps.cnn.config import CnnConfig
 from millrace.apps.cnn.evaluate import BEST_BY
@@ -19,6 +19,7 @@ from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.program import build_model, weight_shapes
 from millrace.card import Card, with_card
 from millrace.checkpoint.store import restore_part
+from millrace.config import ConfigurationError
 from millrace.nn.layers import Layer, apply_layers, num_parameters
 from millrace.run.options import Which
 from millrace.run.saved import announce, find_run
@@ -63,12 +64,7 @@ class TrainedCnn(NamedTuple):
             raise ValueError(f"images must have the shape ({expected}), got {shape}.")
         if self.config.data.arrays is None:  # else they have the scale of those arrays
             _warn_if_scaled(np.asarray(images))
-        steps = get_preprocessing(
-            self.config.resolved_dataset,
-            arrays=self.config.data.arrays,
-            **self.config.data.scaling,
-        )
-        scaled = jnp.asarray(steps.scale_on_host(np.asarray(images)))
+        scaled = jnp.asarray(self._preprocessing.scale_on_host(np.asarray(images)))
         outputs, _ = jax.jit(self._apply)(self.params, self.model_state, scaled)
         return np.asarray(outputs)
 
@@ -106,6 +102,11 @@ class TrainedCnn(NamedTuple):
             paths: Image files.
             batch_size: Images that are classified at a time.
         """
+        if self.pixel_type != "uint8":
+            raise ConfigurationError(
+                f"The model was trained on arrays of {self.pixel_type}, and image files "
+                "have bytes: call predict with arrays on the scale of those of training."
+            )
         read = functools.partial(
             read_image, shape=self.image_shape, dataset=self.config.resolved_dataset
         )
@@ -118,9 +119,21 @@ class TrainedCnn(NamedTuple):
         images: jax.Array,  # (number, height, width, channels)
     ) -> jax.Array:  # (number, classes)
         """Return the outputs for unscaled pixels, in float32; a pure function."""
-        steps = get_preprocessing(self.config.resolved_dataset, **self.config.data.scaling)
-        scaled = steps.scale_on_device(images)
+        scaled = self._preprocessing.scale_on_device(images)
         return self._apply(self.params, self.model_state, scaled)[0]
+
+    @property
+    def pixel_type(self) -> str:
+        """The type of unscaled pixels: bytes, or float32 for arrays that are not bytes."""
+        arrays = self.config.data.arrays
+        return "uint8" if arrays is None else arrays["types"]["image"]
+
+    @property
+    def _preprocessing(self) -> Preprocessing:
+        options = self.config.data
+        return get_preprocessing(
+            self.config.resolved_dataset, arrays=options.arrays, **options.scaling
+        )
 
     def _build_classify(self) -> Callable[[np.ndarray], np.ndarray]:
         """Return the compiled function from bytes to probabilities."""

@@ -107,8 +107,12 @@ def _read_training(
 
 def _to_bytes(values: np.ndarray, config: CnnConfig) -> np.ndarray:
     """Undo the scaling; images with mean 0 and deviation 1 get a mean of 128 instead."""
-    dataset = config.resolved_dataset
-    if dataset.startswith("cifar"):
+    dataset, arrays = config.resolved_dataset, config.data.arrays
+    if arrays is not None:
+        values = values * np.array(arrays["std"]) + np.array(arrays["mean"])
+        if arrays["types"]["image"] != "uint8":  # of any scale
+            values = 255 * (values - values.min()) / max(np.ptp(values), 1e-9)
+    elif dataset.startswith("cifar"):
         values = 128 + 64 * values
     elif has_small_images(dataset):
         values = 255 * values

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special, stats
 
-MIN_STEPS = 8
-"""Steps of a chain that its two halves need at least."""
+MIN_STEPS = 10
+"""Steps of a chain that its two halves need at least. With fewer, the effective sample size
+depends on their number only, not on the samples."""
 
 
 class ChainDiagnostics(NamedTuple):

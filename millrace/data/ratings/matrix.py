@@ -11,7 +11,7 @@ _STRENGTH = 10.0
 """The best of 2, 5, 10 and 25 on the validation ratings of the three Netflix months."""
 _USUAL_RESIDUAL = 0.9
 """The root mean square of what biases leave over of MovieLens-1M, from 1 to 5 stars."""
-_ALMOST_ZERO = 1e-4
+ALMOST_ZERO = 1e-4
 """Stands for a residual of exactly 0, because 0 means that there is no rating."""
 
 
@@ -317,7 +317,7 @@ class ColumnBiases:
         residuals = np.float32(ratings.values)
         residuals = residuals - biases.lookup(ratings.users, ratings.items)
         residuals /= np.float32(self.unit)
-        residuals[residuals == 0] = _ALMOST_ZERO
+        residuals[residuals == 0] = ALMOST_ZERO
         return replace(ratings, values=residuals.astype(np.float32), biases=biases)
 
 

@@ -112,6 +112,17 @@ def test_texts_and_titles_are_read_back(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_batch_of_users_who_have_rated_everything_has_no_rows(tmp_path, suffix):
+    pytest.importorskip("pyarrow")
+    path, columns = tmp_path / f"recs.{suffix}", Columns({"3": "Up"})
+    nothing = TopItems(*(column[:0] for column in BATCH))
+    assert write_top_items(path, [nothing, BATCH, nothing], columns) == 2
+    assert [row["user"] for row in read(path)] == BATCH.user.tolist()
+    assert write_top_items(path, [nothing], columns) == 0
+    assert read(path) == []
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_an_error_leaves_the_old_file(tmp_path, suffix):
     pytest.importorskip("pyarrow")
     path = tmp_path / f"recs.{suffix}"

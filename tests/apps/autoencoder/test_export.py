@@ -1,12 +1,15 @@
 """``millrace autoencoder export``: recommenders that other programs load."""
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from autoencoder_runs import FIRST_ITEM, ITEMS, PLAIN, command, write_ratings
 
 import millrace as mr
+from millrace.apps.autoencoder.export import predict_ratings
 from millrace.data.safetensors import read_safetensors
 
 GIVEN = {FIRST_ITEM + 2: 4.0, FIRST_ITEM + 7: 1.5, FIRST_ITEM + 11: 3.5}
@@ -65,6 +68,20 @@ def test_the_program_predicts_what_the_recommender_does(run, tmp_path):
     ids, ratings = rows(tmp_path)
     content = (tmp_path / "model.stablehlo").read_bytes()
     check(run, ids, np.asarray(export.deserialize(bytearray(content)).call(ratings)))
+
+
+@pytest.mark.parametrize("given", [{}, {FIRST_ITEM + 2: 4.0}])
+def test_the_program_does_without_shrinkage_of_the_biases(run, given):
+    model = mr.autoencoder.load(run)
+    biases = dataclasses.replace(model.column_biases, strength=0.0)
+    model = model._replace(
+        files=model.files._replace(column_biases=biases),
+        model=model.model._replace(input_offset=1.0),
+    )
+    row = np.array([given.get(n, 0) for n in model.item_ids.tolist()], np.float32)
+    found = predict_ratings(model, jnp.asarray(row[None]))[0]
+    wanted = list(model.predict(given).values())
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_onnx_runtime_predicts_what_the_recommender_does(run, tmp_path):

@@ -4,6 +4,7 @@ import csv
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -22,8 +23,13 @@ from autoencoder_runs import (
 )
 
 import millrace as mr
-from millrace.apps.autoencoder.item_rows import encode_items, predict_for_users
-from millrace.apps.autoencoder.model import Model, init_params, reconstruct
+from millrace.apps.autoencoder.item_rows import (
+    EncodedItems,
+    encode_items,
+    fold_in,
+    predict_for_users,
+)
+from millrace.apps.autoencoder.model import Model, OutputLayer, init_params, reconstruct
 from millrace.apps.autoencoder.predictor import load_recommender
 from millrace.data.ratings.generated import random_ratings
 from millrace.data.ratings.matrix import align, transpose
@@ -239,6 +245,18 @@ def test_predictions_for_users_are_the_transposed_reconstruction(tied):
     # A value near 0 is a difference of larger ones and has their rounding error.
     largest = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_user_is_folded_in_without_weight_decay_as_with_little(count):
+    random = np.random.default_rng(0)
+    hidden, items = random.standard_normal((20, 8)), np.arange(count)
+    encoded = EncodedItems(jnp.asarray(hidden), OutputLayer(jnp.zeros(0), jnp.zeros(0)))
+    residuals = random.standard_normal(count)
+    found = fold_in(encoded, items, residuals, 0.0)
+    np.testing.assert_allclose(found[:count], residuals, atol=1e-6)
+    little = fold_in(encoded, items, residuals, 1e-7)
+    np.testing.assert_allclose(found, little, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -115,12 +115,17 @@ def test_new_users_are_folded_in(folder, trained, tmp_path, capsys):
     ended = command(capsys, args)
     assert ended.status == 0, ended.err
     shown = [line.split() for line in ended.out.splitlines()]
+    ended = command(capsys, f"recommend {trained} --user ann")
+    assert ended.status == 2 and "without user ann. Give ratings of this user" in ended.err
     own = {int(i): float(r) for u, i, r in lines if u == "u3"}
     assert [int(item) for _, _, item, *_ in shown[1:]] == [
         item for item, _ in model.recommend(own, top=3)
     ]
-    new.write_text(new.read_text() + "u3,1,5\nbob,9999,5\n")
     args = args.replace("--user ann", f"--all --out {tmp_path}/all.csv")
+    ended = command(capsys, args)
+    assert ended.status == 0, ended.err
+    assert "3 recommendations for 1 users" in ended.out
+    new.write_text(new.read_text() + "u3,1,5\nbob,9999,5\n")
     ended = command(capsys, args)
     assert ended.status == 0, ended.err
     assert "6 recommendations for 2 users" in ended.out
@@ -294,6 +299,8 @@ def test_given_options_are_kept(folder):
     with_file = choose(folder, validation_data_file=folder / "test.csv")
     assert "validation_fraction" not in with_file
     assert "early_stopping" not in choose(folder, no_validation=True)
+    assert "early_stopping" not in choose(folder, validation_fraction=0.0)
+    assert choose(folder, data="file") == choose(folder) | {"data": "file"}
 
 
 @pytest.mark.parametrize(

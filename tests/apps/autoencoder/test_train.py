@@ -90,6 +90,17 @@ def test_a_run_stops_early_and_reports_its_best_checkpoint(tmp_path, capsys):
     again = command(capsys, args + f"--run-dir {tmp_path}/run --resume")
     assert again.status == 0 and "it stopped early" in again.err
     assert summary_of(tmp_path / "run")["updates"] == summary["updates"]
+    # It was killed after the last validation, and then before its checkpoint was written.
+    for is_saved in (True, False):
+        (tmp_path / "run" / "summary.json").unlink()
+        if not is_saved:
+            shutil.rmtree(sorted((tmp_path / "run" / "checkpoints").glob("update-*"))[-1])
+        again = command(capsys, args + f"--run-dir {tmp_path}/run --resume")
+        assert again.status == 0, again.err
+        found = summary_of(tmp_path / "run")
+        for name in ("status", "stopped_early", "updates", "metrics"):
+            assert found[name] == summary[name]
+        assert found["best"]["value"] == summary["best"]["value"]
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tmp_path, capsys):

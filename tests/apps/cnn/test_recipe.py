@@ -11,6 +11,8 @@ from seed_lines import SEED_LINES
 
 from millrace import cnn
 from millrace.apps.cnn.config import CnnConfig, recipe
+from millrace.apps.cnn.program import build_learning_rate
+from millrace.apps.cnn.train import plan_events
 from millrace.commands.registry import COMMANDS
 from millrace.config import (
     ConfigurationError,
@@ -89,6 +91,8 @@ def test_the_recipe_is_modern_unless_an_option_is_graphcores(words, name):
         ("--dataset cifar10 --batch-size 64", "resnet9", 64, 50, 0.05),
         ("--dataset cifar10 --global-batch-size 1024", "resnet9", 1024, 50, 0.8),
         ("--dataset cifar10 --optimizer adamw", "resnet9", 256, 50, 0.001),
+        ("--dataset cifar10 --optimizer sgd", "resnet9", 256, 50, 0.4),
+        ("--dataset cifar10 --optimizer momentum", "resnet9", 256, 50, 0.2),
         ("--dataset imagenet", "resnet50", 256, 90, 0.1),
     ],
 )
@@ -169,8 +173,23 @@ def test_a_flag_replaces_the_learning_rate_of_a_named_configuration():
     config = parsed("--config cifar_resnet20_1gpu --lr 0.05 --optimizer adamw")
     assert (config.recipe.learning_rate, config.recipe.optimizer_params) == (0.05, {})
     assert config.recipe.lr_schedule_params == {"epochs_to_total_decay": 195}
-    stepped = parsed("--config resnet50_1gpu --lr 0.4 --lr-schedule stepped")
-    assert stepped.recipe.lr_schedule_params["values"][:2] == [0.4, pytest.approx(0.04)]
+    steeper = parsed("--config cifar10_94 --lr-schedule-params '{power: 2}'")
+    assert steeper.recipe.learning_rate == 0.24
+
+
+@pytest.mark.parametrize("schedule", ["const", "cosine", "stepped", "exponential"])
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        ("--config resnet50_mlperf_bs16 --lr 0.4", 0.4),
+        ("--config resnet50_mlperf_bs16", 0.001991319 * 2304),
+        ("--config cifar10_94", 0.24),
+    ],
+)
+def test_a_flag_replaces_the_schedule_of_a_named_configuration(words, rate, schedule):
+    config = parsed(f"{words} --warmup-epochs 0 --lr-schedule {schedule}")
+    rates = build_learning_rate(config, plan_events(config, 50_000))
+    assert float(rates(0)) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

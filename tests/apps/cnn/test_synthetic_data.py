@@ -44,6 +44,16 @@ def test_synthetic_data_have_the_sizes_of_the_dataset(options, shape, sizes, whe
     assert element["label"].shape == (1,) and element["label"].dtype == np.int32
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_synthetic_images_are_mirrored_in_every_second_epoch_as_well(where):
+    flips = {"dataset": "cifar10", "alternating_flip": True, **BYTES}
+    config, images = load(synthetic_data=where, micro_batch_size=50, **flips)
+    with data.open_infeed(images, config, 1) as infeed:
+        mirrored = np.asarray(infeed.chunk(1).data["mirrored"][0])
+    assert mirrored.shape == (50,) and mirrored.dtype == bool
+    assert 0 < mirrored.sum() < 50
+
+
 @pytest.mark.parametrize("dataset", ["cifar10", "digits", "mnist", "imagenet"])
 @pytest.mark.parametrize("options", [{}, {"accelerator_side_preprocess": True}, BYTES])
 def test_images_from_host_and_device_reach_the_model_in_the_same_range(dataset, options):

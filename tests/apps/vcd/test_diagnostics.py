@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.apps.vcd.diagnostics import (
+    MIN_STEPS,
     bulk_ess,
     diagnose_chains,
     rank_normalized_rhat,
@@ -70,6 +71,13 @@ def test_a_chain_that_never_moves_does_not_spoil_the_medians():
     assert found.rhat[2] == np.inf and found.ess[2] == 1
     assert others.rhat.min() <= found.statistics()["rhat_median"] <= others.rhat.max()
     assert others.ess.min() <= found.statistics()["ess_median"] <= others.ess.max()
+
+
+def test_the_shortest_chains_tell_one_that_never_moves_from_others():
+    positions = autoregressive((1, MIN_STEPS, 2, 3), 0.9)[0]
+    positions[:, 1] = 0.5
+    found = diagnose_chains(positions)
+    assert found.ess[0] > 1 == found.ess[1] and found.rhat[0] < np.inf == found.rhat[1]
 
 
 def test_a_chain_that_moves_once_has_not_mixed():

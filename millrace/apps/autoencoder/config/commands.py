@@ -275,8 +275,8 @@ class ValidateConfig:
     top: list[int] = field(default_factory=lambda: [10])
     """Lengths k of the rankings: Recall@k, NDCG@k and so on."""
     relevant_rating: float | None = None
-    """Smallest rating that makes an item relevant for the ranking (default: 4;
-    positive_from for a model trained to rank)."""
+    """Smallest rating that makes an item relevant for the ranking (default:
+    positive_from of the run)."""
     run: ShortRunOptions = ShortRunOptions()
 
     def __post_init__(self) -> None:

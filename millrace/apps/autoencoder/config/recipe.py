@@ -141,11 +141,13 @@ def _complete(values: Values) -> Values:
     settings.setdefault("positive_from", float(f"{_LIKED_FROM * largest:.6g}"))
     if values.get("precision", _FULL_PRECISION) != _FULL_PRECISION:
         del settings["loss_scaling"]  # dynamic, as 16 bits need it
-    if values.get("no_validation"):
-        del settings["early_stopping"]
-    elif not _has_validation(values):
+    holds_out = not (values.get("no_validation") or _has_validation(values))
+    if holds_out:
         fraction = min(_HELD_OUT, _MOST_HELD_OUT / max(1, counts.ratings))
         settings["validation_fraction"] = float(f"{fraction:.3g}")
+    holds_none = holds_out and values.get("validation_fraction") == 0
+    if values.get("no_validation") or holds_none:
+        del settings["early_stopping"]
     if values.get("learning_rate_schedule", "cosine") != "cosine":
         settings.pop("learning_rate_schedule", None)
     replaced = {other for name, other in _REPLACES.items() if _is_given(values, name)}
@@ -171,7 +173,8 @@ def _has_validation(values: Values) -> bool:
     arrays = values.get("arrays")
     if arrays is not None:
         return "validation_user" in arrays["shapes"]
-    return values.get("validation_data_file") is not None or values.get("data") is not None
+    is_generated = values.get("data") == "generated"
+    return values.get("validation_data_file") is not None or is_generated
 
 
 def _fitting_batch(batch: int, counts: Counts, rows: str) -> int:

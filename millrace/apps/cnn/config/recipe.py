@@ -75,8 +75,11 @@ def start_from_named(named: Values, given: Values) -> Values:
         params.pop("initial_learning_rate", None)
         params.pop("values", None)
         kept["lr_schedule_params"] = params
-    if given.get("base_learning_rate") is not None or "lr_schedule_params" in given:
+    rates = {"initial_learning_rate", "values"} & {*(given.get("lr_schedule_params") or {})}
+    if given.get("base_learning_rate") is not None or rates:
         kept.pop("learning_rate", None)
+    if given.get("lr_schedule") not in (None, kept.get("lr_schedule", "const")):
+        kept["lr_schedule_params"] = _other_schedule(kept | given, kept)
     sgd = ("sgd", "momentum", "nesterov")
     old, new = kept.get("optimizer", "sgd"), given.get("optimizer")
     if new is not None and new != old and not (new in sgd and old in sgd):
@@ -84,6 +87,13 @@ def start_from_named(named: Values, given: Values) -> Values:
     if given.get("warmup_epochs") is not None:
         kept.pop("lr_warmup_params", None)
     return kept
+
+
+def _other_schedule(values: Values, named: Values) -> Values:
+    """Return the parameters of a schedule that replaces that of a named configuration."""
+    rate = (named.get("lr_schedule_params") or {}).get("initial_learning_rate")
+    # Those of an ordinary learning rate are completed later.
+    return {} if rate is None else schedule_params(values["lr_schedule"], rate, values)
 
 
 # The modern recipe
@@ -264,7 +274,7 @@ def _default_rate(values: Values, known: _Dataset) -> float:
         rate = _ADAPTIVE[name][0] * math.sqrt(batch / _ADAPTIVE_BATCH)
     else:
         rate = known.learning_rate * batch / known.batch
-        if not values["optimizer_params"].get("momentum"):
+        if not values.get("optimizer_params", {}).get("momentum"):
             rate *= 2  # momentum 0.9 takes steps ten times as long
     if values.get("pretrained") is not None:
         rate *= _FINE_TUNING_FACTOR
