@@ -122,7 +122,7 @@ def measure(case: Case, folder: Path, images: Path) -> tuple[float, float]:
         if case.number is None:
             began = reader.wait_for("stuck from now on")
         else:
-            reader.wait_for("epoch 1 ")
+            reader.wait_for("epoch 3 ")  # everything is compiled, which may take long
             time.sleep(random.uniform(0.0, 2.0))
             victims = find_victims(process, data=case.to_data)
             began = time.monotonic()

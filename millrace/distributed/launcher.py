@@ -33,6 +33,7 @@ from millrace.numbers import pluralize
 
 FAILED, WRONG_COMMAND = 1, 2
 _POLL_SECONDS = 0.05
+_CHECK_SECONDS = 1.0
 _MAX_PORTS = 3
 _REPORT_SECONDS = 4.0
 """Time for a failed process to tell the others itself; it knows the reason."""
@@ -95,6 +96,9 @@ class Launcher:
         self._kill_time: float | None = None
         """When to kill processes that have ignored two signals."""
         self._children: list[Child] = []
+        self._suspended: dict[int, float] = {}
+        """When processes were first seen suspended, by pid."""
+        self._checked_at = 0.0
         self._folder = ""
 
     def run(self) -> int:
@@ -298,8 +302,29 @@ class Launcher:
                 )
                 own = first.number, first.slot
                 return Failure(*own, INTERRUPTED, "did not stop", was_killed=True)
+            if (failure := self._find_suspended(running)) is not None:
+                return failure
             self._make_room_for_returning()
             time.sleep(_POLL_SECONDS)
+        return None
+
+    def _find_suspended(self, running: Sequence[Child]) -> Failure | None:
+        """Kill a process that is suspended while no other one is left to notice."""
+        now = time.monotonic()
+        if now < self._checked_at + _CHECK_SECONDS:
+            return None
+        if now > self._checked_at + self._config.timeout / 2:
+            self._suspended.clear()  # the launcher was suspended itself
+        self._checked_at = now
+        pids = [child.process.pid for child in running]
+        since = {pid: self._suspended.get(pid, now) for pid in pids if _is_suspended(pid)}
+        self._suspended = since
+        limit = self._config.timeout + _REPORT_SECONDS  # others would have ended by then
+        for child in running:
+            if now - since.get(child.process.pid, now) > limit:
+                _signal_group(child, signal.SIGKILL)
+                text = f"(pid {child.process.pid}) was suspended for {limit:.0f} s"
+                return Failure(child.number, child.slot, FAILED, text, was_killed=True)
         return None
 
     def _find_cause(self, failure: Failure | None, folder: str) -> Failure | None:
@@ -423,6 +448,14 @@ def _kill(child: Child) -> None:
     for reader in child.readers:
         reader.join(timeout=2)
     os.close(child.pipe)
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended, or this is not Linux
+        return False
+    return state == "T"
 
 
 def _signal_group(child: Child, number: int) -> None:

@@ -131,7 +131,9 @@ def _get_defaults(config_type: Any) -> dict[str, Any]:
 def measure_memory(programs: list[jax.stages.Compiled]) -> dict[str, int]:
     """Return the peak memory use, as far as the platform reports it."""
     sizes = {"program_bytes": peak_bytes(programs), "host_peak_bytes": _host_peak_bytes()}
-    stats_per_device = [device.memory_stats() or {} for device in jax.local_devices()]
+    # A run that was stopped while it looked for devices must not look again.
+    devices = jax.local_devices() if programs else []
+    stats_per_device = [device.memory_stats() or {} for device in devices]
     for name, jax_name in (
         ("device_peak_bytes", "peak_bytes_in_use"),
         ("device_limit_bytes", "bytes_limit"),

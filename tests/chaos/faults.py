@@ -276,7 +276,8 @@ def _cut_power(attempt: Attempt, chance: random.Random) -> bool:
 def _damage_newest_checkpoint(attempt: Attempt, chance: random.Random) -> bool:
     """Shorten a file of the newest checkpoint after a kill, as a bad disk would."""
     os.kill(attempt.process.pid, signal.SIGKILL)
-    attempt.process.wait()
+    if attempt.process.wait() == 0:
+        return True  # it had just completed, so nothing would repair what is damaged
     attempt.signal_all(signal.SIGKILL)
     found = sorted(attempt.disk.root.glob("run/checkpoints/update-*[0-9]"))
     # With a single checkpoint, there would be nothing to continue from.

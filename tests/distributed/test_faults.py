@@ -180,6 +180,22 @@ def test_a_suspended_process_is_noticed_within_a_minute(tmp_path, victim):
     run(launched(directory, 2, "--resume"))
 
 
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_launcher_ends_suspended_processes_that_no_other_one_can_notice(
+    number, tmp_path, undisturbed
+):
+    directory = tmp_path / "run"
+    options = ("--max-restarts", "1", "--timeout", "5")
+    process = start(launched(directory, number, *SLOWLY, options=options))
+    wait_for(directory, 8, process)
+    for pid in children_of(process):
+        os.kill(pid, signal.SIGSTOP)
+    output = finish(process)
+    assert re.search(r"process 0 \(pid \d+\) was suspended for 9 s", output)
+    assert "restarting all processes (1 of 1 restarts)" in output
+    assert_same_weights(directory, undisturbed)
+
+
 @pytest.mark.slow
 def test_without_process_0_the_others_stop_too(tmp_path):
     directory = tmp_path / "run"

@@ -98,6 +98,11 @@ def test_memory_is_that_of_the_largest_program():
     assert used["host_peak_bytes"] > 50 << 20
 
 
+def test_a_run_without_programs_does_not_look_for_devices(monkeypatch):
+    monkeypatch.delattr(jax, "local_devices")
+    assert list(measure_memory([])) == ["host_peak_bytes"]
+
+
 def test_the_machine_includes_variables_that_change_results(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--odd")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
