@@ -89,7 +89,7 @@ def test_resnet8_from_the_command_line_with_weights_and_biases(train, cifar, mon
     session = SimpleNamespace(
         log=lambda values: logged.append((values["update"], values)),
         define_metric=lambda *_, **__: None,
-        finish=lambda: None,
+        finish=lambda **_: None,
     )
     opened = []
     wandb = SimpleNamespace(init=lambda **options: opened.append(options) or session)
