@@ -268,6 +268,7 @@ class PipelineStages:
     def pack_residuals(self, stage: int, backward: Any) -> Buffers:
         """Pack the residuals of a backward function."""
         leaves, residuals = jax.tree.leaves(backward), self.residuals[stage]
+        assert len(leaves) == residuals.structure.num_leaves, "traced as in _find_residuals"
         stored = [leaves[i] for i in residuals.stored]
         return packing.pack(residuals.layout, stored, self.residual_sizes)
 
