@@ -121,14 +121,14 @@ def test_the_index_has_offset_and_size_of_every_record(example):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0 100\n", "not numbers\n", "0 1\n2\n", "5 10\n15 20\n", None],
-    ids=["empty", "short", "text", "odd", "not from 0", "missing"],
+    [b"", b"0 100\n", b"not numbers\n", b"0 1\n2\n", b"5 10\n15 20\n", b"\xff", None],
+    ids=["empty", "short", "text", "odd", "not from 0", "bytes", "missing"],
 )
 def test_a_wrong_index_is_ignored(copied, text):
     path = copied / "train-00000-of-00001"
     index_path(path).unlink()
     if text is not None:
-        index_path(path).write_text(text)
+        index_path(path).write_bytes(text)
     np.testing.assert_array_equal(locate_records(path), find_records(path))
     assert len(load_images(copied, SMALL).training) == 15
 
