@@ -281,7 +281,7 @@ class SingleDevicePipeline(TrainingProgram):
 
     def init(self, params: Any, model_state: Any = None, *, seed: int = 0) -> TrainState:
         """Split the model into stages and copy its weights to the devices."""
-        self._staged.split(params, model_state or {})
+        self._staged.split(params, model_state := model_state or {})
         return super().init(params, model_state, seed=seed)
 
 

@@ -255,3 +255,21 @@ def test_an_input_may_have_an_array_twice_and_numbers(schedule, inputs, combine)
         return jax.device_get((program.unpack_state(state), info))
 
     check(trained(pipeline_splits=["out"], pipeline_schedule=schedule), trained())
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("mapping", [None, [0, 0]])
+def test_a_model_without_state_needs_none(mapping):
+    network = [dense("one", 2), dense("two", 1)]
+    loss = LayeredLoss(network, lambda x, key: x, lambda y, x: ((y**2).mean(), {}))
+    x = np.arange(24, dtype=np.float32).reshape(4, 3, 2) / 24
+    params, _ = init_layers(network, jax.random.key(0), x[0])
+
+    def trained(**pipeline):
+        plan = Plan(micro_batch_size=3, gradient_accumulation_count=4, **pipeline)
+        program = training_program(loss, optax.sgd(0.1), plan)
+        chunk = jax.device_put(x, program.chunk_sharding)
+        state, _ = program.run(program.init(params), chunk)
+        return jax.device_get(program.unpack_state(state).params)
+
+    check(trained(pipeline_splits=["two"], device_mapping=mapping), trained())
