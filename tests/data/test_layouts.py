@@ -236,6 +236,22 @@ def test_a_class_that_only_validation_has_is_an_error(tmp_path):
         load_images(tmp_path, SMALL)
 
 
+def test_files_with_several_names_are_stored_once(tmp_path):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(JPEG)
+    (folder / "a.cls").write_text("1")
+    (folder / "b.jpg").hardlink_to(folder / "a.jpg")
+    (folder / "b.cls").hardlink_to(folder / "a.cls")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for name in ("a.jpg", "a.cls", "b.jpg", "b.cls"):
+            archive.add(folder / name, name)
+    training = load_images(tmp_path, SMALL, needs_validation=False).training
+    batch = training[np.arange(2)]
+    assert batch["label"].tolist() == [1, 1] and not training.corrupt
+    np.testing.assert_array_equal(*batch["image"])
+
+
 def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path):
     members = [*sample_members("a", JPEG, 0), *sample_members("b", b"nothing", 1)]
     training = load_tar(tmp_path, members, num_workers=1).training
