@@ -135,7 +135,7 @@ def _read_label(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) ->
         label = int(text)
     except ValueError:
         label = -1
-    if label < 0:
+    if not 0 <= label <= np.iinfo(np.int32).max:
         raise DatasetError(
             f"{path}: {member.name} must hold the number of a class, 0 or more, got "
             f"{text.decode(errors='replace')!r}."

@@ -193,6 +193,7 @@ def test_members_of_a_sample_may_be_in_any_order_and_have_company(tmp_path):
         ([("a.jpg", JPEG)], r"train-0\.tar: a has no class \(a\.cls\)\."),
         ([("a.jpg", JPEG), ("a.cls", b"dog")], r"a\.cls must hold the number .* 'dog'"),
         ([("a.jpg", JPEG), ("a.cls", b"-1")], r"a\.cls must hold the number .* '-1'"),
+        ([("a.jpg", JPEG), ("a.cls", b"9" * 10)], r"a\.cls must hold the number .* '999"),
         ([("a.jpg", JPEG), ("a.cls", b"")], r"a\.cls must hold the number .* ''"),
         ([("a.txt", b"x"), ("a.cls", b"1")], r"train-0\.tar has no images"),
         ([], r"train-0\.tar has no images"),
