@@ -17,6 +17,7 @@ from pipelined import (
     train,
 )
 
+from millrace.config import ConfigurationError
 from millrace.nn.initializers import Init
 from millrace.nn.layers import Layer, dense, init_layers, relu
 from millrace.nn.losses import LayeredLoss
@@ -273,3 +274,14 @@ def test_a_model_without_state_needs_none(mapping):
         return jax.device_get(program.unpack_state(state).params)
 
     check(trained(pipeline_splits=["two"], device_mapping=mapping), trained())
+
+
+@pytest.mark.devices(2)
+def test_model_state_of_no_layer_is_an_error_before_training():
+    network = [dense("one", 2), dense("two", 1)]
+    loss = LayeredLoss(network, lambda x, key: x, lambda y, x: ((y**2).mean(), {}))
+    params, _ = init_layers(network, jax.random.key(0), np.zeros((1, 2), np.float32))
+    plan = Plan(gradient_accumulation_count=4, pipeline_splits=["two"])
+    program = training_program(loss, optax.sgd(0.1), plan)
+    with pytest.raises(ConfigurationError, match=r"model state .* layer name; got scale\."):
+        program.init(params, {"scale": np.float32(1)})
