@@ -86,7 +86,8 @@ def _dropping(stream: Any, descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         buffer,
         encoding=stream.encoding,
-        errors=stream.errors,
+        # Names of files may be any bytes, and terminals may not have all characters.
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         # PYTHONUNBUFFERED sets write_through, which only writes as far as our buffer.
         line_buffering=stream.line_buffering or stream.write_through,
     )

@@ -71,6 +71,22 @@ def test_output_that_cannot_be_written_is_dropped_and_the_status_stays(lost, nam
     assert "99" in printed and "Exception" not in printed and "Error" not in printed
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_characters_that_a_terminal_does_not_have_are_escaped(encoding):
+    code = (
+        "from millrace.output import drop_lost_output\n"
+        "drop_lost_output(); print('a\\udcff')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "a\\udcff\n"
+
+
 def test_output_continues_once_there_is_space_again(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     saved_stderr, full = os.dup(2), full_disk()

@@ -103,6 +103,13 @@ def set_mode(model: Any, mode: str) -> Any:
     return model
 
 
+def list_weights(model: Any) -> list[Any]:
+    """Return the ``nnx.Param`` of a model."""
+    from flax import nnx
+
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)]
+
+
 def _is_trainable(path: Any, value: Any) -> bool:
     from flax import nnx
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from millrace.adapters.equinox import EquinoxArrays, stage_new_values
 from millrace.adapters.model import AdaptedModel, split_info
-from millrace.adapters.nnx import NnxParts, set_mode
+from millrace.adapters.nnx import NnxParts, list_weights, set_mode
 from millrace.nn.layers import Call, Layer, Tree, apply_layers
 from millrace.nn.losses import LayeredLoss
 
@@ -50,6 +50,7 @@ def sequential(
     named = dict(modules) if isinstance(modules, Mapping) else _add_names(modules)
     if not named:
         raise ValueError("sequential needs at least one module.")
+    _check_shared_weights(named)
     adapted = {name: _adapt(name, module) for name, module in named.items()}
     layers = [each.layer for each in adapted.values()]
 
@@ -76,6 +77,18 @@ def sequential(
     )
 
 
+def _check_shared_weights(modules: Mapping[str, Any]) -> None:
+    """Raise if NNX modules have weights in common, which would become different ones."""
+    owners: dict[int, str] = {}
+    for name, module in modules.items():
+        for weights in list_weights(module) if _is_nnx(module) else ():
+            if (other := owners.setdefault(id(weights), name)) != name:
+                raise ValueError(
+                    f"sequential gives every module weights of its own, but {other} and "
+                    f"{name} have some in common. Use copies, or put both into one module."
+                )
+
+
 def _add_names(modules: Sequence[Any]) -> dict[str, Any]:
     return {f"{_kind(module)}_{n}": module for n, module in enumerate(modules)}
 
@@ -85,9 +98,17 @@ def _kind(module: Any) -> str:
     return "function" if name == "<lambda>" else name.lower()
 
 
+def _list_libraries(module: Any) -> set[str]:
+    return {".".join(cls.__module__.split(".")[:2]) for cls in type(module).__mro__}
+
+
+def _is_nnx(module: Any) -> bool:
+    return "flax.nnx" in _list_libraries(module)
+
+
 def _adapt(name: str, module: Any) -> _Adapted:
-    libraries = {".".join(cls.__module__.split(".")[:2]) for cls in type(module).__mro__}
-    if "flax.nnx" in libraries:
+    libraries = _list_libraries(module)
+    if _is_nnx(module):
         return _adapt_nnx(name, module)
     if any(library.startswith("equinox.") for library in libraries):
         return _adapt_equinox(name, module)

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -198,7 +198,7 @@ def _load_packed(
     options["num_classes"] = manifest.num_classes
     training, validation = (
         PackedImages(folder, manifest, split, crop, **options)
-        if manifest.shards.get(split)
+        if manifest.num_samples(split)
         else None
         for split in ("train", "validation")
     )
@@ -276,7 +276,11 @@ def _read_file(location: tuple[str, int]) -> tuple[bytes, int]:
 
 def _find_images(folder: Path) -> Iterator[str]:
     """Yield the images in a folder, sorted: the order of the disk is not reproducible."""
-    for root, subfolders, files in os.walk(folder):
+
+    def fail(error: OSError) -> NoReturn:
+        raise error  # by default, a folder that cannot be read counts as empty
+
+    for root, subfolders, files in os.walk(folder, onerror=fail):
         subfolders.sort()
         relative = os.path.relpath(root, folder)
         for file in sorted(files):

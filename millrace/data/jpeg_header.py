@@ -43,7 +43,7 @@ def parse_jpeg_header(content: Encoded) -> JpegHeader | None:
                 header = _parse_frame(content, position + 5, marker == 0xC0)
             has_restarts |= marker == 0xDD
             position += 2 + (content[position + 2] << 8) + content[position + 3]
-    except (IndexError, struct.error):
+    except (IndexError, ValueError, struct.error):
         return None
     if header is None or not (header.height and header.width):
         return None

@@ -129,7 +129,8 @@ class PackedImages(TFRecords):
                 )
         if manifest.classes is not None:
             self.classes = tuple(manifest.classes)
-        super().__init__([folder / shard.name for shard in self.shards], crop, **options)
+        files = [folder / shard.name for shard in self.shards if shard.num_samples]
+        super().__init__(files, crop, **options)
 
     def damaged_files(self) -> Iterator[str]:
         """Yield the files whose checksum is wrong; reads all of them."""
@@ -298,7 +299,8 @@ def _hash_names(splits: dict[str, ImageSource]) -> str:
     digest = hashlib.sha256()
     for images in splits.values():
         for index in range(len(images)):
-            digest.update(images.name(index).encode() + b"\n")
+            # File names may be any bytes.
+            digest.update(images.name(index).encode(errors="surrogateescape") + b"\n")
     return digest.hexdigest()
 
 

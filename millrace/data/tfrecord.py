@@ -174,11 +174,8 @@ def locate_records(path: Path) -> np.ndarray:
     """Return offset and length of the data of each record: int64 (records, 2)."""
     try:
         text = index_path(path).read_text()
-    except OSError:
-        return find_records(path)
-    try:
         whole = np.array(text.split(), np.int64).reshape(-1, 2)
-    except ValueError:
+    except (OSError, ValueError):
         return find_records(path)
     # An index of another file, or of an unfinished one, is not used.
     ends = whole.sum(1)

@@ -86,11 +86,13 @@ def _scan(path: str) -> _Samples:
                     continue  # for example a caption
                 if _LABEL not in members:
                     raise DatasetError(f"{path}: {name} has no class ({name}.{_LABEL}).")
+                if image.islnk():  # tar stores a file with several names only once
+                    image = archive.getmember(image.linkname)
                 samples.names.append(name)
                 samples.spans.append((image.offset_data, image.size))
                 samples.labels.append(_read_label(archive, members[_LABEL], path))
             _check_end(archive, path)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, KeyError) as error:
         raise DatasetError(
             f"{path} is not an uncompressed tar file, or is damaged: {error}."
         ) from error
@@ -111,7 +113,7 @@ def _group(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.Ta
     """Yield the members of each sample by extension; samples are contiguous."""
     current: tuple[str, dict[str, tarfile.TarInfo]] = ("", {})
     for member in archive:
-        if not member.isfile():
+        if not (member.isfile() or member.islnk()):
             continue
         # The name ends at the first dot of the file name.
         folder, _, file = member.name.rpartition("/")
@@ -133,7 +135,7 @@ def _read_label(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) ->
         label = int(text)
     except ValueError:
         label = -1
-    if label < 0:
+    if not 0 <= label <= np.iinfo(np.int32).max:
         raise DatasetError(
             f"{path}: {member.name} must hold the number of a class, 0 or more, got "
             f"{text.decode(errors='replace')!r}."

@@ -45,7 +45,7 @@ def page(
     allowed = " ".join(f"'sha256-{_hash(each)}'" for each in scripts)
     sources = f"script-src {allowed}; " if scripts else ""
     sources += "connect-src 'self'; " if polls else ""
-    return _PAGE.format(
+    text = _PAGE.format(
         title=escape(title),
         sources=sources,
         style=COLORS + FIGURES + PAGE + (INTERACTIVE if scripts else ""),
@@ -53,6 +53,8 @@ def page(
         body=body,
         scripts="".join(f"<script>{each}</script>\n" for each in scripts),
     )
+    # Names of files, and so those of classes, may be any bytes.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _hash(script: str) -> str:

@@ -85,8 +85,8 @@ class LayeredLoss:
     ) -> tuple[Array, tuple[Tree, dict[str, Any]]]:
         """Return the loss of a batch, the new model state and info."""
         x = self.inputs(batch, key)
-        y, model_state = apply_layers(
-            self.layers, params, model_state, x, training=True, key=key
+        y, new = apply_layers(
+            self.layers, params, model_state or {}, x, training=True, key=key
         )
         loss, info = self.outputs(y, self.targets(batch, key))
-        return loss, (model_state, info)
+        return loss, (new or model_state, info)

@@ -204,11 +204,20 @@ def to_summable(model_state: Any) -> Any:
     return widen(jax.tree.map(convert, model_state))
 
 
-def model_state_contribution(modes: Any, old: Any, new: Any) -> Any:
-    """Return what a micro-batch adds to the totals: its value, or its change for "sum"."""
-    return jax.tree.map(
-        lambda mode, o, n: n - o if mode == "sum" else n, modes, *to_summable((old, new))
-    )
+def model_state_contribution(modes: Any, old: Any, new: Any, num_micro_batches: int) -> Any:
+    """Return what one of several micro-batches adds to the totals.
+
+    That is its value for "once", and its change for "sum". For "mean", it is the value
+    divided by a power of two, which is exact: the sum of the smallest floats, which masks
+    are made of, would be infinite.
+    """
+
+    def contribution(mode: Mode, o: Array, n: Array) -> Array:
+        if mode == "mean":
+            return n / _power_of_two(num_micro_batches)
+        return n - o if mode == "sum" else n
+
+    return jax.tree.map(contribution, modes, *to_summable((old, new)))
 
 
 def keep_first(modes: Any, contributions: Any, index: Int[Array, ""]) -> Any:
@@ -224,6 +233,11 @@ def keep_first(modes: Any, contributions: Any, index: Int[Array, ""]) -> Any:
     )
 
 
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def combine_contributions(modes: Any, old: Any, totals: Any, num_micro_batches: int) -> Any:
     """Return the new model state from the summed contributions of all micro-batches."""
 
@@ -232,7 +246,9 @@ def combine_contributions(modes: Any, old: Any, totals: Any, num_micro_batches: 
             return jax.random.wrap_key_data(total, impl=jax.random.key_impl(o))
         if mode == "sum":
             return (o.astype(total.dtype) + total).astype(o.dtype)
-        return (total / num_micro_batches if mode == "mean" else total).astype(o.dtype)
+        if mode == "mean":
+            total = total / (num_micro_batches / _power_of_two(num_micro_batches))
+        return total.astype(o.dtype)
 
     return jax.tree.map(combine, modes, old, totals)
 

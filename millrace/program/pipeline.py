@@ -165,7 +165,9 @@ class Pipeline:
             key = steps.micro_batch_key(self._plan, state, index)
             position = self._stages.position_of(stage)
             if position == 0:
-                x = self._functions.loss.inputs(batch, key)
+                # Residuals are found by their place among the operands, which therefore
+                # must be different arrays, also if the input has one of the batch twice.
+                x = jax.tree.map(jnp.copy, self._functions.loss.inputs(batch, key))
             else:
                 boundary = self._functions.boundaries[position - 1]
                 x = packing.unpack(boundary, _read_slot(received, row["input_slot"]))

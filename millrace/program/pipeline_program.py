@@ -100,7 +100,8 @@ class PipelineProgram(TrainingProgram):
     def init(self, params: Any, model_state: Any = None, *, seed: int = 0) -> TrainState:
         """Split the model into stages and copy their weights to the devices."""
         first = self._init_without_optimizer(params, model_state or {}, seed)
-        _check_weights(self._loss, first.params)
+        _check_layers(self._loss, "weights", first.params)
+        _check_layers(self._loss, "model state", first.model_state)
         model = split_model(self._loss, self.plan, first.params, first.model_state)
         self._mesh = pipeline_mesh(
             self.plan.num_replicas, model.stages.num_devices, self._requested_devices
@@ -252,13 +253,13 @@ def _to_spans(table: Table, readings: Sequence[_Reading]) -> list[Span]:
     ]
 
 
-def _check_weights(loss: LayeredLoss, params: Any) -> None:
-    is_dict = isinstance(params, dict)
-    unknown = set(params) - set(layer_names(loss.layers)) if is_dict else set()
+def _check_layers(loss: LayeredLoss, what: str, tree: Any) -> None:
+    is_dict = isinstance(tree, dict)
+    unknown = set(tree) - set(layer_names(loss.layers)) if is_dict else set()
     if unknown or not is_dict:
-        got = ", ".join(sorted(unknown)) or type(params).__name__
+        got = ", ".join(sorted(unknown)) or type(tree).__name__
         raise ConfigurationError(
-            f"The weights of a pipeline must be a dict keyed by layer name; got {got}."
+            f"The {what} of a pipeline must be a dict keyed by layer name; got {got}."
         )
 
 
@@ -281,7 +282,7 @@ class SingleDevicePipeline(TrainingProgram):
 
     def init(self, params: Any, model_state: Any = None, *, seed: int = 0) -> TrainState:
         """Split the model into stages and copy its weights to the devices."""
-        self._staged.split(params, model_state or {})
+        self._staged.split(params, model_state := model_state or {})
         return super().init(params, model_state, seed=seed)
 
 

@@ -223,7 +223,8 @@ class PipelineStages:
         """
         compute = self.step.plan.types.compute
         is_last = stage == self.layout.model.stages.num_stages - 1
-        modes = self.modes(stage)
+        modes, plan = self.modes(stage), self.step.plan
+        count = plan.num_replicas * plan.batching.gradient_accumulation_count
 
         def run(params: Tree, model_state: Tree, x: Any, batch: Any, key: Array) -> Any:
             y, new = apply_layers(
@@ -235,7 +236,7 @@ class PipelineStages:
                 key=key,
             )
             new = check_model_state(new, model_state)
-            contributions = model_state_contribution(modes, model_state, new)
+            contributions = model_state_contribution(modes, model_state, new, count)
             if not is_last:
                 return y, (contributions, {})
             returned = self.loss.outputs(y, self.loss.targets(batch, key))
@@ -268,6 +269,7 @@ class PipelineStages:
     def pack_residuals(self, stage: int, backward: Any) -> Buffers:
         """Pack the residuals of a backward function."""
         leaves, residuals = jax.tree.leaves(backward), self.residuals[stage]
+        assert len(leaves) == residuals.structure.num_leaves, "traced as in _find_residuals"
         stored = [leaves[i] for i in residuals.stored]
         return packing.pack(residuals.layout, stored, self.residual_sizes)
 

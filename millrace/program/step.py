@@ -108,11 +108,14 @@ def compute_gradients(step: Step, state: TrainState, batches: Any) -> GradientRe
     """Accumulate over the micro-batches, then reduce once over the replicas."""
     plan = step.plan
     modes = reduction_modes(step.model_state_reduction, state.model_state)
+    num_micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
 
     def gradient_fn(batch: Any, index: Int[Array, ""]) -> Any:
         key = micro_batch_key(plan, state, index)
         gradients, (model_state, info) = _micro_batch_gradients(step, state, batch, key)
-        contributions = model_state_contribution(modes, state.model_state, model_state)
+        contributions = model_state_contribution(
+            modes, state.model_state, model_state, num_micro_batches
+        )
         return gradients, keep_first(modes, contributions, index), info
 
     accumulated: Accumulated = accumulate(
@@ -125,7 +128,6 @@ def compute_gradients(step: Step, state: TrainState, batches: Any) -> GradientRe
     )
     gradients, totals, info = sum_over_replicas(tuple(accumulated), plan.num_replicas)
     gradients, info = jax.tree.map(lambda x: x / plan.num_replicas, (gradients, info))
-    num_micro_batches = plan.num_replicas * plan.batching.gradient_accumulation_count
     model_state = combine_contributions(modes, state.model_state, totals, num_micro_batches)
     return GradientResult(gradients, model_state, info)
 

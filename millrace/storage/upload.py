@@ -301,7 +301,7 @@ class Uploader:
 
     def _upload_others(self, names: set[str]) -> None:
         for name in sorted(names):
-            with contextlib.suppress(FileNotFoundError):  # deleted since
+            with _unless_deleted(self.folder / name):
                 version = _Version.of(self.folder / name)
                 if self._uploaded.get(name) != version:
                     self._upload_copy(name)
@@ -328,7 +328,10 @@ class Uploader:
 
     def _upload_checkpoint(self, folder: str) -> None:
         """Upload a checkpoint that storage does not have, its manifest last."""
-        with contextlib.suppress(FileNotFoundError), self._staging() as staging:
+        with (
+            _unless_deleted(self.folder / folder / MANIFEST),
+            self._staging() as staging,
+        ):
             manifest = (self.folder / folder / MANIFEST).read_bytes()
             if self._manifests.get(folder) == manifest:
                 return
@@ -379,13 +382,25 @@ class Uploader:
     def _staging(self) -> Iterator[Path]:
         """Create a folder for files that are being sent, on the disk of the run."""
         parent = working_copies()
-        path = parent / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
+        path = parent / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         path.mkdir()
         try:
             with locked(path):
+                # Only now may `clear_staging` of another process find it.
+                path = path.rename(f"{path}{PARTIAL}")
                 yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _unless_deleted(path: Path) -> Iterator[None]:
+    """Ignore that something is missing, if the run has deleted this since it was listed."""
+    try:
+        yield
+    except FileNotFoundError:
+        if path.exists():
+            raise
 
 
 def _link(source: Path, target: Path) -> None:

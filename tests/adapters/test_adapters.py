@@ -328,3 +328,8 @@ def test_a_sequence_refuses_what_it_cannot_apply():
         mr.sequential([3], mean_error)
     with pytest.raises(ValueError, match="at least one module"):
         mr.sequential([], mean_error)
+    shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="linear_0 and sequential_2 have some in common"):
+        mr.sequential([shared, jax.nn.relu, nnx.Sequential(shared)], mean_error)
+    noise = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    mr.sequential([noise, shared, noise], mean_error)

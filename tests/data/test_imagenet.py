@@ -1,5 +1,6 @@
 """ImageNet and datasets in its layout: class folders, or TFRecord files."""
 
+import os
 import tarfile
 
 import numpy as np
@@ -50,6 +51,21 @@ def test_only_images_are_read_including_those_in_subfolders(tmp_path):
     assert len(training) == 16
     assert training.name(10).endswith("class_1/images/9.JPG")
     assert training.labels.tolist() == [0] * 5 + [1] * 6 + [2] * 5
+
+
+def test_a_folder_that_cannot_be_read_does_not_count_as_empty(tmp_path, monkeypatch):
+    folder = write_folders(tmp_path) / "train"
+    (folder / "class_1" / "more").mkdir()
+    real = os.scandir
+
+    def scan(path):
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(PermissionError, match="class_1/more"):
+        ImageFolder(folder, SMALL)
 
 
 def test_a_missing_validation_folder_is_named(tmp_path):

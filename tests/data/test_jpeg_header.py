@@ -67,6 +67,12 @@ def test_what_is_not_a_jpeg_has_no_header(content):
     assert parse_jpeg_header(content) is None
 
 
+def test_a_jpeg_that_ends_in_its_header_has_none():
+    content = encode(make_image(1))
+    for end in range(content.index(b"\xff\xda")):
+        assert parse_jpeg_header(content[:end]) is None
+
+
 def test_a_jpeg_without_a_height_is_left_to_pillow():
     content = bytearray(encode(make_image(1)))
     at = parse_jpeg_header(bytes(content)).height_at

@@ -193,6 +193,7 @@ def test_members_of_a_sample_may_be_in_any_order_and_have_company(tmp_path):
         ([("a.jpg", JPEG)], r"train-0\.tar: a has no class \(a\.cls\)\."),
         ([("a.jpg", JPEG), ("a.cls", b"dog")], r"a\.cls must hold the number .* 'dog'"),
         ([("a.jpg", JPEG), ("a.cls", b"-1")], r"a\.cls must hold the number .* '-1'"),
+        ([("a.jpg", JPEG), ("a.cls", b"9" * 10)], r"a\.cls must hold the number .* '999"),
         ([("a.jpg", JPEG), ("a.cls", b"")], r"a\.cls must hold the number .* ''"),
         ([("a.txt", b"x"), ("a.cls", b"1")], r"train-0\.tar has no images"),
         ([], r"train-0\.tar has no images"),
@@ -234,6 +235,22 @@ def test_a_class_that_only_validation_has_is_an_error(tmp_path):
     write_tar(tmp_path / "val-0.tar", sample_members("a", JPEG, 2))
     with pytest.raises(DatasetError, match=r"has the class 2 in validation.* 0 to 1"):
         load_images(tmp_path, SMALL)
+
+
+def test_files_with_several_names_are_stored_once(tmp_path):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(JPEG)
+    (folder / "a.cls").write_text("1")
+    (folder / "b.jpg").hardlink_to(folder / "a.jpg")
+    (folder / "b.cls").hardlink_to(folder / "a.cls")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for name in ("a.jpg", "a.cls", "b.jpg", "b.cls"):
+            archive.add(folder / name, name)
+    training = load_images(tmp_path, SMALL, needs_validation=False).training
+    batch = training[np.arange(2)]
+    assert batch["label"].tolist() == [1, 1] and not training.corrupt
+    np.testing.assert_array_equal(*batch["image"])
 
 
 def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -120,14 +121,14 @@ def test_the_index_has_offset_and_size_of_every_record(example):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0 100\n", "not numbers\n", "0 1\n2\n", "5 10\n15 20\n", None],
-    ids=["empty", "short", "text", "odd", "not from 0", "missing"],
+    [b"", b"0 100\n", b"not numbers\n", b"0 1\n2\n", b"5 10\n15 20\n", b"\xff", None],
+    ids=["empty", "short", "text", "odd", "not from 0", "bytes", "missing"],
 )
 def test_a_wrong_index_is_ignored(copied, text):
     path = copied / "train-00000-of-00001"
     index_path(path).unlink()
     if text is not None:
-        index_path(path).write_text(text)
+        index_path(path).write_bytes(text)
     np.testing.assert_array_equal(locate_records(path), find_records(path))
     assert len(load_images(copied, SMALL).training) == 15
 
@@ -207,6 +208,36 @@ def test_unreadable_images_are_left_out_and_named(folders, tmp_path):
     assert packed.num_written == 28
     training = load_images(tmp_path / "p", SMALL).training
     assert training[np.arange(13)]["label"].tolist() == [0] * 4 + [1] * 4 + [2] * 5
+
+
+def test_a_file_without_any_readable_image_is_skipped(tmp_path, few_per_shard):
+    folder = write_folders(tmp_path / "source", 3, 3)
+    for name in ("train/class_2/2.JPEG", "val/class_2/2.JPEG"):
+        (folder / name).write_bytes(b"")
+    pack_folders(folder, tmp_path / "p", Encoding(short_side=32))
+    splits = load_images(tmp_path / "p", SMALL)
+    assert [len(splits.training), len(splits.validation)] == [8, 8]
+    assert splits.training[np.arange(8)]["label"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_a_split_without_any_readable_image_is_as_if_missing(tmp_path):
+    folder = write_folders(tmp_path / "source", 1, 1)
+    for path in (folder / "val").glob("*/*"):
+        path.write_bytes(b"")
+    pack_folders(folder, tmp_path / "p", Encoding(short_side=32))
+    with pytest.raises(ConfigurationError, match="has training images, but none for valid"):
+        load_images(tmp_path / "p", SMALL)
+
+
+def test_names_of_files_need_not_be_text(tmp_path):
+    folder = write_folders(tmp_path / "source", 2, 1)
+    strange = os.fsdecode(b"class_\xff \n")
+    for split in ("train", "val"):
+        (folder / split / "class_1").rename(folder / split / strange)
+    (folder / "train" / strange / "0.JPEG").write_bytes(b"")
+    packed = pack_folders(folder, tmp_path / "p", Encoding(short_side=32))
+    assert packed.manifest == read_manifest(tmp_path / "p")
+    assert load_images(tmp_path / "p", SMALL).training.classes == ("class_0", strange)
 
 
 def test_too_many_unreadable_images_in_all_files_are_an_error(tmp_path, few_per_shard):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from pipelined import (
     train,
 )
 
+from millrace.config import ConfigurationError
 from millrace.nn.initializers import Init
 from millrace.nn.layers import Layer, dense, init_layers, relu
 from millrace.nn.losses import LayeredLoss
@@ -209,3 +211,77 @@ def test_zero_bubble_works_where_the_first_stage_reads_integers():
 
     got = trained(pipeline_splits=["out"], pipeline_schedule="zero-bubble")
     check(got, trained())
+
+
+def read_twice(batch, key):
+    del key
+    return batch["tokens"], batch["x"], batch["x"]
+
+
+def read_a_number(batch, key):
+    del key
+    return batch["tokens"], batch["x"], 2.0
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize(
+    ("inputs", "combine"), [(read_twice, operator.add), (read_a_number, operator.mul)]
+)
+@pytest.mark.parametrize("schedule", ["grouped", "zero-bubble"])
+def test_an_input_may_have_an_array_twice_and_numbers(schedule, inputs, combine):
+    def mix(params, model_state, x, call):
+        del call
+        tokens, one, other = x
+        y = params["table"][tokens] * (one @ params["kernel"])
+        return combine(y, other), model_state
+
+    values = np.random.default_rng(0).standard_normal((4, 3, 4)).astype(np.float32)
+    params = {
+        "mix": {"table": values[0].repeat(2, 0), "kernel": values[1].repeat(2, 0)[:4]},
+        "out": {"kernel": values[2].T[:, :1], "bias": np.zeros(1, np.float32)},
+    }
+    loss = LayeredLoss(
+        [Layer("mix", lambda x: (params["mix"], {}), mix), dense("out", 1)],
+        inputs,
+        lambda y, batch: ((y**2).mean(), {}),
+    )
+    tokens = np.random.default_rng(1).integers(0, CLASSES, (4, 3)).astype(np.int32)
+
+    def trained(**pipeline):
+        plan = Plan(micro_batch_size=3, gradient_accumulation_count=4, **pipeline)
+        program = training_program(loss, optax.sgd(0.1), plan)
+        batches = {"tokens": tokens, "x": values}
+        chunk = jax.device_put(batches, program.chunk_sharding)
+        state, info = program.run(program.init(params, {}), chunk)
+        return jax.device_get((program.unpack_state(state), info))
+
+    check(trained(pipeline_splits=["out"], pipeline_schedule=schedule), trained())
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("mapping", [None, [0, 0]])
+def test_a_model_without_state_needs_none(mapping):
+    network = [dense("one", 2), dense("two", 1)]
+    loss = LayeredLoss(network, lambda x, key: x, lambda y, x: ((y**2).mean(), {}))
+    x = np.arange(24, dtype=np.float32).reshape(4, 3, 2) / 24
+    params, _ = init_layers(network, jax.random.key(0), x[0])
+
+    def trained(**pipeline):
+        plan = Plan(micro_batch_size=3, gradient_accumulation_count=4, **pipeline)
+        program = training_program(loss, optax.sgd(0.1), plan)
+        chunk = jax.device_put(x, program.chunk_sharding)
+        state, _ = program.run(program.init(params), chunk)
+        return jax.device_get(program.unpack_state(state).params)
+
+    check(trained(pipeline_splits=["two"], device_mapping=mapping), trained())
+
+
+@pytest.mark.devices(2)
+def test_model_state_of_no_layer_is_an_error_before_training():
+    network = [dense("one", 2), dense("two", 1)]
+    loss = LayeredLoss(network, lambda x, key: x, lambda y, x: ((y**2).mean(), {}))
+    params, _ = init_layers(network, jax.random.key(0), np.zeros((1, 2), np.float32))
+    plan = Plan(gradient_accumulation_count=4, pipeline_splits=["two"])
+    program = training_program(loss, optax.sgd(0.1), plan)
+    with pytest.raises(ConfigurationError, match=r"model state .* layer name; got scale\."):
+        program.init(params, {"scale": np.float32(1)})

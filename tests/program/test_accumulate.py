@@ -213,6 +213,15 @@ def test_once_takes_the_value_of_the_first_micro_batch_of_replica_0(plan):
     assert float(model_state["noise"]) == float(alone["noise"])
 
 
+@pytest.mark.parametrize(
+    "plan", [*PLANS, Plan(gradient_accumulation_count=3)], ids=[*NAMES, "three"]
+)
+def test_large_values_that_do_not_change_are_averaged_to_themselves(plan):
+    start = {"mask": jnp.finfo(jnp.float32).min, "count": 7.0, "none": -jnp.inf}
+    start = jax.tree.map(jnp.float32, start)
+    assert run(lambda model_state, sample, key: model_state, start, plan) == start
+
+
 def test_a_function_chooses_the_mode_or_returns_none_for_the_default():
     def choose(path, value):
         return {"rows": "sum", "first": "once"}.get(path)
@@ -275,6 +284,7 @@ def test_integers_and_keys_change_once_per_update_in_a_pipeline_too(replicas):
                 "first": x.ravel()[0],
                 "started": jnp.bool_(True),
                 "raw": jax.random.split(model_state["raw"], 1)[0],
+                "mask": model_state["mask"],
             }
             return x, new
 
@@ -283,6 +293,7 @@ def test_integers_and_keys_change_once_per_update_in_a_pipeline_too(replicas):
             "first": jnp.float32(0),
             "started": jnp.bool_(False),
             "raw": jax.random.PRNGKey(0),
+            "mask": jnp.finfo(jnp.float32).min,
         }
         return Layer(name, lambda x: ({}, start), apply), start
 
@@ -311,6 +322,7 @@ def test_integers_and_keys_change_once_per_update_in_a_pipeline_too(replicas):
     for name in ("one", "two"):
         assert states[1][name]["count"] == 2 and states[1][name]["started"]
         assert states[1][name]["first"] == 16 * replicas  # of the second update
+        assert states[1][name]["mask"] == jnp.finfo(jnp.float32).min
 
 
 @pytest.mark.devices(2)

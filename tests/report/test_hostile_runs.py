@@ -16,7 +16,7 @@ from millrace.drawing.interactive import CHART_DATA, chart_script
 from millrace.report import plots
 from millrace.report.comparison import comparison_page
 from millrace.report.record import read_run
-from millrace.report.run_page import run_page
+from millrace.report.run_page import run_page, write_report
 from millrace.report.sections import SvgFigure
 
 HTML = "\"'></style></title></h1><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -127,6 +127,12 @@ def test_no_logged_value_becomes_html_or_breaks_the_report(run, tmp_path):
         check(run, other)
     path.write_bytes(b"\xff\xfe\x00\n" + b"[" * 100_000 + b"\n" + lines[0].encode())
     check(run, other)
+
+
+def test_a_name_that_is_not_text_is_escaped(run):
+    tree = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(tree | {"command": "\udcff"}))
+    assert "\\udcff" in write_report(run).read_text()
 
 
 def test_no_option_or_name_becomes_html(run, tmp_path):

@@ -2,6 +2,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -336,6 +337,52 @@ def test_what_killed_processes_were_sending_is_deleted():
     os.link(folder / "config.yml", left / "0")
     uploader = upload.open_uploader(folder)
     assert uploader is not None and not left.exists()
+    finish(uploader)
+
+
+def test_another_process_does_not_delete_what_is_about_to_be_sent(monkeypatch):
+    def lock(path, real=upload.locked):
+        upload.clear_staging()  # another process starts
+        return real(path)
+
+    monkeypatch.setattr(upload, "locked", lock)
+    url = new_url()
+    folder = make_run(url)
+    uploader = Uploader(folder)
+    save_checkpoint(folder, 1)
+    finish(uploader)
+    assert complete_checkpoints(url) == ["update-000000001"]
+    assert not list(working_copies().glob("uploading-*"))
+
+
+@pytest.mark.parametrize("lost", ["state/a", "metrics.jsonl"])
+def test_what_was_lost_while_it_was_sent_is_sent_again(monkeypatch, lost):
+    url = new_url()
+    folder = make_run(url)
+    uploader = Uploader(folder)
+    save_checkpoint(folder, 1)
+    losses = [lost]
+
+    def version(path, real=upload._Version.of):
+        if losses and path.name == "0":
+            shutil.rmtree(path.parent)
+            losses.clear()
+        return real(path)
+
+    def copy(source, target):
+        if losses and source.name == losses[0]:
+            losses.clear()
+            raise FileNotFoundError(target)
+        return real_copy(source, target)
+
+    real_copy = shutil.copyfile
+    monkeypatch.setattr(upload.shutil, "copyfile", copy)
+    monkeypatch.setattr(upload._Version, "of", version)
+    uploader.request()
+    wait_until(lambda: uploader.is_done)
+    assert not losses
+    assert complete_checkpoints(url) == ["update-000000001"]
+    assert "metrics.jsonl" in stored(url)
     finish(uploader)
 
 

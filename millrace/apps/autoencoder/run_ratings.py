@@ -86,7 +86,8 @@ def save_run_files(folder: Path, config: AutoencoderConfig, ratings: RatingData)
         ids[ITEMS] = training.user_ids
     for name, array in ids.items():
         if not (folder / name).exists():
-            np.save(folder / name, np.asarray(array))
+            with replacing(folder / name, binary=True) as file:
+                np.save(file, np.asarray(array))
     if not (folder / POPULARITY).exists():
         with replacing(folder / POPULARITY, binary=True) as file:
             np.savez(file, **_measure_popularity(training, config.data.rows)._asdict())

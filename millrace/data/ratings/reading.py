@@ -57,7 +57,7 @@ _FACTS = ("smallest", "largest", "num_duplicates")
 _INCOMPLETE = ".being-made-"
 _ABANDONED_SECONDS = 24 * 3600.0
 # What opening a damaged folder may raise.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+_DAMAGE = (ValueError, KeyError, TypeError)
 
 _log = logging.getLogger("millrace")
 
@@ -338,6 +338,9 @@ def _load_cached(
         return _open_cached(folder)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        _log.warning("The cache %s cannot be read: %s.", folder, error)
+        return read()
     except _DAMAGE as error:
         _log.warning("The cache %s is damaged (%s); rebuilding it.", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
@@ -345,7 +348,7 @@ def _load_cached(
     try:
         _write_cache(ratings, folder)
         return _open_cached(folder)
-    except _DAMAGE as error:
+    except (OSError, *_DAMAGE) as error:
         _log.warning("Cannot cache the ratings: %s.", error)
         return ratings
 

@@ -185,6 +185,26 @@ def test_async_validation_gives_the_same_results(tmp_path, capsys, devices, monk
     assert summary_of(in_sync)["best"] == summary_of(in_async)["best"]
 
 
+def test_ids_that_were_half_written_are_written_again(tmp_path, capsys, monkeypatch):
+    args = f"{LEARN}{write_ratings(tmp_path)}--build-init --run-dir {tmp_path}/run "
+
+    def save_half(file, array, real=np.save):
+        path = str(getattr(file, "name", file))
+        if "run" not in path or "items.npy" not in path:
+            return real(file, array)
+        with open(path, "wb") as half:
+            half.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", save_half)
+        assert command(capsys, args).status == 1
+    assert not (tmp_path / "run" / "items.npy").exists()
+    ended = command(capsys, args + "--resume")
+    assert ended.status == 0, ended.err
+    assert len(np.load(tmp_path / "run" / "items.npy")) == 30
+
+
 @pytest.mark.parametrize("part", ["train", "valid"])
 def test_a_run_is_not_resumed_with_other_ratings(tmp_path, capsys, part):
     files = write_ratings(tmp_path)

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -447,6 +448,27 @@ def test_a_damaged_cache_is_rebuilt_with_a_warning(
     caplog.clear()
     assert_read(load_ratings(path))
     assert len(text_reads) == 2 and not caplog.records
+
+
+def test_a_cache_that_cannot_be_read_is_left_alone(
+    tmp_path, cache, text_reads, caplog, monkeypatch
+):
+    path = write(tmp_path / "a.txt")
+    load_ratings(path)
+    real = Path.read_text
+
+    def refuse(self, *args, **options):
+        if self.name == "facts.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **options)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "millrace"):
+        patched.setattr(Path, "read_text", refuse)
+        assert_read(load_ratings(path))
+    assert "cannot be read: [Errno 13] Permission denied" in caplog.text
+    assert "damaged" not in caplog.text
+    assert_read(load_ratings(path))
+    assert len(text_reads) == 2  # the cache is still there
 
 
 def test_a_malformed_file_is_not_cached(tmp_path, cache):
