@@ -454,6 +454,7 @@ def test_a_sweep_of_own_ratings_has_the_settings_of_the_recipe(folder):
     assert config.steps_per_log == 3
 
 
+@pytest.mark.slow
 def test_the_best_of_a_sweep_of_own_ratings_can_be_trained_alone(folder, tmp_path):
     args = f"sweep --training-data-file {folder}/ratings.csv --epochs 2 --quiet "
     args += "--learning-rates 1e-4 0.02 --input-offset 0 --weight-decay 1e-4 "
