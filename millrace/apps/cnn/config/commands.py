@@ -315,7 +315,8 @@ class ExportConfig:
     """Write a trained model to a folder, for use without millrace.
 
     The folder gets config.json (classes, image size, normalization), README.md (a model
-    card with the metrics and the code that loads the model), and in each format:
+    card with the metrics and the code that loads the model; one of your own stays), and
+    in each format:
 
     safetensors: model.safetensors, the weights as float32. The families resnet, resnext
     and efficientnet have the names and shapes of torchvision, which cnn train --pretrained
