@@ -359,7 +359,7 @@ class ShowAugmentationConfig:
     """
 
     output: Path = field(default=Path("augmentation.png"), metadata={"aliases": ("-o",)})
-    """PNG file to write."""
+    """File to write: PNG, or JPEG or WebP by its ending."""
     num_images: int = 4
     """Images, one per row."""
     num_versions: int = 8
