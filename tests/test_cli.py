@@ -621,7 +621,7 @@ def test_a_run_directory_that_disappears_is_reported_in_one_line(outcome, tmp_pa
 def test_the_summary_is_written_even_if_a_writer_fails_to_close(
     outcome, tmp_path, monkeypatch
 ):
-    def no_network():
+    def no_network(**_):
         raise ConnectionError("no network")
 
     session = SimpleNamespace(
