@@ -792,11 +792,11 @@ def test_help_has_a_heading_for_each_section(capsys):
     assert "Number of readers. (default: 7)" in shown
 
 
-def test_two_options_with_one_name_are_a_bug():
+def test_two_options_with_one_name_are_an_error():
     @dataclass(frozen=True, kw_only=True)
     class Twice:
         workers: int = 1
         data: Data = Data()
 
-    with pytest.raises(AssertionError, match=r"Twice has duplicate options \['workers'\]"):
+    with pytest.raises(ConfigurationError, match=r"two options workers, one of .* in data"):
         flat_options(Twice)

@@ -108,6 +108,19 @@ def test_all_options_are_in_the_full_help(name):
             assert f"  {flag(option)}" in text or f", {flag(option)}" in text, option
 
 
+def test_texts_name_other_options_as_flags():
+    text = " ".join(get_help("cnn train", full=True).split())
+    for said in [
+        "Apply --weight-decay and --l2-regularization to kernels",
+        "what is found in --dataset-path, otherwise",
+        "Same as --norm-layer batch_norm",  # a value
+        "lars: momentum, weight_decay, eeta",  # keys of a dictionary
+    ]:
+        assert said in text
+    sweep = " ".join(get_help("autoencoder train", full=True).split())
+    assert "learning_rate, weight_decay, dropout_rate and" in sweep  # values
+
+
 def test_options_without_effect_come_last():
     groups = group_options(COMMANDS["cnn train"].load_config_type())
     *others, last = groups

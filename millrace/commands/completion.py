@@ -20,7 +20,7 @@ from millrace.config import (
     flat_options,
     load_yaml,
 )
-from millrace.config.help import SHOWN_ALIASES, config_flags
+from millrace.config.help import SHOWN_ALIASES, config_flags, name_flags
 from millrace.config.values import choices, type_name, without_none
 
 COMPLETION_FLAGS = ("--complete", "--print-completion", "--install-completion")
@@ -284,7 +284,8 @@ def _option_candidates(command: Command, config_type: Any) -> Iterable[tuple[str
         for name, option in options.items():
             skipped = {"hidden", "without_effect", "positional"} & option.metadata.keys()
             if (name in common) == wanted and not skipped:
-                text = textwrap.shorten(docs.get(name, ""), _MAX_TEXT, placeholder="…")
+                doc = name_flags(docs.get(name, ""), name, options)
+                text = textwrap.shorten(doc, _MAX_TEXT, placeholder="…")
                 yield "--" + name.replace("_", "-"), text
                 for alias in option.metadata.get("aliases", ()):
                     if alias in SHOWN_ALIASES:

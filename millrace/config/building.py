@@ -63,8 +63,11 @@ def flat_options(config_type: Any) -> dict[str, Option]:
                 name: option._replace(section=field.name, default=getattr(section, name))
                 for name, option in flat_options(hints[field.name]).items()
             }
-        duplicates = sorted(added.keys() & options)
-        assert not duplicates, f"{config_type.__name__} has duplicate options {duplicates}"
+        if duplicates := sorted(added.keys() & options):
+            raise ConfigurationError(
+                f"{config_type.__name__} has two options {duplicates[0]}, one of them in "
+                f"{field.name}: rename yours."
+            )
         options |= added
     return options
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import linecache
+import re
 import shutil
 import textwrap
 import typing
@@ -117,7 +118,8 @@ def format_help(
     ]
     for title, section in group_options(config_type).items():
         for name, option in section.items():
-            entries = _describe(name, option, docs.get(name, ""), full, texts)
+            doc = name_flags(docs.get(name, ""), name, options)
+            entries = _describe(name, option, doc, full, texts)
             if name in shown and positional_name(name, option):
                 arguments += entries
             elif name in shown:
@@ -136,6 +138,22 @@ def format_help(
         )
         lines += ["", f"--help-all shows all {total + len(flags)} options."]
     return "\n".join(lines) + "\n"
+
+
+def name_flags(text: str, name: str, options: Mapping[str, Option]) -> str:
+    """Return the text on an option with other options as flags: ``--num-epochs``.
+
+    Keys of a dictionary and choices, which may have the names of options, stay.
+    """
+    hint = options[name].hint
+    if typing.get_origin(without_none(hint)) is dict:
+        return text
+    known = options.keys() - {name, *choices(hint)}
+    return re.sub(
+        r"(?<![\w./-])[a-z]\w*_\w+(?![\w/])",
+        lambda word: flag(word[0]) if word[0] in known else word[0],
+        text,
+    )
 
 
 def _wrap_paragraphs(text: str) -> list[str]:

@@ -36,12 +36,14 @@ def record_spelling(
 def as_typed(text: str) -> str:
     """Return a message with the options that it names as they were typed.
 
-    A name of one word could be an ordinary word, so only its flag is replaced. A name in a
-    path is none.
+    A name of one word could be an ordinary word, so besides its flag it is replaced only at
+    the start: "seed must be". A name in a path is none.
     """
     for name, typed in _typed.items():
         pattern = f"--{name.replace('_', '-')}"
         if "_" in name:
             pattern += f"|{name}"
+        else:
+            pattern += rf"|(?:^|(?<=: )){name}(?= (?:must|was|is) )"
         text = re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w/-]|\.\w)", typed, text)
     return text

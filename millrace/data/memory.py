@@ -69,7 +69,8 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
             f"{name} cannot be converted to an array: {error}"
         ) from None
     if array.dtype == object or array.ndim == 0:
-        raise ConfigurationError(f"{name} must be an array, got {type(value).__name__}.")
+        found = "one of objects" if array.ndim else type(value).__name__
+        raise ConfigurationError(f"{name} must be an array, got {found}.")
     return array
 
 
@@ -79,14 +80,16 @@ def as_images(name: str, value: Any) -> np.ndarray:
     if images.ndim == 3:
         images = images[..., None]
     shape = images.shape
-    if images.ndim != 4 or not len(images):
+    if 0 in shape:
+        raise ConfigurationError(f"{name} must not be empty, got the shape {shape}.")
+    if images.ndim != 4:
         raise ConfigurationError(
             f"{name} must have the shape (images, height, width, channels) or (images, "
             f"height, width), got {shape}."
         )
     if shape[1] in (1, 3) and shape[3] > 4:
         raise ConfigurationError(
-            f"{name} has the shape {shape}, with channels first: pass "
+            f"{name} have the shape {shape}, with channels first: pass "
             "images.transpose(0, 2, 3, 1)."
         )
     if images.dtype == np.uint8:
@@ -95,5 +98,5 @@ def as_images(name: str, value: Any) -> np.ndarray:
         raise ConfigurationError(f"{name} must be numbers, got {images.dtype}.")
     images = images.astype(np.float32)
     if not np.isfinite(images).all():
-        raise ConfigurationError(f"{name} has values that are not finite.")
+        raise ConfigurationError(f"{name} must be finite, but some are NaN or inf.")
     return images

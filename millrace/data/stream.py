@@ -52,6 +52,11 @@ class Stream:
         transform: Transform | None = None,
         annotate: Annotate | None = None,
     ) -> None:
+        if isinstance(source, tuple | list | Mapping | np.ndarray):
+            raise TypeError(
+                "A stream needs a source, such as mr.ArraySource({'x': ..., 'y': ...}), "
+                f"got {type(source).__name__}."
+            )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         whole = len(source) // batch_size

@@ -18,7 +18,8 @@ FILES = {
 }
 """What the files of an exported model hold, by ending."""
 
-_LIBRARY = "library_name: millrace"
+_TAG = "\n- millrace\n"
+"""In the header of every card of ours, whatever the library that loads the folder."""
 
 
 def format_header(
@@ -79,7 +80,10 @@ def format_own_card(name: str, metrics: Mapping[str, Any], files: Collection[Pat
 
 def may_replace(path: Path) -> bool:
     """Whether a card was written here, or there is none yet."""
-    return not path.exists() or _LIBRARY in path.read_text(errors="replace")[:200]
+    if not path.exists():
+        return True
+    header, end, _ = path.read_text(errors="replace").partition("\n---\n")
+    return _TAG in header + end
 
 
 def _words(name: str) -> str:

@@ -97,12 +97,18 @@ def export(
     metadata = {name: json.dumps(value) for name, value in (config or {}).items()}
     folder = Path(folder)
     files = write_model(folder, Model(arrays, program, config or {}, metadata), chosen)
-    if may_replace(card := folder / CARD):
-        with writing(card):
-            text = format_own_card(folder.resolve().name, metrics or {}, files)
-            write_atomically(card, text)
-        files.append(card)
-    return files
+    text = format_own_card(folder.resolve().name, metrics or {}, files)
+    return [*files, *write_card(folder, text)]
+
+
+def write_card(folder: Path, text: str) -> list[Path]:
+    """Write the model card and return its path, or nothing if there is one of others."""
+    card = folder / CARD
+    if not may_replace(card):
+        return []
+    with writing(card):
+        write_atomically(card, text)
+    return [card]
 
 
 def write_model(folder: Path, model: Model, formats: Iterable[str]) -> list[Path]:

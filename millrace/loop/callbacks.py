@@ -79,6 +79,8 @@ class Callbacks:
 
 def check_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     """Return callbacks as a list; raise if one is something else."""
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(f"callbacks must be a list, got {callbacks!r}.")
     listed = list(callbacks)
     for callback in listed:
         if not isinstance(callback, Callback):

@@ -4,8 +4,10 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from millrace.checkpoint.store import Checkpoints
 from millrace.distributed import coordination
@@ -535,8 +537,19 @@ class Runner:
         return round(update / self._schedule.updates_per_epoch, 6)
 
 
-def _with_prefix(metrics: dict[str, float]) -> dict[str, float]:
-    return {_VALIDATION + name: value for name, value in metrics.items()}
+def _with_prefix(metrics: Any) -> dict[str, float]:
+    """Return the metrics of a validation, which may be arrays, as numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"A validation must return a dict of metrics, got {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        if np.ndim(value):
+            raise TypeError(
+                f"The metric {name} of a validation must be a number, got the shape "
+                f"{np.shape(value)}."
+            )
+    return {_VALIDATION + name: np.asarray(v).item() for name, v in metrics.items()}
 
 
 def _is_validation(name: str) -> bool:

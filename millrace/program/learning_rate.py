@@ -87,14 +87,13 @@ class _Units(NamedTuple):
         return per_sample * self.global_batch_size * self.factor
 
     def decay_updates(self, params: Mapping[str, Any]) -> int:
-        """Return the number of updates over which the learning rate decays."""
-        epochs = _number(params, "epochs_to_total_decay")
-        if (updates := int(epochs * self.updates_per_epoch)) < 1:
+        """Return the number of updates over which the learning rate decays: at least 1."""
+        if (epochs := _number(params, "epochs_to_total_decay")) == 0:
             raise ConfigurationError(
-                f"{_PARAMS}: epochs_to_total_decay must be at least one update; got "
-                f"{epochs} epochs of {self.updates_per_epoch} updates."
+                f"{_PARAMS}: epochs_to_total_decay must be more than 0, got 0."
             )
-        return updates
+        # The rest of a run of few updates after its warmup may be less than one.
+        return max(1, int(epochs * self.updates_per_epoch))
 
 
 def _const(params: Mapping[str, Any], units: _Units) -> _Rate:

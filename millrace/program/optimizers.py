@@ -56,8 +56,8 @@ def build_optimizer(
     - adam, adamw, lamb: optionally ``b1``, ``b2`` and ``epsilon``, as in optax.
     - lion: optionally ``b1`` and ``b2``.
     - muon: optionally ``momentum``, ``b1``, ``b2`` and ``epsilon``; see `_muon`.
-    - muon_sgd: ``momentum``, ``sgd_momentum`` and ``sgd_factor``, and optionally
-      ``iterations`` and ``epsilon``; see `_muon_sgd`.
+    - muon_sgd: optionally ``momentum``, ``sgd_momentum``, ``sgd_factor``, ``iterations``
+      and ``epsilon``; see `_muon_sgd`.
 
     If an optimizer's update is ``-lr O(g)``, L2 regularization makes it ``-lr O(g + l2 w)``
     and weight decay ``-lr (O(g) + decay w)``; lamb scales the whole. A momentum of 0 keeps
@@ -329,12 +329,12 @@ def _muon_sgd(settings: _Settings) -> optax.GradientTransformation:
     those of Newton and Schulz in Muon, 5 by default.
     """
     rate = settings.learning_rate
-    factor = settings.number("sgd_factor")
+    factor = settings.number("sgd_factor", 2.0)
     decay = settings.weight_decay
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             ns_steps=int(settings.number("iterations", 5, at_least=1)),
-            beta=settings.number("momentum", below=1.0),
+            beta=settings.number("momentum", 0.6, below=1.0),
             eps=_epsilon(settings, 1e-8),
             weight_dimension_numbers=lambda updates: jax.tree.map(_as_matrix, updates),
         ),
@@ -342,7 +342,7 @@ def _muon_sgd(settings: _Settings) -> optax.GradientTransformation:
         optax.stateless(_keep_norms),
     )
     sgd = optax.chain(
-        optax.trace(settings.number("sgd_momentum", below=1.0), nesterov=True),
+        optax.trace(settings.number("sgd_momentum", 0.9, below=1.0), nesterov=True),
         optax.add_decayed_weights(decay, settings.mask),
         optax.scale_by_learning_rate(lambda count: factor * rate(count)),
     )
@@ -395,8 +395,8 @@ _KINDS = {
     "muon": _Kind(_muon, (), ("momentum", *_MOMENTS), decays=True),
     "muon_sgd": _Kind(
         _muon_sgd,
-        ("momentum", "sgd_momentum", "sgd_factor"),
-        ("iterations", "epsilon"),
+        (),
+        ("momentum", "sgd_momentum", "sgd_factor", "iterations", "epsilon"),
         decays=True,
     ),
 }

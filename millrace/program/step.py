@@ -312,6 +312,8 @@ def unpack_loss_output(returned: Any) -> tuple[Float32[Array, ""], Any, Any]:
             f"loss_fn must return a scalar loss, got shape {shape}. Take the mean over "
             "the batch."
         )
+    if not jnp.issubdtype(kind := jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"loss_fn must return a float loss, got {kind}.")
     return jnp.asarray(loss, jnp.float32), model_state, info
 
 

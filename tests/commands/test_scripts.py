@@ -261,6 +261,8 @@ def test_messages_have_the_spelling_that_was_typed(capsys, tmp_path):
     assert "--num-replicas must be at least 1" in capsys.readouterr().err
     assert call("cnn", "train", "--num_replicas", "0") == 2
     assert "--num_replicas must be at least 1" in capsys.readouterr().err
+    assert call("cnn", "train", "--seed", "-1") == 2  # a name of one word
+    assert "millrace: --seed must be between" in capsys.readouterr().err
     assert call("train.py", "--stochastic-rounding", "--precision", "32.32") == 2
     assert "--stochastic-rounding" in capsys.readouterr().err
     file = "data/training_data_file"

@@ -80,6 +80,12 @@ def test_impossible_sizes_are_rejected(arguments, message):
         Stream(source(), **arguments)
 
 
+@pytest.mark.parametrize("data", [(np.ones(8),), {"x": np.ones(8)}, np.ones(8)])
+def test_plain_arrays_are_no_source(data):
+    with pytest.raises(TypeError, match=r"needs a source, such as mr\.ArraySource"):
+        Stream(data, 2)
+
+
 @pytest.mark.parametrize(("count", "size"), [(23, 4), (24, 4), (3, 8), (1, 1)])
 def test_evaluation_sees_every_sample_once_and_marks_padding(count, size):
     seen = []

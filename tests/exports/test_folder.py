@@ -15,7 +15,7 @@ import pytest
 import millrace as mr
 from millrace.config import ConfigurationError
 from millrace.data.safetensors import read_metadata, read_safetensors
-from millrace.exports.card import format_metrics
+from millrace.exports.card import format_header, format_metrics, may_replace
 from millrace.exports.folder import name_arrays
 from millrace.nn.convolution import conv2d, portable_convolutions
 
@@ -71,6 +71,14 @@ def test_the_card_has_the_metrics_and_one_of_others_stays(tmp_path):
     path.write_text("# My own text\n")
     assert path not in mr.export(tmp_path / "mine", PARAMS)
     assert path.read_text() == "# My own text\n"
+
+
+def test_a_card_for_another_library_is_known_as_ours(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(format_header("mine", {"rmse": 1.0}, library="timm", tags=["a"]) + "\n")
+    assert may_replace(path)
+    path.write_text("---\nlibrary_name: timm\n---\n- millrace\n")
+    assert not may_replace(path)
 
 
 def test_metrics_that_are_not_finite_are_in_the_card_as_well():

@@ -145,6 +145,8 @@ def test_only_the_first_process_calls_callbacks(tmp_path, monkeypatch):
 def test_something_else_than_a_callback_is_an_error():
     with pytest.raises(ConfigurationError, match=r"subclasses of mr\.Callback, got 3"):
         call_command("cnn train", {}, lambda path: None, callbacks=[3])
+    with pytest.raises(ConfigurationError, match="must be a list, got 3"):
+        mr.cnn.train(callbacks=3)
 
 
 def test_a_callback_of_the_cnn_is_closed_after_its_error_which_shows_its_line(

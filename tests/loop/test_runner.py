@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runner import batches, make_runner
@@ -117,6 +118,32 @@ def test_the_best_checkpoint_is_the_best_of_those_that_were_validated(tmp_path):
     checkpoints.close()
     # Validated after 4, 8 and 12, saved after 6 and 12: the score 0.5 is not of update 6.
     assert checkpoints.best().name == "update-000000012"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [(None, "a dict of metrics, got NoneType"), ({"a": [1]}, r"a of .* the shape \(1,\)")],
+)
+def test_a_validation_that_returns_no_metrics_is_an_error(tmp_path, metrics, message):
+    runner, state, _, checkpoints = make_runner(
+        tmp_path / "r", batches(range(12)), validate=lambda state: metrics, validations=3
+    )
+    with pytest.raises(TypeError, match=message):
+        runner.run(state)
+    checkpoints.close()
+
+
+def test_metrics_of_a_validation_may_be_arrays(tmp_path):
+    runner, state, directory, checkpoints = make_runner(
+        tmp_path / "r",
+        batches(range(12)),
+        validate=lambda state: {"a": jnp.float32(0.5), "b": np.array(2), "c": 3},
+        validations=3,
+    )
+    runner.run(state)
+    checkpoints.close()
+    event = directory.read_metrics()[-1]
+    assert [event[f"validation_{name}"] for name in "abc"] == [0.5, 2, 3]
 
 
 def test_a_best_metric_that_does_not_exist_is_an_error_at_the_first_validation(tmp_path):

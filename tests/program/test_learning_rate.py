@@ -316,7 +316,7 @@ def test_missing_and_unknown_keys_are_errors_that_list_the_keys():
         ("const", "initial_learning_rate", True, "number of at least 0, got True."),
         ("const", "initial_learning_rate", math.nan, "number of at least 0, got nan."),
         ("polynomial", "power", -1, "must be a number of at least 0, got -1."),
-        ("cosine", "epochs_to_total_decay", 0.1, "got 0.1 epochs of 7 updates."),
+        ("cosine", "epochs_to_total_decay", 0, "must be more than 0, got 0."),
         ("exponential", "num_decays", 1.5, "must be a whole number, got 1.5."),
     ],
 )
@@ -324,6 +324,13 @@ def test_an_invalid_value_is_an_error(name, key, value, message):
     with pytest.raises(ConfigurationError, match=re.escape(message)) as raised:
         make(name, RECIPES[name] | {key: value})
     assert str(raised.value).startswith(f"--lr-schedule-params: {key} must ")
+
+
+def test_a_decay_takes_at_least_one_update():
+    for name in ("cosine", "polynomial", "exponential"):
+        rate = make(name, RECIPES[name] | {"epochs_to_total_decay": 0.1})
+        shortest = make(name, RECIPES[name] | {"epochs_to_total_decay": 1 / PER_EPOCH})
+        np.testing.assert_array_equal(evaluate(rate), evaluate(shortest))
 
 
 def test_a_negative_warm_up_is_an_error():

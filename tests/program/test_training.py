@@ -172,6 +172,7 @@ def test_an_element_of_the_wrong_size_is_an_error_with_both_sizes():
             "loss_fn must return (loss, (model_state, info))",
         ),
         (lambda p, c, b, k: (b["x"].mean(), {}), "must return (loss, (model_state, info))"),
+        (lambda p, c, b, k: (3, (c, {})), "must return a float loss, got int"),
         (lambda p, c, b, k: (b["x"].mean(1), (c, {})), "got shape (32,). Take the mean"),
         (lambda p, c, b, k: (b["x"].mean(), ({}, {})), "model state of the structure"),
         (

@@ -15,13 +15,13 @@ from millrace.data.ratings.matrix import ALMOST_ZERO
 from millrace.durable import write_atomically
 from millrace.exports.card import format_header, format_metrics
 from millrace.exports.folder import (
-    CARD,
     WEIGHTS_ONLY,
     Model,
     Program,
     check_format,
     name_arrays,
     select_metrics,
+    write_card,
     write_model,
 )
 from millrace.run.saved import find_run
@@ -51,9 +51,8 @@ def export(config: ExportConfig) -> None:
         ids = recommender.files.column_ids.tolist()
         write_atomically(folder / _COLUMN_IDS, json.dumps(ids) + "\n")
         files.append(folder / _COLUMN_IDS)
-        endings = {file.suffix for file in files}
-        write_atomically(folder / CARD, format_card(facts, endings))
-    for file in (*files, folder / CARD):
+    endings = {file.suffix for file in files}
+    for file in (*files, *write_card(folder, format_card(facts, endings))):
         print(publish(file))
 
 

@@ -71,9 +71,10 @@ def _as_labels(name: str, value: Any) -> np.ndarray:
             "labels, pass labels.argmax(1)."
         )
     if labels.ndim != 1 or labels.dtype.kind not in "iuUS":
+        hint = " Pass labels.astype(int)." if labels.dtype.kind in "bf" else ""
         raise ConfigurationError(
             f"{name} must be class numbers or names, one per image; got {labels.dtype} of "
-            f"shape {labels.shape}."
+            f"shape {labels.shape}.{hint}"
         )
     if labels.dtype.kind == "S":
         return labels.astype(str)

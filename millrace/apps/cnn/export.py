@@ -15,16 +15,14 @@ from millrace.apps.cnn.models.pretrained import to_published
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.apps.cnn.predictor import TrainedCnn, load_trained
 from millrace.checkpoint.manifest import read_manifest
-from millrace.config import writing
 from millrace.data.decoding import SHORT_SIDE_RATIO
-from millrace.durable import write_atomically
 from millrace.exports.folder import (
-    CARD,
     Model,
     Program,
     check_format,
     name_arrays,
     select_metrics,
+    write_card,
     write_model,
 )
 from millrace.run.saved import find_run
@@ -50,10 +48,7 @@ def write_folder(
 ) -> list[Path]:
     """Write all files of an exported model; return their paths."""
     files = write_model(folder, build_export(trained, facts, config.names), config.format)
-    card = folder / CARD
-    with writing(card):
-        write_atomically(card, format_card(trained.config, facts, files))
-    return [*files, card]
+    return [*files, *write_card(folder, format_card(trained.config, facts, files))]
 
 
 def build_export(trained: TrainedCnn, facts: dict[str, Any], names: str) -> Model:

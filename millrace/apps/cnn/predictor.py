@@ -82,12 +82,14 @@ class TrainedCnn(NamedTuple):
 
     def predict_files(self, paths: Iterable[Path | str]) -> tuple[list[str], np.ndarray]:
         """Do the same for image files, cropped and scaled as in validation."""
+        if isinstance(paths, str | Path):
+            raise ValueError(f"paths must be a list of files, got {str(paths)!r}.")
         found = []
         for file in self.classify_files(paths):
             if file.probabilities is None:
                 raise ValueError(file.error)
             found.append(file.probabilities)
-        probabilities = np.stack(found)
+        probabilities = np.array(found).reshape(-1, len(self.classes))
         return [self.classes[n] for n in probabilities.argmax(1)], probabilities.max(1)
 
     def classify_files(

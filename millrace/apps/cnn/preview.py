@@ -13,9 +13,11 @@ from millrace.apps.cnn.data import ImageData
 from millrace.apps.cnn.mistakes import class_names
 from millrace.apps.cnn.models.spec import has_small_images
 from millrace.apps.cnn.program import build_inputs
+from millrace.config import writing
 from millrace.data.catalog import CATALOG
 from millrace.data.decoding import NUM_DRAWS
 from millrace.data.image_source import ImageSource
+from millrace.durable import replacing
 from millrace.program.compiling import jit
 from millrace.report.sections import Gallery, encode_png, save_section
 from millrace.run.run import Run
@@ -144,7 +146,7 @@ def _save_grid(
     pixels: np.ndarray,  # (columns, rows, height, width, channels)
     path: Path,
 ) -> None:
-    """Write images as one PNG, with white gaps; large ones are scaled down."""
+    """Write images as one file, with white gaps; large ones are scaled down."""
     from PIL import Image
 
     columns, rows, height, width, channels = pixels.shape
@@ -159,4 +161,6 @@ def _save_grid(
             image = pixels[column, row]
             shown = Image.fromarray(image[..., 0] if channels == 1 else image)
             grid.paste(shown.resize(size), (column * step[0], row * step[1]))
-    grid.save(path)
+    kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
+    with writing(path), replacing(path, binary=True) as file:
+        grid.save(file, kind)

@@ -60,6 +60,13 @@ def test_weights_item_ids_and_biases_are_written(run, capsys):
     assert "| validation rmse |" in (folder / "README.md").read_text()
 
 
+def test_a_card_of_others_stays(run, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("mine")
+    mr.autoencoder.export(run, output=tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "README.md" not in capsys.readouterr().out
+
+
 def test_the_program_predicts_what_the_recommender_does(run, tmp_path):
     pytest.importorskip("flatbuffers")
     from jax import export

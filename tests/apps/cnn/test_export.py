@@ -73,6 +73,13 @@ def test_the_folder_describes_the_model(run, capsys):
     assert facts["id2label"]["3"] == "3" and facts["label2id"]["3"] == 3
 
 
+def test_a_card_of_others_stays(run, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("mine")
+    mr.cnn.export(run, output=tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "README.md" not in capsys.readouterr().out
+
+
 def test_a_program_runs_by_the_code_of_the_card_without_millrace(run, images, tmp_path):
     pytest.importorskip("flatbuffers")
     mr.cnn.export(run, output=tmp_path, format=["stablehlo"])

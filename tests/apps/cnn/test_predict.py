@@ -142,6 +142,10 @@ def test_an_unreadable_file_is_an_error_in_python(folder):
     model = mr.cnn.load(folder / "run")
     with pytest.raises(ValueError, match=r"broken\.jpg cannot be read"):
         model.predict_files([folder / "data" / "broken.jpg"])
+    with pytest.raises(ValueError, match=r"must be a list of files, got 'a\.jpg'"):
+        model.predict_files("a.jpg")
+    names, probabilities = model.predict_files([])
+    assert names == [] and probabilities.shape == (0,)
 
 
 def test_images_in_files_equal_those_of_the_dataset(tmp_path):

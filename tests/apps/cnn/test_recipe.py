@@ -3,7 +3,9 @@
 import json
 import shlex
 from pathlib import Path
+from typing import get_args
 
+import optax
 import pytest
 import yaml
 from image_files import write_folders
@@ -11,6 +13,7 @@ from seed_lines import SEED_LINES
 
 from millrace import cnn
 from millrace.apps.cnn.config import CnnConfig, recipe
+from millrace.apps.cnn.config.training import OptimizerName
 from millrace.apps.cnn.program import build_learning_rate
 from millrace.apps.cnn.train import plan_events
 from millrace.commands.registry import COMMANDS
@@ -22,6 +25,7 @@ from millrace.config import (
     plain_defaults,
     replace_options,
 )
+from millrace.program.optimizers import build_optimizer
 
 NAMED = COMMANDS["cnn train"].named_configs_path()
 RESOLVED = Path(__file__).parents[2] / "seed_configs.json"
@@ -74,6 +78,9 @@ def test_graphcores_commands_and_named_configurations_mean_what_they_meant(machi
         ("--precision 16.16", "graphcore"),
         ("--half-partials --recipe modern", "modern"),
         ("--recipe graphcore", "graphcore"),
+        ("--optimizer lars", "modern"),
+        ("--model resnet --optimizer rmsprop --dataset cifar10", "graphcore"),
+        ("--optimizer lars --optimizer-params '{momentum: 0}'", "graphcore"),
     ],
 )
 def test_the_recipe_is_modern_unless_an_option_is_graphcores(words, name):
@@ -125,6 +132,20 @@ def test_options_that_are_given_win_over_the_recipe():
     assert (config.recipe.lr_schedule_params, config.recipe.lr_warmup_params) == ({}, None)
     assert (config.recipe.label_smoothing, config.recipe.learning_rate) == (0, 0.0002)
     assert config.workflow.validation_micro_batch_size == 7
+
+
+@pytest.mark.parametrize("recipe_name", ["auto", "modern", "graphcore"])
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_every_optimizer_needs_nothing_but_its_name(name, recipe_name):
+    for more in ("", " --momentum 0.8 --weight-decay 0.1"):
+        config = parsed(f"--optimizer {name} --recipe {recipe_name}{more}")
+        build_optimizer(
+            config.recipe.optimizer,
+            config.recipe.optimizer_params,
+            learning_rate=optax.constant_schedule(0.1),
+            global_batch_size=32,
+        )
+    assert 0.8 in config.recipe.optimizer_params.values()
 
 
 def test_images_in_folders_get_a_batch_that_suits_their_number(tmp_path, machine):

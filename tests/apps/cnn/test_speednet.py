@@ -72,7 +72,10 @@ def test_images_that_do_not_fit_are_an_error_that_says_so(monkeypatch):
             {"resident_data": True, "synthetic_data": "device", **ON_DEVICE},
             "not both: synthetic images",
         ),
-        (FLIPS, "alternating_flip mirrors images on the device"),
+        (
+            {**FLIPS, "accelerator_side_preprocess": False},
+            "alternating_flip mirrors images on the device",
+        ),
         ({"alternating_flip": True, **ON_DEVICE}, "off for digits .*: give flip as well"),
         ({"alternating_flip": True, "flip": False}, "but flip is off"),
         ({"crop_reflect": True}, "crop_reflect is for random crops, which are off"),

@@ -229,6 +229,7 @@ def expand_augmentation(values: dict[str, Any]) -> None:
     """Send bytes to the device if it has to change pixels; options given are kept."""
     changes = values.get("augment") in ("randaugment", "trivialaugment")
     changes |= (values.get("color_jitter") or 0) > 0
+    changes |= bool(values.get("alternating_flip"))
     if changes and has_small_images(values.get("dataset")):
         values.setdefault("accelerator_side_preprocess", True)
         if values["accelerator_side_preprocess"]:

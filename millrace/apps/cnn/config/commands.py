@@ -315,7 +315,8 @@ class ExportConfig:
     """Write a trained model to a folder, for use without millrace.
 
     The folder gets config.json (classes, image size, normalization), README.md (a model
-    card with the metrics and the code that loads the model), and in each format:
+    card with the metrics and the code that loads the model; one of your own stays), and
+    in each format:
 
     safetensors: model.safetensors, the weights as float32. The families resnet, resnext
     and efficientnet have the names and shapes of torchvision, which cnn train --pretrained
@@ -358,7 +359,7 @@ class ShowAugmentationConfig:
     """
 
     output: Path = field(default=Path("augmentation.png"), metadata={"aliases": ("-o",)})
-    """PNG file to write."""
+    """File to write: PNG, or JPEG or WebP by its ending."""
     num_images: int = 4
     """Images, one per row."""
     num_versions: int = 8

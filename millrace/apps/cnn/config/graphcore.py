@@ -250,6 +250,7 @@ _EPOCHS = {True: {True: 300, False: 350}, False: {True: 160, False: 100}}
 """By whether it is EfficientNet, and whether images are small."""
 _RMSPROP = {"base_decay_exponent": -14, "epsilon": 0.001, "initial_accumulator": 1.0}
 _LARS = {"eeta": 0.001, "epsilon": 0}
+_FAMILY_DECAY = 1e-4
 _STEPS = {True: (0.5, 0.75), False: (0.3, 0.6, 0.8, 0.9)}
 """Fractions of the run at which the learning rate drops, by whether images are small."""
 
@@ -260,11 +261,21 @@ def default_recipe(values: Values) -> Values:
     is_family = values.get("model_name") in FAMILIES
     if is_family:
         values = _family_defaults(values) | values
+    values.setdefault("optimizer_params", default_params(values.get("optimizer")))
     set_momentum(values)
     has_rate = values.get("learning_rate") is not None
     if not has_rate and (is_family or values.get("base_learning_rate") is not None):
         _set_learning_rate(values, is_family)
     return values
+
+
+def default_params(optimizer: str | None, decay: float = _FAMILY_DECAY) -> dict[str, Any]:
+    """Return the parameters of an optimizer; those of Adam and the like are optional."""
+    if optimizer == "rmsprop":
+        return {"momentum": 0.9, **_RMSPROP}
+    if optimizer == "lars":
+        return {"momentum": 0.9, "weight_decay": decay, **_LARS}
+    return {"momentum": 0}
 
 
 def set_momentum(values: Values) -> None:
@@ -280,18 +291,13 @@ def set_momentum(values: Values) -> None:
 def _family_defaults(values: Values) -> Values:
     small, efficientnet = _is_small(values), values["model_name"] == _EFFICIENTNET
     optimizer = values.get("optimizer", "sgd")
-    decay = 1e-6 if small else (1e-5 if efficientnet else 1e-4)
-    params = {
-        "sgd": {"momentum": 0},
-        "rmsprop": {"momentum": 0.9, **_RMSPROP},
-        "lars": {"momentum": 0.9, "weight_decay": decay, **_LARS},
-    }
+    decay = 1e-6 if small else (1e-5 if efficientnet else _FAMILY_DECAY)
     decays_elsewhere = optimizer == "lars" or "weight_decay" in values
     return {
         "norm_layer": default_norm(values),
         "num_epochs": _EPOCHS[efficientnet][small],
         "logs_per_epoch": _LOGS_PER_EPOCH,
-        "optimizer_params": params.get(optimizer, {}),
+        "optimizer_params": default_params(optimizer, decay),
         "l2_regularization": 0.0 if decays_elsewhere else decay,
         "decay_kernels_only": True,
         "lr_schedule": "stepped",

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from millrace.apps.cnn.config.graphcore import (
     GraphcoreTrainingOptions,
     Values,
+    default_params,
     default_recipe,
     expand_shorthands,
     global_batch_size,
     schedule_params,
     set_momentum,
 )
-from millrace.apps.cnn.models.spec import has_small_images
+from millrace.apps.cnn.models.spec import FAMILIES, has_small_images
 from millrace.config import ConfigurationError, flag
 from millrace.data.layouts import count_images
 from millrace.distributed.hardware import uses_gpu
@@ -36,7 +37,6 @@ _GRAPHCORE_ONLY = (
 """Options that nobody gives who does not know Graphcore's applications."""
 _GRAPHCORE_VALUES = {
     "precision": ("16.16",),
-    "optimizer": ("lars", "rmsprop"),
     "dataset": ("gc-imagenet",),
 }
 """Values of other options of which the same is true."""
@@ -50,6 +50,10 @@ def find_graphcore_option(values: Values) -> str | None:
     for name, known in _GRAPHCORE_VALUES.items():
         if values.get(name) in known:
             return f"{flag(name)} {values[name]}"
+    if (name := values.get("optimizer")) in ("lars", "rmsprop") and (
+        "optimizer_params" in values or values.get("model_name") in FAMILIES
+    ):
+        return f"--optimizer {name}"
     return None
 
 
@@ -143,6 +147,8 @@ _ADAPTIVE = {
     "lion": (1e-4, 0.5),
     "muon": (2e-3, 0.05),
     "muon_sgd": (0.09, 0.0),
+    "lars": (10.0, 0.0),
+    "rmsprop": (0.03, 0.0),
 }
 _ADAPTIVE_BATCH = 256
 
@@ -251,6 +257,9 @@ def _optimizer(values: Values, known: _Dataset) -> Values:
     name = values.get("optimizer")
     decays = {"weight_decay", "l2_regularization"} & set(values)
     settings: Values = {"decay_kernels_only": True}
+    if name in ("lars", "rmsprop"):
+        decay = {"decay": 0.0} if decays else {}
+        settings["optimizer_params"] = default_params(name, **decay)
     if name in _ADAPTIVE:
         _, decay = _ADAPTIVE[name]
         return settings if decays else settings | {"weight_decay": decay}

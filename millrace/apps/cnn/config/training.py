@@ -39,10 +39,10 @@ class RecipeOptions:
     muon (adamw for biases and norms), muon_sgd (sgd for them), lars or rmsprop."""
     optimizer_params: dict[str, Any] = field(default_factory=lambda: {"momentum": 0})
     """Optimizer parameters: momentum and nesterov of sgd; b1, b2 and epsilon of adam,
-    adamw, lamb, lion and muon; muon_sgd: momentum, sgd_momentum, sgd_factor (learning rate
-    of sgd, in units of learning_rate), and optionally iterations and epsilon of muon; lars:
-    momentum, weight_decay, eeta and epsilon; rmsprop: momentum, base_decay_exponent,
-    epsilon and optionally initial_accumulator."""
+    adamw, lamb, lion and muon; momentum, sgd_momentum, sgd_factor (learning rate of sgd, in
+    units of learning_rate), iterations and epsilon of muon_sgd; lars: momentum,
+    weight_decay, eeta and epsilon; rmsprop: momentum, base_decay_exponent, epsilon and
+    optionally initial_accumulator."""
     learning_rate: float | None = field(default=None, metadata={"aliases": ("--lr",)})
     """Learning rate of the optimizer at the peak of the schedule, for any batch size and
     number of replicas."""
