@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from millrace.config import ConfigurationError
 
+_KINDS = ("log", "checkpoint", "validate")
 _MAX_UPDATES = 2**31 - 1
 """The training state counts updates in an int32."""
 
@@ -100,6 +101,9 @@ def schedule_events(
         )
     if num_epochs < 1:
         raise ConfigurationError(f"num_epochs must be at least 1, got {num_epochs}.")
+    for event in (*events_per_epoch, *(first_epochs or {}), *uneven):
+        if event not in _KINDS:
+            raise ConfigurationError(f"Events are {', '.join(_KINDS)}, got {event!r}.")
     total = check_update_count(updates_per_epoch * num_epochs)
     first_epochs = {event: n for event, n in (first_epochs or {}).items() if n}
     periods: dict[str, int] = {}

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from jax import Array
 
+from millrace.config import ConfigurationError
 from millrace.plan import Plan
 from millrace.program.accumulate import ModelStateReduction
 from millrace.program.compiling import Options
@@ -48,6 +49,12 @@ def training_program(
         compiler_options: XLA options that suit the loss, by platform ("cpu", "gpu"). A
             pipeline ignores them.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigurationError(f"plan must be an mr.Plan, got {plan!r}.")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ConfigurationError(
+            f"optimizer must be one of optax, such as optax.adamw(1e-3), got {optimizer!r}."
+        )
     info = dict(extra_info or {})
     step = Step(loss_fn, optimizer, plan, model_state_reduction, info)
     if plan.num_stages > 1:

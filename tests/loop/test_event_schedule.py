@@ -275,6 +275,13 @@ def test_a_run_without_updates_is_refused(arguments, message):
         schedule_events(**arguments, events_per_epoch={"log": 1})
 
 
+@pytest.mark.parametrize("argument", ["events_per_epoch", "first_epochs"])
+def test_a_kind_of_event_that_does_not_exist_is_refused(argument):
+    arguments = {"events_per_epoch": {"log": 1}, argument: {"valdate": 1}}
+    with pytest.raises(ValueError, match="log, checkpoint, validate, got 'valdate'"):
+        schedule_events(updates_per_epoch=4, num_epochs=2, **arguments)
+
+
 # Uneven events
 
 

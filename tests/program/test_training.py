@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,18 @@ def test_an_element_of_the_wrong_size_is_an_error_with_both_sizes():
 def test_a_loss_that_returns_something_else_is_an_error_that_says_what(bad_loss, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         train_with(Plan(micro_batch_size=GLOBAL_BATCH), loss=bad_loss)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "plan", "message"),
+    [
+        ("adam", Plan(), "optimizer must be one of optax, .* got 'adam'"),
+        (optax.sgd(0.1), {"micro_batch_size": 2}, r"plan must be an mr.Plan, got \{'micro"),
+    ],
+)
+def test_arguments_of_other_kinds_are_named(optimizer: Any, plan: Any, message):
+    with pytest.raises(ConfigurationError, match=message):
+        training_program(loss_fn, optimizer, plan)
 
 
 def test_extra_info_is_reported_for_every_update():
