@@ -171,9 +171,9 @@ def test_processes_started_by_hand_with_different_options_all_exit_with_status_2
         )
         for number in range(2)
     ]
-    for process in both:
-        _, errors = process.communicate(timeout=90)
+    outputs = [process.communicate(timeout=90)[1] for process in both]
+    for process, errors in zip(both, outputs, strict=True):
         assert process.returncode == 2
-        assert "Process 1 differs from process 0: seed is 8 instead of 7." in errors
+        assert "Process 1 differs from process 0: --seed is 8 instead of 7." in errors
         assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
