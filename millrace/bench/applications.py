@@ -51,7 +51,7 @@ from millrace.program.compiling import Options
 Peer = dict[str, Any] | str
 """Settings of the same work in PyTorch, or why there is none."""
 
-_NO_MODEL = "torchvision does not have this network"
+_NO_MODEL = "there is no PyTorch version of this network"
 _TORCH_MODELS = {
     **{("resnet", n): f"resnet{n}" for n in ("18", "34", "50", "101", "152")},
     ("resnext", "50"): "resnext50_32x4d",
@@ -137,9 +137,13 @@ def _training_peer(config: CnnConfig, images: image_data.ImageData) -> Peer:
 
 
 def find_torch_model(config: CnnConfig) -> str | None:
-    """Return the torchvision name of the network, or None if torchvision lacks it."""
+    """Return the name of the network for ``torch_models``, or None if it has none."""
     size = config.size
-    if size is None or config.model.norm_layer["name"] == "group_norm":
+    if config.model.norm_layer["name"] == "group_norm":
+        return None
+    if config.resolved_model.startswith("cifar_resnet"):
+        return config.resolved_model
+    if size is None:
         return None
     # Group dim and expand ratio of the published networks.
     usual = {"resnext": (4, None), "efficientnet": (1, 6)}.get(config.resolved_model)

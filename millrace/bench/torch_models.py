@@ -101,7 +101,9 @@ def _capture(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def build_cnn(name: str, classes: int) -> Any:
-    """Return a torchvision model by name."""
+    """Return a torchvision model by name, or a residual network for CIFAR."""
+    if name.startswith("cifar_resnet"):
+        return _build_cifar_resnet(int(name.removeprefix("cifar_resnet")), classes)
     from torchvision import models
 
     if name == "resnext101_32x4d":  # torchvision has its blocks, but not this size
@@ -110,6 +112,45 @@ def build_cnn(name: str, classes: int) -> Any:
             block, [3, 4, 23, 3], num_classes=classes, groups=32, width_per_group=4
         )
     return getattr(models, name)(num_classes=classes)
+
+
+def _build_cifar_resnet(depth: int, classes: int) -> Any:
+    """Return the network of He et al. for images of 32 x 32; torchvision has none."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    def conv(channels: int, features: int, stride: int = 1) -> Any:
+        return nn.Conv2d(channels, features, 3, stride, 1, bias=False)
+
+    class Block(nn.Module):
+        def __init__(self, channels: int, features: int) -> None:
+            super().__init__()
+            self.stride = features // channels
+            self.conv1 = conv(channels, features, self.stride)
+            self.bn1 = nn.BatchNorm2d(features)
+            self.conv2, self.bn2 = conv(features, features), nn.BatchNorm2d(features)
+
+        def forward(self, x: Any) -> Any:
+            y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+            if self.stride > 1:  # every second pixel, and zeros as the other channels
+                x = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, x.shape[1]))
+            return torch.relu(y + x)
+
+    blocks, channels = [], 16
+    for features in (16, 32, 64):
+        for _ in range((depth - 2) // 6):
+            blocks.append(Block(channels, features))
+            channels = features
+    return nn.Sequential(
+        conv(3, 16),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, classes),
+    )
 
 
 def _random_images(settings: dict[str, Any]) -> tuple[Any, Any]:

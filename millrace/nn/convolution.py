@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from millrace.nn import winograd
 from millrace.nn.dense_convolution import (
     LAYOUT,
     Images,
@@ -55,6 +56,7 @@ def conv2d(
     padding: str | Pads = "SAME",
     groups: int = 1,
     as_product: bool = False,
+    transformed: winograd.Transformed | None = None,
 ) -> Outputs:
     """Convolve images with a kernel.
 
@@ -68,6 +70,7 @@ def conv2d(
             depthwise convolution.
         as_product: Compute a 1x1 convolution as a matrix product, except on CPU. XLA
             fuses a product with the operations around it, but not a convolution.
+        transformed: The kernel from ``winograd.transform_kernel``, for CPUs.
     """
     _check_operands(x, kernel, groups)
     pads = padding_pairs(x.shape[1:3], kernel.shape[:2], strides, padding)
@@ -86,6 +89,8 @@ def conv2d(
         if as_product and is_pointwise and groups == 1:
             return jnp.tensordot(x, kernel[0, 0], 1)
         return _xla_conv2d(x, kernel, strides, pads, groups)
+    if transformed is not None and strides == (1, 1) and winograd.pays_off(x, pads):
+        return winograd.winograd_conv2d(x, transformed, pads)
     # Eigen has no 16-bit convolutions; XLA would convert around every one of them.
     wide, wide_kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     if groups == 1:

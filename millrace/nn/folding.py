@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from millrace.nn import winograd
 from millrace.nn.layers import Call, Layer, Tree, layer_output, on_branch, stateless
 
 SMALL_BATCH = 32
@@ -76,6 +77,24 @@ def fold(
             folded.append(_as_product(layer) if before and fuses else layer)
         spec = following
     return folded, params, model_state
+
+
+def add_transformed(layers: Sequence[Layer], params: Tree) -> Tree:
+    """Return float32 weights, on a CPU with transformed kernels next to the others.
+
+    Whether a convolution uses one also depends on the size of its images, see ``conv2d``.
+    """
+    if jax.default_backend() != "cpu":
+        return params
+    params = dict(params)
+    for layer in layers:
+        weights = params.get(layer.name, {})
+        kernel = weights.get("kernel", np.zeros(0))
+        is_plain = layer.groups == layer.strides == 1
+        if is_plain and winograd.is_worthwhile(kernel.shape):
+            transformed = winograd.transform_kernel(np.asarray(kernel))
+            params[layer.name] = weights | {winograd.TRANSFORMED: transformed}
+    return params
 
 
 class _Convolution(NamedTuple):

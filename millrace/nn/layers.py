@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from millrace.config import ConfigurationError
-from millrace.nn import pooling
+from millrace.nn import pooling, winograd
 from millrace.nn.convolution import EmptyOutputError, check_groups, conv2d
 from millrace.nn.dense_convolution import Images, Outputs
 from millrace.nn.initializers import Init, init_tree
@@ -48,6 +48,8 @@ class Layer(NamedTuple):
     """The branches of a ``concurrent`` layer, which has nothing else."""
     groups: int = 1
     """The groups of a convolution."""
+    strides: int = 1
+    """The strides of a convolution."""
 
 
 def init_layers(layers: Sequence[Layer], key: Array, example: Any) -> tuple[Tree, Tree]:
@@ -211,11 +213,12 @@ def conv(
             padding=padding,
             groups=groups if groups % merged else merged,
             as_product=call.as_product,
+            transformed=params.get(winograd.TRANSFORMED),
         )
         y = checkpoint_name(y, KEPT)
         return y + params["bias"] if bias else y, {}
 
-    return Layer(name, init, apply, groups=groups)
+    return Layer(name, init, apply, groups=groups, strides=strides)
 
 
 def dense(name: str, features: int) -> Layer:
@@ -378,7 +381,7 @@ def on_branch(branch: str, layer: Layer) -> Layer:
         y, model_state = layer.apply(params, model_state, x[branch], call)
         return {**x, branch: y}, model_state
 
-    return Layer(layer.name, init, apply, groups=layer.groups)
+    return Layer(layer.name, init, apply, groups=layer.groups, strides=layer.strides)
 
 
 def close_residual(name: str) -> Layer:

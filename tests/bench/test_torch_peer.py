@@ -10,13 +10,15 @@ import textwrap
 import jax
 import pytest
 
-from millrace.bench import applications, session
+from millrace.apps.cnn.models.catalog import build_layers
+from millrace.bench import applications, session, torch_models
 from millrace.bench.applications import find_torch_model
 from millrace.bench.session import Session
 from millrace.bench.spec import Entry, parse_command
 from millrace.bench.torch_peer import PeerFailed, TorchPeer, TorchProcess, require_torch
 from millrace.bench.torch_process import measure_calls, warm_up
 from millrace.cli import main
+from millrace.nn.layers import init_shapes, num_parameters
 
 WORK = {"kind": "training", "model": "a", "batch": 4}
 
@@ -200,8 +202,8 @@ def compare(tmp_path, monkeypatch):
 def test_an_entry_without_a_pytorch_model_says_so(compare, capsys):
     status, entry, text = compare(GOOD)
     assert status == 0
-    assert entry["no_ratio"] == "torchvision does not have this network"
-    reason = "not compared with PyTorch: torchvision does not have this network"
+    assert entry["no_ratio"] == "there is no PyTorch version of this network"
+    reason = "not compared with PyTorch: there is no PyTorch version of this network"
     assert f"infer_b2: {reason}" in capsys.readouterr().err
     assert f"infer_b2 is {reason}." in text
 
@@ -229,6 +231,14 @@ def test_every_resnet_has_a_torchvision_model(size):
     command = f"cnn train --model resnet --model-size {size} --dataset imagenet"
     config = parse_command(Entry(name="x", command=f"{command} --batch-norm"))
     assert find_torch_model(config) == f"resnet{size}"
+
+
+@pytest.mark.parametrize("model", ["cifar_resnet8", "cifar_resnet20", "cifar_resnet56"])
+def test_residual_networks_for_cifar_have_a_pytorch_version(model):
+    command = f"cnn train --model {model} --dataset cifar10 --synthetic-data"
+    assert find_torch_model(parse_command(Entry(name="x", command=command))) == model
+    command += " --norm-layer '{name: group_norm, num_groups: 4}'"
+    assert find_torch_model(parse_command(Entry(name="x", command=command))) is None
 
 
 HERE = importlib.util.find_spec("torchvision") is not None
@@ -269,3 +279,16 @@ def test_pytorch_does_the_same_work(kind):
     assert (
         ("latency_ms" in figures) == ("latency_calls" in figures) == (kind == "inference")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [8, 20])
+def test_the_residual_network_for_cifar_has_our_number_of_parameters(depth):
+    torch = pytest.importorskip("torch")
+    name = f"cifar_resnet{depth}"
+    theirs = torch_models.build_cnn(name, 10)
+    assert theirs(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    ours = init_shapes(
+        build_layers(name, 10), jax.ShapeDtypeStruct((1, 32, 32, 3), "float32")
+    )
+    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(ours[0])
