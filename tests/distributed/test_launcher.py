@@ -143,6 +143,7 @@ def test_processes_without_signal_handlers_count_as_interrupted():
 
 
 def test_a_signal_while_processes_are_started_reaches_all_of_them(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # two processes need two GPUs
     start_one, began = Launcher._start, time.monotonic()
 
     def interrupt_after_the_first(self, number, *args):

@@ -227,7 +227,7 @@ def test_simple_models_match_numpy(rows):
 def test_a_run_without_linear_items_says_so(
     folder, objective, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setitem(baselines._MOST_ITEMS, "cpu", NUM_ITEMS - 1)
+    monkeypatch.setitem(baselines._MOST_ITEMS, jax.devices()[0].platform, NUM_ITEMS - 1)
     args = f"train --training-data-file {folder}/ratings.csv --epochs 1 "
     ended = command(capsys, f"{args}--objective {objective} --run-dir {tmp_path}/run")
     assert ended.status == 0, ended.err

@@ -319,6 +319,7 @@ def test_liked_items_are_enough_to_recommend(trained):
 
 
 def test_an_export_has_the_scores(trained, tmp_path):
+    pytest.importorskip("flatbuffers")
     mr.autoencoder.export(trained, output=tmp_path, format=["stablehlo"])
     facts = json.loads((tmp_path / "config.json").read_text())
     assert facts["objective"] == "ranking" and facts["positive_from"] == 4
