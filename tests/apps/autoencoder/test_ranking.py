@@ -339,7 +339,7 @@ def leaves_of(run):
 
 
 def test_a_resumed_run_and_batches_on_the_device_give_the_same_weights(folder, tmp_path):
-    short = "--epochs 2 --early-stopping 9"
+    short = "--epochs 2 --early-stopping 9 --deterministic"
     assert command(None, train_args(folder, f"{short} --run-dir {tmp_path}/a")).status == 0
     other = f"{short} --data-on-device True --run-dir {tmp_path}/b"
     assert command(None, train_args(folder, other)).status == 0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from autoencoder_runs import command, events_of, summary_of, write_ratings
+from plain_loop import rounding
 
 import millrace as mr
 from millrace.apps.autoencoder import search
@@ -65,6 +66,7 @@ def test_the_better_half_and_the_first_trial_continue():
 def search_args(folder, name, more=""):
     # Three trials train for two epochs, and two to the end.
     args = f"train {write_ratings(folder)}--recipe modern --search 3 --epochs 4 --quiet "
+    args += "--deterministic "
     return f"{args}--learning-rate 0.01 --steps-per-log 1 --run-dir {folder}/{name} {more}"
 
 
@@ -113,12 +115,12 @@ def test_the_run_is_like_one_that_trained_the_chosen_settings(searched, tmp_path
     assert ended.status == 0, ended.err
     alone = summary_of(tmp_path / "alone")
     assert alone["best"]["validation_rmse"] == pytest.approx(
-        summary["best"]["validation_rmse"], rel=1e-5
+        summary["best"]["validation_rmse"], rel=10 * rounding()
     )
     found, expected = (mr.autoencoder.load(f) for f in (searched, tmp_path / "alone"))
     trees = map(jax.tree.leaves, (found.params, expected.params))
     for ours, theirs in zip(*trees, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=10 * rounding())
 
 
 def history(folder):

@@ -34,6 +34,7 @@ def trained_weights(directory, **options):
     """Train on the digits for two epochs that end within a chunk; return the weights."""
     settings = {
         **{"run_dir": directory, "quiet": True, "validation": False},
+        "deterministic": True,
         **{"micro_batch_size": 32, "num_epochs": 2, "optimizer_params": {"momentum": 0.9}},
         **{"learning_rate": 0.05, "ckpts_per_epoch": 0, "weight_updates_per_epoch": 7},
     }
