@@ -272,6 +272,8 @@ def with_speed(number: str, seed: str, line: str):
     """Return the parameters of a test that is slow for most lines."""
     is_quick = any(re.match(pattern, line) for pattern in QUICK)
     marks = [] if is_quick else [pytest.mark.slow]
+    if re.search("--pipeline-split|_pipeline", line) and not line.startswith("poprun"):
+        marks.append(pytest.mark.devices(4))  # for poprun, the launcher creates them
     return pytest.param(seed, line, id=number, marks=marks)
 
 
