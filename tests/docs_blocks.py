@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CONTINUES = re.compile(r"# After .*\babove\b")
 _RARE = re.compile(r"  input_wait [\d.]+")
-_OPTIONAL = re.compile(r"^import (datasets|tensorflow|torch)\b", re.MULTILINE)
+_OPTIONAL = re.compile(r"^import (datasets|grain|tensorflow|torch)\b", re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?|\b(?:nan|inf)\b")
 
 
@@ -54,7 +54,7 @@ def split_commands(block: Block) -> list[tuple[str, list[str]]]:
 
 def user_environment() -> dict[str, str]:
     """Return the environment of a user: one CPU device, no colors."""
-    removed = ("XLA_FLAGS", "MILLRACE_DATA", "COLUMNS")
+    removed = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "MILLRACE_DATA", "COLUMNS")
     inherited = {k: v for k, v in os.environ.items() if k not in removed}
     return inherited | {"JAX_PLATFORMS": "cpu", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
 

@@ -91,14 +91,11 @@ def test_a_trace_of_a_gpu_has_kernels_and_no_events_of_the_host():
 
 def run_traced(path, updates):
     trace = Trace(path / "profile", compiled_once=True)
-    # Otherwise, a GPU makes so few updates in two calls.
-    plan = mr.Plan(micro_batch_size=2, updates_per_execution=2)
     runner, state, _, checkpoints = make_runner(
         path,
         batches(range(updates)),
         updates=updates,
-        plan=plan,
-        logs=1,
+        logs=updates,  # after every call; otherwise, a GPU makes so few updates in two
         trace=trace,
     )
     runner.run(state)
