@@ -78,6 +78,8 @@ def test_graphcores_commands_and_named_configurations_mean_what_they_meant(machi
         ("--precision 16.16", "graphcore"),
         ("--half-partials --recipe modern", "modern"),
         ("--recipe graphcore", "graphcore"),
+        ("--pipeline-splits 4 --device-mapping 0 0 0 0", "modern"),
+        ("--model cifar_resnet8 --pipeline-splits conv3_block1_add", "graphcore"),
         ("--optimizer lars", "modern"),
         ("--model resnet --optimizer rmsprop --dataset cifar10", "graphcore"),
         ("--optimizer lars --optimizer-params '{momentum: 0}'", "graphcore"),

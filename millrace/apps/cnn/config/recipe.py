@@ -32,7 +32,6 @@ _GRAPHCORE_ONLY = (
     *("lr_schedule_params", "lr_warmup_params", "lr_staircase", "stable_norm"),
     *("gather_conv_output", "min_remote_tensor_size"),
     *("accelerator_side_preprocess", "eight_bit_transfer", "stochastic_rounding"),
-    *("pipeline_splits", "device_mapping"),
 )
 """Options that nobody gives who does not know Graphcore's applications."""
 _GRAPHCORE_VALUES = {
@@ -47,6 +46,9 @@ def find_graphcore_option(values: Values) -> str | None:
     for name in _GRAPHCORE_ONLY:
         if name in values:
             return flag(name)
+    # A number of stages, which chooses the layers itself, is not Graphcore's.
+    if any(isinstance(split, str) for split in values.get("pipeline_splits") or ()):
+        return flag("pipeline_splits")
     for name, known in _GRAPHCORE_VALUES.items():
         if values.get(name) in known:
             return f"{flag(name)} {values[name]}"
