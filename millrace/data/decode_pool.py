@@ -200,7 +200,7 @@ class _Worker:
             other.close()
         self.connection = Connection(own.detach())
         try:
-            self.connection.send(sys.path)
+            self.connection.send_bytes(pickle.dumps(sys.path))
             self.connection.send_bytes(job)
         except OSError as error:
             raise self._lost() from error
@@ -209,7 +209,9 @@ class _Worker:
         """Give the process a task."""
         self.pending[number] = future
         try:
-            self.connection.send((number, task))
+            # Connection.send would leave a buffer to the garbage collector if it fails,
+            # about which Python 3.13 complains.
+            self.connection.send_bytes(pickle.dumps((number, task)))
         except OSError as error:
             raise self._lost() from error
 
