@@ -33,6 +33,7 @@ LOST = 1
 
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
+_SUSPICIOUS_SECONDS = 5.0
 _GOODBYE_SECONDS = 5.0
 """Shorter than the time in which the launcher kills processes that do not exit."""
 _ALIVE, _FAILED, _LEFT = "millrace/alive", "millrace/failed", "millrace/left"
@@ -154,14 +155,20 @@ class Heartbeat:
                 rank, message = min(failures.items())
                 self._exit(f"{self._name(rank)} failed: {message}", cause=rank)
             self._warn_about_slow(now)
-            if (stuck := self._progress.find_stuck(now)) is not None:
+            stuck = self._progress.find_stuck(now)
+            # If nothing moves, a process that is silent is the one the others wait for,
+            # even if it may be silent for longer.
+            limit = min(self._timeout, _SUSPICIOUS_SECONDS) if stuck else self._timeout
+            if (silent := self._find_silent(now, limit)) is not None:
+                rank, seconds = silent
+                self._exit(
+                    f"{self._name(rank)} has sent no heartbeat "
+                    f"for {min(round(seconds), self._timeout):g} s.",
+                    cause=rank,
+                )
+            if stuck is not None:
                 names = {rank: self._name(rank) for rank in stuck.ranks}
                 self._exit_stuck(progress.describe_stuck(stuck, names), stuck.ranks[0])
-            if (silent := self._find_silent(now)) is not None:
-                self._exit(
-                    f"{self._name(silent)} has sent no heartbeat for {self._timeout:g} s.",
-                    cause=silent,
-                )
 
     def _warn_about_slow(self, now: float) -> None:
         """Warn about a process that makes the others wait; it may still recover."""
@@ -176,16 +183,16 @@ class Heartbeat:
                 seconds,
             )
 
-    def _find_silent(self, now: float) -> int | None:
-        """Return a process that has sent no heartbeat for too long, if any."""
+    def _find_silent(self, now: float, limit: float) -> tuple[int, float] | None:
+        """Return a process without a heartbeat for `limit` seconds, and for how many."""
         own = coordination.process_id()
-        if now - self._store_answered > self._timeout:
+        if (unanswered := now - self._store_answered) > limit:
             # Without the store, which process 0 hosts, nobody can be heard.
-            return 0 if own else None
+            return (0, unanswered) if own else None
         silent = [
-            rank
+            (rank, now - when)
             for rank, (_, when) in list(self._beats.items())
-            if rank != own and now - when > self._timeout
+            if rank != own and now - when > limit
         ]
         return min(silent, default=None)
 

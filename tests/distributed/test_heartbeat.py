@@ -104,6 +104,30 @@ def test_a_process_that_is_stuck_ends_the_run(steps, fast, monkeypatch, tmp_path
     assert f"{tmp_path}/stuck-process-0.txt" in line and line in capsys.readouterr().err
 
 
+class Suspended(TwoProcesses):
+    """A store in which process 1 no longer sends heartbeats."""
+
+    def key_value_dir_get(self, key):
+        beats = super().key_value_dir_get(key)
+        return [(k, text.replace(text.split(",")[0], '{"count": 1')) for k, text in beats]
+
+
+def test_a_silent_process_is_named_if_nothing_moves(fast, monkeypatch, tmp_path):
+    """Before its heartbeat is overdue, and although it seems to be as far as this one."""
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat, "_SUSPICIOUS_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat.coordination, "store", lambda: Suspended(9))
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda status: ended.set())
+    lost = []
+    with progress.watched(0.2, tmp_path, lambda: False):
+        watching = Heartbeat()
+        watching.on_lost = lost.append
+        assert ended.wait(10)
+        watching.close()
+    (line,) = lost
+    assert line.startswith("Process 1 (pid 42 on far) has sent no heartbeat for ")
+
+
 class Exited(Exception):
     """Raised instead of ending this process."""
 
