@@ -132,11 +132,11 @@ def test_a_kill_at_any_time_loses_nothing(tmp_path, undisturbed, attempt):
     chance = random.Random(attempt)
     directory = tmp_path / "run"
     instances = chance.choice([2, 2, 4])
-    process = start(
-        launched(directory, instances, *SLOWLY, options=("--max-restarts", "2"))
-    )
+    # On a fast machine, the run lasts one second from its first log event.
+    slowly, restarts = ("--delay", "0.15"), ("--max-restarts", "2")
+    process = start(launched(directory, instances, *slowly, options=restarts))
     wait_for(directory, 1, process)
-    time.sleep(chance.uniform(0, 2))
+    time.sleep(chance.uniform(0, 0.8))
     victim = chance.randrange(instances)
     os.kill(pid_of(victim, process), signal.SIGKILL)
     output = finish(process)
