@@ -34,6 +34,7 @@ LOST = 1
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _SUSPICIOUS_SECONDS = 5.0
+"""Without a heartbeat for so long, a process is blamed when nothing moves."""
 _GOODBYE_SECONDS = 5.0
 """Shorter than the time in which the launcher kills processes that do not exit."""
 _ALIVE, _FAILED, _LEFT = "millrace/alive", "millrace/failed", "millrace/left"

@@ -87,18 +87,24 @@ def test_a_process_that_is_alive_but_slow_is_named_once(steps, is_slow, fast, mo
     assert [line[: len(expected)] for line in warnings] == [expected] * is_slow
 
 
-@pytest.mark.parametrize("steps", [3, 9])
-def test_a_process_that_is_stuck_ends_the_run(steps, fast, monkeypatch, tmp_path, capsys):
+def why_it_ends(store, monkeypatch, folder):
+    """Return why a process in which nothing moves ends, in one line."""
     ended = threading.Event()
-    monkeypatch.setattr(heartbeat.coordination, "store", lambda: TwoProcesses(steps))
+    monkeypatch.setattr(heartbeat.coordination, "store", lambda: store)
     monkeypatch.setattr(heartbeat.os, "_exit", lambda status: ended.set())
     lost = []
-    with progress.watched(0.2, tmp_path, lambda: False):
+    with progress.watched(0.2, folder, lambda: False):
         watching = Heartbeat()
         watching.on_lost = lost.append
         assert ended.wait(10)
         watching.close()
     (line,) = lost
+    return line
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_a_process_that_is_stuck_ends_the_run(steps, fast, monkeypatch, tmp_path, capsys):
+    line = why_it_ends(TwoProcesses(steps), monkeypatch, tmp_path)
     assert ("Process 1 (pid 42 on far): training after" in line) == (steps == 3)
     assert ("they wait for one another" in line) == (steps == 9)
     assert f"{tmp_path}/stuck-process-0.txt" in line and line in capsys.readouterr().err
@@ -114,17 +120,8 @@ class Suspended(TwoProcesses):
 
 def test_a_silent_process_is_named_if_nothing_moves(fast, monkeypatch, tmp_path):
     """Before its heartbeat is overdue, and although it seems to be as far as this one."""
-    ended = threading.Event()
     monkeypatch.setattr(heartbeat, "_SUSPICIOUS_SECONDS", 0.1)
-    monkeypatch.setattr(heartbeat.coordination, "store", lambda: Suspended(9))
-    monkeypatch.setattr(heartbeat.os, "_exit", lambda status: ended.set())
-    lost = []
-    with progress.watched(0.2, tmp_path, lambda: False):
-        watching = Heartbeat()
-        watching.on_lost = lost.append
-        assert ended.wait(10)
-        watching.close()
-    (line,) = lost
+    line = why_it_ends(Suspended(9), monkeypatch, tmp_path)
     assert line.startswith("Process 1 (pid 42 on far) has sent no heartbeat for ")
 
 
